@@ -1,0 +1,3 @@
+from torch_ext.__main__ import main
+
+raise SystemExit(main())

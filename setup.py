@@ -1,0 +1,32 @@
+"""Packaging of torch_ext. Imports no torch: native code is compiled on first use, never here."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+setup(
+    name="torch_ext",
+    version="0.1.0",
+    description="Distributed tests for PyTorch that run on any machine, in-tree style",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    # No upper bound on torch: a nightly or a source build must never be replaced.
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "expecttest>=0.3",
+        "hypothesis>=6",
+        "rich>=13",
+        "ninja",
+    ],
+    # torch_ext/testing is a symbolic link to testing/, so one search from the root finds both halves.
+    packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
+    package_data={"torch_ext.sim": ["csrc/*"], "torch_ext": ["py.typed"]},
+    entry_points={"console_scripts": ["torch_ext=torch_ext.runner.cli:main"]},
+    zip_safe=False,
+)

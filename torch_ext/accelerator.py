@@ -1,0 +1,142 @@
+"""The device under test, as a rank sees it.
+
+Note [Device choice]
+~~~~~~~~~~~~~~~~~~~~
+One process knows one device type. It is chosen outside the rank and travels to it in ``TORCH_EXT_DEVICE``; where that
+variable is unset (a file run by hand, a REPL) the first question asked here decides: a real accelerator if torch sees
+one, else ``cpu``. The four questions are :func:`device_type`, :func:`device_module`, :func:`device_count` and
+:func:`backend`; :func:`capabilities` tells what the device can do. Callers ask them on use, never at import, so that a
+device registered later is seen; and nobody outside this file, ``compat`` and ``sim`` compares a device type to a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "DEVICE_VARIABLE",
+    "Capabilities",
+    "UnknownDeviceError",
+    "backend",
+    "capabilities",
+    "current_device",
+    "device_count",
+    "device_module",
+    "device_type",
+    "is_accelerator",
+    "set_device_index",
+]
+
+DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
+
+# Packages that register an out-of-tree device when they are imported: torch's own backend autoload list is an
+# entry-point group (``torch.backends``) that names no device type, so the types are spelt out here.
+_PROVIDERS = {"sim": "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+
+_chosen: str | None = None
+
+
+class UnknownDeviceError(RuntimeError):
+    """``TORCH_EXT_DEVICE`` names a device type that this torch cannot provide."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the device under test can do beyond computing.
+
+    Attributes:
+        streams: work is queued on streams, and events order them.
+        half_precision: float16 training kernels exist (forward, backward and reduction).
+        separate_memory: tensors live in memory apart from the host's, so that offload moves data.
+        device_sleep: ``device_module()._sleep`` delays the device without delaying the host.
+    """
+
+    streams: bool
+    half_precision: bool
+    separate_memory: bool
+    device_sleep: bool
+
+
+def device_type() -> str:
+    """Return the device type of this process, such as ``"cpu"`` or ``"cuda"``. See Note [Device choice].
+
+    Raises:
+        UnknownDeviceError: the requested type is unknown to torch, or its provider cannot be imported.
+    """
+    global _chosen
+    if _chosen is None:
+        _chosen = _choose()
+    return _chosen
+
+
+def _choose() -> str:
+    requested = os.environ.get(DEVICE_VARIABLE)
+    if not requested:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if found is None else found.type
+    try:
+        if requested in _PROVIDERS:
+            importlib.import_module(_PROVIDERS[requested])
+        torch.device(requested)
+        available = requested == "cpu" or torch.get_device_module(requested).is_available()
+    except (ImportError, RuntimeError) as error:
+        raise UnknownDeviceError(
+            f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} cannot provide this device ({error}). "
+            "Unset the variable to let the machine decide, or install the package that registers the device."
+        ) from error
+    if not available:
+        raise UnknownDeviceError(
+            f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} knows this device type but finds no such device "
+            "on this machine. Unset the variable to let the machine decide."
+        )
+    return requested
+
+
+def is_accelerator() -> bool:
+    """Whether the device under test is an accelerator (simulated ones included), not the plain host."""
+    return device_type() != "cpu"
+
+
+def device_module() -> ModuleType:
+    """Return ``torch.<device type>``, the module with ``device_count``, ``current_device`` and the like."""
+    return torch.get_device_module(device_type())
+
+
+def device_count() -> int:
+    """Return how many devices a test may use: the accelerator's count, and 1 on plain ``cpu``."""
+    return int(device_module().device_count()) if is_accelerator() else 1
+
+
+def backend() -> str:
+    """Return the c10d backend that serves the device, such as ``"gloo"`` or ``"nccl"``, from torch's own table."""
+    return dist.get_default_backend_for_device(device_type())
+
+
+def current_device(rank: int) -> torch.device:
+    """Return the device that ``rank`` works on: ranks take devices in turn, and share the host on plain ``cpu``."""
+    if not is_accelerator():
+        return torch.device("cpu")
+    return torch.device(device_type(), rank % device_count())
+
+
+def set_device_index(rank: int) -> None:
+    """Make :func:`current_device` of ``rank`` current in this thread; does nothing on plain ``cpu``."""
+    if is_accelerator():
+        torch.accelerator.set_device_index(rank % device_count())
+
+
+def capabilities() -> Capabilities:
+    """Return the device's :class:`Capabilities`, read off its module rather than off its name."""
+    accelerator, module = is_accelerator(), device_module()
+    return Capabilities(
+        streams=accelerator and hasattr(module, "Stream") and hasattr(module, "Event"),
+        half_precision=accelerator,
+        separate_memory=accelerator,
+        device_sleep=accelerator and hasattr(module, "_sleep"),
+    )

@@ -1,0 +1,49 @@
+"""Lazy lookup of private torch names that may live in different places in different releases."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["MissingTorchNameError", "lazy_names"]
+
+
+class MissingTorchNameError(ImportError):
+    """A private torch name that torch_ext needs is in none of the places where releases are known to keep it."""
+
+
+def lazy_names(area: str, places: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """Return a module ``__getattr__`` for ``area`` that looks each name up on first use and then keeps it.
+
+    Args:
+        area: ``__name__`` of the compat module.
+        places: for each name, the places to try in order, newest release first, each ``"module:attribute"``.
+
+    Raises (on use):
+        AttributeError: the area does not know the name.
+        MissingTorchNameError: no place has it; the message names the torch version and the places tried.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {area!r} has no attribute {name!r}")
+        for place in places[name]:
+            module_name, _, attribute = place.partition(":")
+            try:
+                value = importlib.import_module(module_name)
+                for part in attribute.split("."):
+                    value = getattr(value, part)
+            except (ImportError, AttributeError):
+                continue
+            setattr(sys.modules[area], name, value)
+            return value
+        import torch
+
+        raise MissingTorchNameError(
+            f"torch {torch.__version__} has {name} in none of: {', '.join(places[name])}. "
+            f"Find where it moved and add the place to {area}."
+        )
+
+    return __getattr__
