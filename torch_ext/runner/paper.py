@@ -1,0 +1,43 @@
+"""Where the report is written: plain text to files and pipes, colours on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Paper"]
+
+
+class Paper:
+    """Writes lines to ``stream``.
+
+    Rich is used only for the colours of a terminal: a pipe gets the text and nothing else, and the import (0.1 s) is
+    spared. What a failed test says never passes through rich, which would expand tabs and drop control characters.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console: Console | None = None
+        if stream.isatty():
+            from rich.console import Console
+
+            self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+
+    def line(self, *parts: str | tuple[str, str]) -> None:
+        """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
+        if self._console is None:
+            self.verbatim("".join(part if isinstance(part, str) else part[0] for part in parts))
+            return
+        from rich.text import Text
+
+        # The terminal wraps long lines: an id that was cut or broken cannot be copied.
+        self._console.print(Text.assemble(*parts), soft_wrap=True)
+
+    def verbatim(self, text: str) -> None:
+        """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._stream.write(text if text.endswith("\n") else f"{text}\n")
+        self._stream.flush()
