@@ -37,7 +37,8 @@ class Engine(Protocol):
         """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
 
         Called once, on the main thread; blocks until every process it started is gone, also when it is interrupted.
-        Stops after the first failure if ``options.failfast``.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one skipped result
+        for each of its tests: a planned test without a result counts as not run, and fails the command.
         """
         ...
 
@@ -97,14 +98,12 @@ def _run_file(path: Path, arguments: Sequence[str]) -> int:
     options = parse_for_file(path, arguments)
     file = describe(path, options.root)
     # As __main__ the file may define other tests than when it is imported, so nothing is remembered.
-    return _select_and_run(options, [file], NameCache(None, None), anchor=f"{file.name}::")
+    return _select_and_run(options, [file], NameCache(None, None))
 
 
-def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache, anchor: str = "") -> int:
-    """Select and run. ``anchor`` stands before every pattern that was typed: the file in which it is looked up."""
+def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache) -> int:
     keywords = _keywords(options)
-    include = [anchor + text for text in options.include]
-    selection = select_files([file.name for file in files], include, options.exclude, _prefixes(options))
+    selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
     collected = collect_names(wanted, cache, lambda: _engine().collector(options))
     broken = {one.file.name: one for one in collected if one.error}

@@ -30,15 +30,7 @@ class TestFile:
 
 
 def find_test_files(root: Path) -> tuple[TestFile, ...]:
-    """Return every ``test_*.py`` below ``root``, sorted by name; hidden folders and ``__pycache__`` are left out.
-
-    Raises:
-        ValueError: ``root`` is no folder.
-    """
-    if not root.is_dir():
-        raise ValueError(
-            f"got the root {root}, which is no folder; give the folder that holds the suites with --root DIR"
-        )
+    """Return every ``test_*.py`` below ``root``, sorted by name; hidden folders and ``__pycache__`` are left out."""
     root = root.resolve()
     return tuple(describe(path, root) for path in sorted(_walk(root), key=lambda path: path.parts))
 

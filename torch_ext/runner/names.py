@@ -131,7 +131,8 @@ class NameCache:
 
     def _entry_path(self, folder: Path, file: TestFile) -> Path:
         place = f"{file.path}\0{file.name}\0{self._surroundings.get('device', '')}"
-        return folder / "names" / f"{file.path.stem}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+        digest = hashlib.sha256(os.fsencode(place)).hexdigest()
+        return folder / "names" / f"{file.path.stem}-{digest[:16]}.json"
 
     def _digest(self, path: str) -> str | None:
         """Hash of the content, read once a run since many files import the same helpers; None if it is not there."""
@@ -157,7 +158,8 @@ def _write_aside(path: Path, text: str) -> None:
             stream.write(text)
         os.replace(aside, path)
     except BaseException:
-        os.unlink(aside)
+        with suppress(OSError):
+            os.unlink(aside)
         raise
 
 

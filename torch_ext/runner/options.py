@@ -98,8 +98,8 @@ def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-k", action="append", default=[], metavar="WORDS", help="of these, run tests whose name contains WORDS: a part "
-        "of it, a glob, or several with and/or/not; given twice, either may fit")  # fmt: skip
+    add("-k", action="append", default=[], metavar="WORDS", help="of these, run tests whose name fits WORDS: a part of "
+        "it, a glob, or several with and/or/not; given twice, either may fit")  # fmt: skip
     loudness = parser.add_mutually_exclusive_group()
     loudness.add_argument("-v", "--verbose", action="store_true", help="print a line for each test")
     loudness.add_argument("-q", "--quiet", action="store_true", help="print failures and the summary only")

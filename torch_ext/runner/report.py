@@ -45,7 +45,7 @@ class Report:
         if result.status.counted is Status.FAILED:
             self._failure(result)
         batch = self.tally.batch_of(result.test)
-        if batch is not None and not self.tally.missing(batch):
+        if batch is not None and not self.tally.missing_of(batch):
             self._batch_line(batch)
 
     def finish(self, *, interrupted: bool = False) -> None:
@@ -80,7 +80,7 @@ class Report:
         self._printed.add(batch)
         results = self.tally.results_of(batch)
         columns = _columns(results, [column for column in _COLUMNS if counts(results)[column]])
-        if missing := len(self.tally.missing(batch)):
+        if missing := self.tally.missing_of(batch):
             columns.append((f"{missing} not run", "yellow"))
         duration_s = sum(result.duration_s for result in results)
         self._paper.line(f"{batch.file.name}::{batch.cls}  ", *_joined(columns), f"  {duration_s:.2f} s")

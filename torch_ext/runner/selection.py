@@ -179,22 +179,13 @@ def select_files(
     Raises:
         SelectionError: a pattern is spelt as a path, and no such path exists.
     """
-    selection = {}
-    for flag, texts in (("-i", include), ("-x", exclude)):
-        targets = tuple(resolve(text, files, prefixes) for text in texts)
-        for target in targets:
-            if not target.files or not target.text.strip():
-                raise _unmatched(flag, target, files, ())
-        selection[flag] = targets
-    dropped = _whole_files(selection["-x"])
-    wanted = frozenset().union(*(target.files for target in selection["-i"])) if include else frozenset(files)
-    return Selection(
-        selection["-i"], selection["-x"], tuple(file for file in files if file in wanted and file not in dropped)
-    )
-
-
-def _whole_files(targets: Iterable[Target]) -> frozenset[str]:
-    return frozenset(file for target in targets if not target.names for file in target.files)
+    included, excluded = (tuple(resolve(text, files, prefixes) for text in texts) for texts in (include, exclude))
+    for target in (*included, *excluded):
+        if not target.files or not target.text.strip():
+            raise _unmatched(target, files, ())
+    dropped = {file for target in excluded if not target.names for file in target.files}
+    wanted = {file for target in included for file in target.files} if include else set(files)
+    return Selection(included, excluded, tuple(file for file in files if file in wanted - dropped))
 
 
 def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterable[str] = ()) -> Selected:
@@ -209,10 +200,9 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
         SelectionError: a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
-    for flag, targets in (("-i", selection.include), ("-x", selection.exclude)):
-        for target in targets:
-            if not _explained(target, selection, tests, broken):
-                raise _unmatched(flag, target, selection.files, tests)
+    for target in (*selection.include, *selection.exclude):
+        if not _explained(target, selection, tests, broken):
+            raise _unmatched(target, selection.files, tests)
     chosen = [test for test in tests if not selection.include or any(one.matches(test) for one in selection.include)]
     kept = tuple(test for test in chosen if not any(target.matches(test) for target in selection.exclude))
     return Selected(kept, tuple(file for file in broken if _suspect(file, selection.include, tests)))
@@ -233,7 +223,7 @@ def _suspect(file: str, include: Sequence[Target], tests: Sequence[TestName]) ->
     )
 
 
-def _unmatched(flag: str, target: Target, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
+def _unmatched(target: Target, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
     near = nearest(target.text, spellings(files, tests))
     advice = f"nearest: {', '.join(near)}" if near else "nothing resembles it; --list shows every test"
-    return SelectionError(f"{flag} {target.text!r} matches no folder, module, class or test; {advice}")
+    return SelectionError(f"{target.text!r} matches no folder, module, class or test; {advice}")

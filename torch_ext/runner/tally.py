@@ -24,12 +24,15 @@ class Tally:
         self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self._by_batch: dict[tuple[str, str], list[TestResult]] = {}
         self._waiting = dict.fromkeys(plan.tests)
+        self._open = Counter((test.file, test.cls) for test in plan.tests)
 
     def add(self, result: TestResult) -> None:
         """Count ``result``."""
         self.results.append(result)
         self._by_batch.setdefault((result.test.file, result.test.cls), []).append(result)
-        self._waiting.pop(result.test, None)
+        if result.test in self._waiting:
+            del self._waiting[result.test]
+            self._open[result.test.file, result.test.cls] -= 1
 
     def batch_of(self, test: TestName) -> Batch | None:
         """The planned class of ``test``; None for a file that could not be imported."""
@@ -39,9 +42,13 @@ class Tally:
         """The results of one class so far, that of its ``setUpClass`` included."""
         return self._by_batch.get((batch.file.name, batch.cls), [])
 
-    def missing(self, batch: Batch | None = None) -> list[TestName]:
-        """The planned tests, of one class or of all, that have no result."""
-        return [test for test in (self._waiting if batch is None else batch.tests) if test in self._waiting]
+    def missing(self) -> list[TestName]:
+        """The planned tests that have no result."""
+        return list(self._waiting)
+
+    def missing_of(self, batch: Batch) -> int:
+        """How many tests of one class have no result."""
+        return self._open[batch.file.name, batch.cls]
 
     @property
     def passed(self) -> bool:
