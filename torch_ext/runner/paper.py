@@ -27,17 +27,25 @@ class Paper:
 
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
+        styled = [(self._encodable(text), style) for text, style in map(_styled, parts)]
         if self._console is None:
-            self.verbatim("".join(part if isinstance(part, str) else part[0] for part in parts))
+            self.verbatim("".join(text for text, _ in styled))
             return
         from rich.text import Text
 
         # The terminal wraps long lines: an id that was cut or broken cannot be copied.
-        self._console.print(Text.assemble(*parts), soft_wrap=True)
+        self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = self._encodable(text)
         self._stream.write(text if text.endswith("\n") else f"{text}\n")
         self._stream.flush()
+
+    def _encodable(self, text: str) -> str:
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
+    return (part, "") if isinstance(part, str) else part

@@ -109,6 +109,7 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Ta
 
 def _spellings(text: str, prefixes: Sequence[str]) -> list[str]:
     """``text`` itself, and what remains of it behind the root's own name."""
+    text = text.removeprefix("./")
     shorter = [text[len(prefix) :] for prefix in prefixes if text.startswith(prefix)]
     whole = [""] if any(text == prefix[:-1] for prefix in prefixes) else []
     return [text, *shorter, *whole]

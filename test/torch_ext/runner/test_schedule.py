@@ -28,5 +28,5 @@ def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
 
 
 def test_a_test_of_an_unknown_file_is_not_dropped_in_silence() -> None:
-    with pytest.raises(AssertionError, match="a.py::A::test"):
+    with pytest.raises(AssertionError, match=r"a\.py::A::test"):
         make_plan([file("b.py")], [TestName("a.py", "A", "test")])
