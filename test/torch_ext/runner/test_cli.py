@@ -40,7 +40,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     engine = FakeEngine(FakeCollector(LAYOUT))
-    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", engine)  # type: ignore[misc]  # a module's stand-in
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", engine)
     yield engine
 
 
