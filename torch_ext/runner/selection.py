@@ -94,7 +94,7 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Ta
     >>> sorted(target.files), target.names
     (['fsdp/test_a.py'], (('TestX', 'test_y'),))
     """
-    addresses = {file: _parts(file) for file in files}
+    addresses = {file: _split(file.removesuffix(".py"), "/") for file in files}
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
     rules = _file_rules(text)
     whole = _first_match(rules, (reading for reading in readings if not reading.names), addresses)
@@ -115,23 +115,26 @@ def _spellings(text: str, prefixes: Sequence[str]) -> list[str]:
     return [text, *shorter, *whole]
 
 
-def _parts(path: str) -> _Parts:
-    return tuple(part for part in re.split("[/.]", path.removesuffix(".py")) if part)
+def _split(text: str, separator: str) -> _Parts:
+    return tuple(part for part in text.split(separator) if part not in ("", "."))
 
 
 def _readings(text: str) -> Iterator[_Reading]:
     path, separator, names = text.partition("::")
-    parts = _parts(path)
+    folder, _, last = path.rpartition("/")
+    folders, stem = _split(folder, "/"), last.removesuffix(".py")
     is_path = path.endswith((".py", "/"))
+    # A dot can be part of a folder's name, or stand between names; in front of a slash it is never the latter.
+    plain, dotted = (*folders, *_split(stem, "/")), (*folders, *_split(stem, "."))
     if separator:
-        yield _Reading(parts, tuple(re.split(r"::|\.", names)))
-        if len(parts) == 1 and "/" not in path and not is_path:
-            yield _Reading((), (*parts, names))
+        yield from (_Reading(parts, tuple(re.split(r"::|\.", names))) for parts in (plain, dotted))
+        if len(dotted) == 1 and not folders and not is_path:
+            yield _Reading((), (*dotted, names))
         return
-    # Of a path, at least what stands before the last slash is folders.
-    least = len(parts) if is_path else len(_parts(path.rpartition("/")[0]))
-    for end in range(len(parts), max(least, len(parts) - 2) - 1, -1):
-        yield _Reading(parts[:end], parts[end:])
+    yield _Reading(plain, ())
+    least = len(dotted) if is_path else max(len(folders), len(dotted) - 2)
+    for end in range(len(dotted), least - 1, -1):
+        yield _Reading(dotted[:end], dotted[end:])
 
 
 def _is_file(path: _Parts, address: _Parts) -> bool:

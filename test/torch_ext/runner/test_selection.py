@@ -197,18 +197,29 @@ def spellings(test: TestName, files: set[str]) -> list[Case]:
     cases: list[Case] = [
         (test.id, lambda other: other == test),
         (f"test/{test.file}", lambda other: other.file == test.file),
-        (f"{dotted}.{test.cls}", lambda other: (other.file, other.cls) == (test.file, test.cls)),
+        (
+            f"{dotted if '.' not in path else path}.{test.cls}",
+            lambda other: (other.file, other.cls) == (test.file, test.cls),
+        ),
         (f"{path}.{test.cls}.{test.method}", lambda other: other == test),
         (test.cls, lambda other: other.cls == test.cls),
         (test.method, lambda other: other.method == test.method),
         (f"{test.cls}.{test.method}", lambda other: (other.cls, other.method) == (test.cls, test.method)),
     ]
     if folder:
-        for spelling in (folder, f"test/{folder}/"):
+        for spelling in (f"./{folder}", f"test/{folder}/"):
             cases.append((spelling, lambda other: other.file.startswith(f"{folder}/")))
     if base not in files:
         cases.append((base, lambda other: other.file.split("/")[-1] == base))
     return cases
+
+
+def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
+    tests = [TestName(f"{folder}/test_m.py", "TestA", "test_1") for folder in ("v1", "v1.2", "v1/2", "a/v1.2")]
+    for number, pattern in enumerate(("v1/test_m.py", "v1.2", "v1/2", "a/v1.2")):
+        assert choose([pattern], (), tests)[1] == [tests[number].id]
+    assert choose(["v1.2/test_m.TestA.test_1"], (), tests)[1] == [tests[1].id]
+    assert choose(["v1"], (), tests)[1] == [tests[0].id, tests[2].id]
 
 
 @given(SUITES, st.data())
