@@ -107,6 +107,24 @@ def test_the_printed_id_runs_again(
     assert engine.ran == [TUPLE]
 
 
+@pytest.mark.parametrize(
+    ("started", "shown"),
+    [
+        ("run_test.py", "python run_test.py"),
+        ("../elsewhere/run_test.py", "python ../elsewhere/run_test.py"),
+        ("/checkout/torch_ext/__main__.py", "python -m torch_ext"),
+        ("/usr/bin/torch_ext", "torch_ext"),
+        ("/usr/bin/pytest", "python run_test.py"),
+    ],
+)
+def test_rerun_lines_start_the_runner_as_it_was_started(
+    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, started: str, shown: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+    command("-i", CALL)
+    assert engine.options[-1].command == shown
+
+
 def test_list_prints_ids_and_runs_nothing(
     command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

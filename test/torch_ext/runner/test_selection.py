@@ -222,6 +222,14 @@ def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
     assert choose(["v1"], (), tests)[1] == [tests[0].id, tests[2].id]
 
 
+def test_a_suffix_or_a_slash_says_whether_a_file_or_a_folder_is_meant() -> None:
+    tests = [TestName(file, "TestA", "test_1") for file in ("test_a/test_b.py", "x/test_a.py", "test_a.py")]
+    for pattern, number in (("test_a.py", 2), ("test_a", 2), ("test_a/", 0)):
+        assert choose([pattern], (), tests)[1] == [tests[number].id]
+    for pattern, number in (("test_a.py", 1), ("test_a", 0), ("test_a/", 0)):
+        assert choose([pattern], (), tests[:2])[1] == [tests[number].id]
+
+
 @given(SUITES, st.data())
 def test_selection_agrees_with_a_naive_reference(tests: list[TestName], data: st.DataObject) -> None:
     pool = [case for test in tests for case in spellings(test, {test.file for test in tests})]
