@@ -23,7 +23,7 @@ class Paper:
         if stream.isatty():
             from rich.console import Console
 
-            self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+            self._console = Console(file=stream)
 
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
@@ -33,7 +33,8 @@ class Paper:
             return
         from rich.text import Text
 
-        # The terminal wraps long lines: an id that was cut or broken cannot be copied.
+        # Text, unlike a string, is never read as markup: "[rank 0]" stays. The terminal itself wraps long lines, since
+        # an id that was cut or broken cannot be copied.
         self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:

@@ -127,7 +127,7 @@ def _readings(text: str) -> Iterator[_Reading]:
     # A dot can be part of a folder's name, or stand between names; in front of a slash it is never the latter.
     plain, dotted = (*folders, *_split(stem, "/")), (*folders, *_split(stem, "."))
     if separator:
-        yield from (_Reading(parts, tuple(re.split(r"::|\.", names))) for parts in (plain, dotted))
+        yield _Reading(dotted, tuple(re.split(r"::|\.", names)))
         if len(dotted) == 1 and not folders and not is_path:
             yield _Reading((), (*dotted, names))
         return

@@ -28,10 +28,10 @@ class FakeCollector:
         for file in reversed(files):
             self.asked.append(file.name)
             self.on_collect()
+            tests = tuple(TestName(file.name, *name.split(".")) for name in self.layout.get(file.name, ()))
             if file.name in self.errors:
-                yield Collected(file, error=self.errors[file.name])
+                yield Collected(file, tests, error=self.errors[file.name])
             elif file.name in self.layout:
-                tests = tuple(TestName(file.name, *name.split(".")) for name in self.layout[file.name])
                 yield Collected(file, tests, (str(file.path), *self.imported))
 
 

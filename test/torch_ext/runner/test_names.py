@@ -251,6 +251,8 @@ def test_surroundings_tell_the_installed_versions_apart(monkeypatch: pytest.Monk
     assert found["torch"] == metadata.version("torch")
     assert found["torch_ext"] == torch_ext.__version__
     assert found["device"] == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert surroundings("cpu") != found
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)

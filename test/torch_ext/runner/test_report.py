@@ -190,6 +190,8 @@ def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
         "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
         "--root 'my suites' --device cpu --timeout 7.5 --start-method interpreter"
     )
+    spaced = rerun_command(Options(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
+    assert spaced == "python run_test.py -i 'fsdp/test_a.py::TestA::test_[a b]'"
     alone = Options(Path("/x"), script="my suites/test_a.py", device="cpu")
     assert rerun_command(alone, ONE) == "python 'my suites/test_a.py' TestA.test_1 --device cpu"
     assert rerun_command(alone, TestName(FILE.name)) == "python 'my suites/test_a.py' --device cpu"

@@ -61,6 +61,7 @@ def test_no_pattern_selects_everything() -> None:
         *[(text, (0, 1, 2, 5)) for text in ("test_fsdp_input", "test_fsdp_input.py")],
         *[(text, (0, 1, 2, 3, 4, 5, 6)) for text in ("test", "test/", ".")],
         *[(text, (0, 1)) for text in (f"{INPUT}::TestInput", "fsdp.test_fsdp_input.TestInput")],
+        ("distributed.fsdp.test_fsdp_input::TestInput", (0, 1)),
         *[(text, (0, 1, 5)) for text in ("TestInput", "test_fsdp_input.TestInput", "test_fsdp_input.py::TestInput")],
         *[(text, (0, 5)) for text in ("TestInput.test_dict", "TestInput::test_dict")],
         *[(text, (0, 2)) for text in (f"{INPUT}::test_dict", "fsdp.test_fsdp_input.test_dict")],
