@@ -10,6 +10,7 @@ import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch_ext.world import access
 from torch_ext.world.wire import Channel
 
 __all__ = ["CollectOrder", "find_tests", "main"]
@@ -39,6 +40,7 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """Target of a child: send ``(class, method)`` of every test on the channel."""
+    access.start_no_ranks()
     channel = Channel.from_descriptor(descriptors[0])
     channel.send([(type(test).__name__, test._testMethodName) for test in find_tests(order.module)])
     return 0
