@@ -172,7 +172,8 @@ class World:
         """
         if self._selector.get_map():
             for key, _ in self._selector.select(timeout_s):
-                key.data()
+                if self._selector.get_map().get(key.fd) == key:  # an earlier event of this round may have closed it
+                    key.data()
 
     def _on_brood(self) -> None:
         try:

@@ -45,8 +45,8 @@ _READ_AT_LOAD = (
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-# Set by the world itself for its zygotes, and put back in every rank.
-_OWN_VARIABLES = frozenset({"OPENBLAS_NUM_THREADS"})
+# Of these, set by the world itself for its zygotes and put back in every rank; and read whenever it is needed.
+_READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
 # Forking costs about a third less once the heap lies in huge pages, but gathering it costs as much as some fifteen
 # worlds.
@@ -237,7 +237,7 @@ class Zygote:
         return ""
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
-        if not name.startswith(_READ_AT_LOAD) or name in _OWN_VARIABLES:
+        if not name.startswith(_READ_AT_LOAD) or name in _READ_LATER:
             return False
         # What a module set while it was imported holds here too, and whoever reads it later in a fork reads the same.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))
