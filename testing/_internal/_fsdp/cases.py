@@ -18,7 +18,7 @@ from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.ddp_parity import ParityCheck
 from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel
 from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
-from torch_ext.testing._internal._fsdp.subcases import run_and_tally
+from torch_ext.testing._internal._fsdp.subcases import SubcaseTally, run_and_tally
 from torch_ext.testing._internal._fsdp.training import Precision, Trainer
 from torch_ext.testing._internal.common_distributed import (
     TEST_SKIPS,
@@ -73,6 +73,8 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class _SubcaseMixin(_TestCase):
+    subcase_tally: SubcaseTally
+
     def run_subtests(
         self, subtest_config: dict[str, list[Any]], test_fn: Callable[..., Any], *test_args: Any, **test_kwargs: Any
     ) -> None:
@@ -82,6 +84,10 @@ class _SubcaseMixin(_TestCase):
         skipped only if all are.
         """
         run_and_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
+
+    def leave_out_check(self, what: str) -> None:
+        """Have the output say that the running sub-case does not check ``what``; only for use in ``run_subtests``."""
+        self.subcase_tally.miss_check(what)
 
 
 class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):

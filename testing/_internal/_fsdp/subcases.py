@@ -10,37 +10,70 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal.common_distributed import run_subtests
 
-__all__ = ["SubcaseTally", "run_and_tally"]
+__all__ = ["SubcaseTally", "leave_out_without_accelerator", "run_and_tally"]
+
+
+def leave_out_without_accelerator(reason: str) -> None:
+    """Leave out the sub-case that calls this where the device under test is the plain host.
+
+    Raises:
+        unittest.SkipTest: there is no accelerator; inside ``run_subtests`` that costs this sub-case alone.
+    """
+    if not device.is_accelerator():
+        raise unittest.SkipTest(reason)
 
 
 @dataclass
 class SubcaseTally:
-    """How many sub-cases of a test ran to their end, and why others were left out."""
+    """How many sub-cases of a test ran to their end, why others were left out, and what some did not check.
+
+    A check counts once for each sub-case that it is missing from.
+    """
 
     ran: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
+    unchecked: Counter[str] = field(default_factory=Counter)
+    _missing_here: set[str] = field(default_factory=set)
 
     def counting(self, test_fn: Callable[..., Any]) -> Callable[..., None]:
         """Return ``test_fn`` with a skip that it raises counted rather than passed on."""
 
         @functools.wraps(test_fn)
         def counted(*args: Any, **kwargs: Any) -> None:
+            self._missing_here.clear()
             try:
                 test_fn(*args, **kwargs)
             except unittest.SkipTest as skip:
                 self.left_out[str(skip)] += 1
             else:
                 self.ran += 1
+                self.unchecked.update(self._missing_here)
 
         return counted
 
+    def miss_check(self, what: str) -> None:
+        """Note that the running sub-case does not check ``what``."""
+        self._missing_here.add(what)
+
     def summary(self) -> str:
-        """Return one line such as ``16 of 32 sub-cases left out: 16 x offload needs an accelerator``."""
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.left_out.most_common())
+        """Return one line that counts and explains all that is missing, empty if nothing is.
+
+        >>> SubcaseTally(ran=1, left_out=Counter({"offload needs an accelerator": 2})).summary()
+        '2 of 3 sub-cases left out: 2 x offload needs an accelerator'
+        """
         left_out = self.left_out.total()
-        return f"{left_out} of {self.ran + left_out} sub-cases left out: {reasons}"
+        parts = (
+            [f"{left_out} of {self.ran + left_out} sub-cases left out: {_listed(self.left_out)}"] if left_out else []
+        )
+        parts += [f"checks left out: {_listed(self.unchecked)}"] if self.unchecked else []
+        return "; ".join(parts)
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
 
 
 def run_and_tally(
@@ -48,17 +81,16 @@ def run_and_tally(
 ) -> SubcaseTally:
     """Run ``test_fn`` over the grid ``config`` like ``run_subtests``; a sub-case that skips leaves the others to run.
 
-    Rank 0 prints what was left out. Ranks must agree on it, as they must on anything that ends a sub-case early.
+    Rank 0 prints what was left out. Ranks must agree on it, as they must on anything that ends a sub-case early. While
+    sub-cases run, their tally is ``case.subcase_tally``.
 
     Raises:
         unittest.SkipTest: every sub-case was left out.
     """
-    tally = SubcaseTally()
+    tally = case.subcase_tally = SubcaseTally()
     run_subtests(case, config, tally.counting(test_fn), *args, **kwargs)
-    if not tally.left_out:
-        return tally
-    if not tally.ran:
+    if tally.left_out and not tally.ran:
         raise unittest.SkipTest(tally.summary())
-    if case.rank == 0:
-        print(f"{case.id()}: {tally.summary()}", file=sys.stderr, flush=True)
+    if case.rank == 0 and (summary := tally.summary()):
+        print(f"{case.id()}: {summary}", file=sys.stderr, flush=True)
     return tally
