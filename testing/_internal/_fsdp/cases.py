@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,14 +81,18 @@ class _SubcaseMixin(_TestCase):
     ) -> None:
         """Run ``test_fn`` once for each combination in ``subtest_config``, in one set of ranks.
 
-        A combination whose ``test_fn`` skips is left out alone: rank 0 prints how many were, and why. The test is
-        skipped only if all are.
+        A combination whose ``test_fn`` skips is left out alone: the output of the test run says how many were, and
+        why. The test is skipped only if all are.
         """
         run_and_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
 
     def leave_out_check(self, what: str) -> None:
         """Have the output say that the running sub-case does not check ``what``; only for use in ``run_subtests``."""
         self.subcase_tally.miss_check(what)
+
+    def announce(self, text: str) -> None:
+        """Have the output of the test run show ``text``, whether or not the test passes."""
+        print(f"torch_ext: {text}", file=sys.stderr, flush=True)
 
 
 class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
@@ -118,10 +123,27 @@ class FSDPTestMixin(_SubcaseMixin):
     if TYPE_CHECKING:
         rank: int
         file_name: str
-        init_method: str
+        init_method: Any
         world_size: Any
         process_group: Any
         run_test: Callable[[str, Any], None]
+
+    def _notes_file(self) -> str:
+        """Return the path of a file, of this test's own, by which ranks leave notes for the parent half."""
+        raise NotImplementedError
+
+    def announce(self, text: str) -> None:
+        # What a rank prints is kept for failures.
+        with open(self._notes_file(), "a", encoding="utf-8") as notes:
+            notes.write(f"{text}\n")
+
+    def tearDown(self) -> None:
+        path = Path(self._notes_file())
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                super().announce(line)
+            path.unlink()
+        super().tearDown()
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
@@ -273,7 +295,7 @@ class FSDPTestMixin(_SubcaseMixin):
         ).run()
 
 
-class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
+class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
     """Ranks are processes, fresh for each test, that have joined the default group when the test's body starts."""
 
     def setUp(self) -> None:
@@ -298,6 +320,9 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     def init_method(self) -> str:
         return f"{FILE_SCHEMA}{self.file_name}"
 
+    def _notes_file(self) -> str:
+        return f"{self.file_name}.notes"
+
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     """Ranks are processes that serve all tests of the class: faster, and no test finds fresh processes but the first.
@@ -305,6 +330,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     Every test begins and ends with a barrier, so that a collective left over from one cannot meet one of the next.
     """
 
+    # A number in its place once ranks are started.
     @property
     def world_size(self) -> int:
         return device.default_world_size()
@@ -318,7 +344,8 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
         return device.device_type()
 
     @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        cls.rdvz_file = rdvz_file
         _silence_desync_debugging()
         _exit_without_devices(world_size)
         _use_device(rank)
@@ -334,3 +361,6 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     @property
     def process_group(self) -> dist.ProcessGroup:
         return type(self).pg
+
+    def _notes_file(self) -> str:
+        return f"{self.rdvz_file}.notes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import unittest
 from collections import Counter
 from collections.abc import Callable
@@ -81,8 +80,8 @@ def run_and_tally(
 ) -> SubcaseTally:
     """Run ``test_fn`` over the grid ``config`` like ``run_subtests``; a sub-case that skips leaves the others to run.
 
-    Rank 0 prints what was left out. Ranks must agree on it, as they must on anything that ends a sub-case early. While
-    sub-cases run, their tally is ``case.subcase_tally``.
+    What was left out goes to ``case.announce`` on rank 0. Ranks must agree on it, as they must on anything that ends a
+    sub-case early. While sub-cases run, their tally is ``case.subcase_tally``.
 
     Raises:
         unittest.SkipTest: every sub-case was left out.
@@ -92,5 +91,5 @@ def run_and_tally(
     if tally.left_out and not tally.ran:
         raise unittest.SkipTest(tally.summary())
     if case.rank == 0 and (summary := tally.summary()):
-        print(f"{case.id()}: {summary}", file=sys.stderr, flush=True)
+        case.announce(f"{case.id()}: {summary}")
     return tally
