@@ -84,9 +84,8 @@ def main() -> None:
             rows["importing the suite"].append(seconds(plain, environment))
             first.append(to_first_test(environment))
     medians = {name: statistics.median(values) for name, values in rows.items()}
-    print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians of {options.repeats}, in seconds; {len(modules)} modules"
-    )
+    scope = f"medians of {options.repeats}, in seconds; {len(modules)} modules"
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {scope}")
     for name, median in medians.items():
         print(f"  {name:<45} {median:6.2f}")
     print(f"  {'enter to the first test, its parent half':<45} {statistics.median(one for one, _ in first):6.2f}")
