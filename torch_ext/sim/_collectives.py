@@ -16,6 +16,28 @@ _DEVICE = "sim"
 def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[_DEVICE])
+    _native.set_transport_factory(_make_transport)
+    _join_threaded_group()
+    _pair_with_gloo()
+
+
+def _pair_with_gloo() -> None:
+    """A group made without naming a backend serves host tensors too: ``cpu:gloo,sim:simccl``.
+
+    Torch would pick the accelerator's backend alone. Groups that name ``simccl`` stay device-only.
+    """
+    config = dist.distributed_c10d.BackendConfig
+    original = config.__init__
+
+    def __init__(self: Any, backend: Any) -> None:
+        original(self, backend)
+        if str(backend) == dist.Backend.UNDEFINED and set(self.device_backend_map) == {_DEVICE}:
+            self.device_backend_map = {"cpu": dist.Backend(dist.Backend.GLOO), **self.device_backend_map}
+
+    setattr(config, "__init__", __init__)  # noqa: B010 - mypy refuses to assign a method
+
+
+def _join_threaded_group() -> None:
     # Torch's threaded group registers itself for "cpu" and "cuda" when its module is imported, which overwrites any
     # entry made before; the registration is wrapped so that `sim` joins whenever that happens.
     registered = dist.Backend.register_backend
@@ -34,15 +56,20 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
-    """Make the group's transport, a gloo backend with a store prefix of its own, and wrap it."""
+    """Make a group's backend: called by torch for every group that is not split off another one."""
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
-    store = dist.PrefixStore(f"{BACKEND}/", options.store)
-    transport = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=timeout)
+    transport = _make_transport(options.store, options.group_rank, options.group_size, timeout)
     settings = getattr(transport, "options", None)
     if settings is not None:
         settings.global_ranks_in_group = options.global_ranks_in_group
         settings.group_name = options.group_id
+    return _native.ProcessGroupSimCCL(transport, timeout)
+
+
+def _make_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Make the gloo backend that carries a group's bytes, under a store prefix of its own."""
+    transport = dist.ProcessGroupGloo(dist.PrefixStore(f"{BACKEND}/", store), rank, size, timeout=timeout)
     transport._set_sequence_number_for_group()
-    return _native.ProcessGroupSimCCL(transport)
+    return transport

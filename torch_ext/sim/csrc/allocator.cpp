@@ -31,14 +31,20 @@ std::atomic<bool> poison{false};
 
 struct Pool;
 
-struct Block {
+// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory, which
+// torch's interface frees without a context.
+struct alignas(kAlignment) Block {
   Pool* pool;
-  void* data;
   size_t requested;
   size_t rounded;
   Block* previous = nullptr;
   Block* next = nullptr;
+
+  void* data() { return this + 1; }
+  const void* data() const { return this + 1; }
+  static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
 };
+static_assert(sizeof(Block) == kAlignment, "data must start aligned");
 
 size_t round_up(size_t nbytes) {
   return (nbytes + kRoundBytes - 1) / kRoundBytes * kRoundBytes;
@@ -103,8 +109,7 @@ struct Pool {
         decrease(stats.reserved_bytes, *block, block->rounded);
         decrease(stats.segment, *block, 1);
         stats.num_device_free += 1;
-        std::free(block->data);
-        delete block;
+        std::free(block);
       }
     }
     idle.clear();
@@ -128,12 +133,12 @@ struct Pool {
       stats.num_alloc_retries += 1;
       release_idle();
     }
-    void* data = nullptr;
+    void* memory = nullptr;
     const size_t reserved = static_cast<size_t>(total(stats.reserved_bytes));
-    if (reserved + rounded > limit || posix_memalign(&data, kAlignment, rounded) != 0) {
+    if (reserved + rounded > limit || posix_memalign(&memory, kAlignment, sizeof(Block) + rounded) != 0) {
       raise_out_of_memory(nbytes);
     }
-    auto* block = new Block{this, data, nbytes, rounded};
+    auto* block = new (memory) Block{this, nbytes, rounded};
     increase(stats.reserved_bytes, *block, rounded);
     increase(stats.segment, *block, 1);
     stats.num_device_alloc += 1;
@@ -203,15 +208,15 @@ void report(const Block& block, int64_t change) {
   if (c10::memoryProfilingEnabled()) {
     auto& stats = block.pool->stats;
     c10::reportMemoryUsageToProfiler(
-        block.data, change, static_cast<size_t>(total(stats.allocated_bytes)),
+        const_cast<void*>(block.data()), change, static_cast<size_t>(total(stats.allocated_bytes)),
         static_cast<size_t>(total(stats.reserved_bytes)), c10::Device(kSim, block.pool->device));
   }
 }
 
 void delete_block(void* context) {
-  auto* block = static_cast<Block*>(context);
+  auto* block = Block::of(context);
   if (poison.load(std::memory_order_relaxed)) {
-    std::memset(block->data, kPoisonByte, block->rounded);
+    std::memset(block->data(), kPoisonByte, block->rounded);
   }
   report(*block, -static_cast<int64_t>(block->rounded));
   block->pool->give_back(block);
@@ -280,20 +285,31 @@ thread_local int kernel_device = -1;
 
 class HostOverride final : public c10::Allocator {
  public:
-  explicit HostOverride(c10::Allocator* host) : host_(host) {}
+  explicit HostOverride(c10::Allocator* host) { host_ = host; }
   c10::DataPtr allocate(size_t nbytes) override {
     if (kernel_device < 0) {
       return host_->allocate(nbytes);
     }
     return allocate_on(static_cast<c10::DeviceIndex>(kernel_device), nbytes, c10::Device(c10::DeviceType::CPU));
   }
-  // Raw callers hand memory to code that frees it by pointer alone, which device blocks cannot offer.
-  c10::DeleterFnPtr raw_deleter() const override { return kernel_device < 0 ? host_->raw_deleter() : nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
  private:
-  c10::Allocator* host_;
+  // Raw memory may be freed outside the scope it was allocated in (libraries keep scratch space), so the pointer itself
+  // has to say where it came from.
+  static void delete_raw(void* data) {
+    if (device_of_pointer(data).has_value()) {
+      delete_block(data);
+    } else {
+      host_->raw_deleter()(data);
+    }
+  }
+
+  static c10::Allocator* host_;
 };
+
+c10::Allocator* HostOverride::host_ = nullptr;
 
 } // namespace
 
@@ -309,10 +325,10 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   }
   Block* block = pool_of(device).take(nbytes);
   if (poison.load(std::memory_order_relaxed)) {
-    std::memset(block->data, kPoisonByte, block->rounded);
+    std::memset(block->data(), kPoisonByte, block->rounded);
   }
   report(*block, static_cast<int64_t>(block->rounded));
-  return {block->data, block, &delete_block, owner};
+  return {block->data(), block->data(), &delete_block, owner};
 }
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
@@ -337,7 +353,7 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
     Pool& pool = pools()[index];
     std::lock_guard<std::mutex> lock(pool.mutex);
     for (const Block* block = pool.live; block != nullptr; block = block->next) {
-      const auto* start = static_cast<const char*>(block->data);
+      const auto* start = static_cast<const char*>(block->data());
       if (wanted >= start && wanted < start + block->rounded) {
         return index;
       }

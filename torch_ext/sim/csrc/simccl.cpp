@@ -7,7 +7,10 @@
 #include "simccl.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 #include "alias.h"
 #include "allocator.h"
@@ -89,22 +92,36 @@ bool same_sizes(const Tensors& tensors, const at::Tensor& like) {
 
 } // namespace
 
+// Makes a transport for a group that is split off: (store, rank, size, timeout) -> Backend, in Python, where gloo's
+// constructor is. Set once, never freed.
+pybind11::object* transport_factory = nullptr;
+
 class SimCCL final : public c10d::Backend {
  public:
-  explicit SimCCL(c10::intrusive_ptr<c10d::Backend> transport)
-      : c10d::Backend(transport->getRank(), transport->getSize()), transport_(std::move(transport)) {
+  // Copied by torch for each group that is split off.
+  struct SimOptions final : c10d::Backend::Options {
+    explicit SimOptions(std::chrono::milliseconds timeout) : c10d::Backend::Options("simccl", timeout) {}
+  };
+
+  SimCCL(c10::intrusive_ptr<c10d::Backend> transport, std::chrono::milliseconds timeout)
+      : c10d::Backend(transport->getRank(), transport->getSize()),
+        transport_(std::move(transport)),
+        options_(c10::make_intrusive<SimOptions>(timeout)) {
     init();
   }
 
   const std::string getBackendName() const override { return "simccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return transport_->getBackendOptions(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { transport_->setTimeout(timeout); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    options_->timeout = timeout;
+    transport_->setTimeout(timeout);
+  }
   void setSequenceNumberForGroup() override { transport_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return transport_->getSequenceNumberForGroup(); }
   void enableCollectivesTiming() override { transport_->enableCollectivesTiming(); }
   void abort() override { transport_->abort(); }
   void shutdown() override { transport_->shutdown(); }
-  c10d::ErrorType getError() override { return failed_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
+  c10d::ErrorType getError() override { return transport_->getError(); }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
     transport_->monitoredBarrier(options, wait_all_ranks);
   }
@@ -118,8 +135,14 @@ class SimCCL final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
-    auto part = transport_->split(store, ranks, options);
-    return part == nullptr ? nullptr : c10::make_intrusive<SimCCL>(std::move(part));
+    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+    if (place == ranks.end()) {
+      return nullptr;
+    }
+    const auto timeout = options != nullptr ? options->timeout : options_->timeout;
+    pybind11::gil_scoped_acquire gil;
+    auto part = (*transport_factory)(store, place - ranks.begin(), ranks.size(), timeout);
+    return c10::make_intrusive<SimCCL>(part.cast<c10::intrusive_ptr<c10d::Backend>>(), timeout);
   }
 
   bool supportsCoalescing() const override { return true; }
@@ -439,15 +462,25 @@ class SimCCL final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> transport_;
+  c10::intrusive_ptr<SimOptions> options_;
   bool coalescing_ = false;
-  bool failed_ = false;
   std::vector<WorkPtr> coalesced_;
   std::vector<c10::weak_intrusive_ptr<SimWork>> pending_;
 };
 
 void bind_simccl(pybind11::module_& m) {
-  pybind11::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>>(m, "ProcessGroupSimCCL")
-      .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>>(), pybind11::arg("transport"))
+  namespace py = pybind11;
+  m.def("set_transport_factory", [](const py::function& factory) { transport_factory = new py::object(factory); });
+  py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
+  py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")
+      .def("__deepcopy__", [](const SimCCL::SimOptions& self, const py::dict& /*memo*/) {
+        return c10::make_intrusive<SimCCL::SimOptions>(self);
+      });
+  backend
+      .def(
+          py::init<c10::intrusive_ptr<c10d::Backend>, std::chrono::milliseconds>(), py::arg("transport"),
+          py::arg("timeout"))
+      .def_property_readonly("options", &SimCCL::getBackendOptions)
       // Ranks outside a new group take part in its creation with backends that must be split by all; ours need not.
       .def("perform_nocolor_split", [](SimCCL& /*self*/, const c10::Device& /*device*/) {});
 }
