@@ -30,12 +30,17 @@ at::Tensor checked_alias(const at::Tensor& tensor) {
       ". Use a group with a backend for that device, such as 'cpu:gloo,sim:simccl'.");
   TORCH_CHECK(tensor.layout() == at::kStrided, "simccl works on dense tensors, but got layout ", tensor.layout(), ".");
   at::Tensor alias = host_alias(tensor.is_conj() ? tensor.conj() : tensor);
-  // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too.
-  return alias.is_contiguous() || !alias.is_non_overlapping_and_dense() ? alias : alias.as_strided({alias.numel()}, {1});
+  // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
+  // transport does not look, and would run past what a tensor with holes covers.
+  TORCH_CHECK_VALUE(
+      alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(), " with strides ",
+      alias.strides(), ".");
+  return alias.is_contiguous() ? alias : alias.as_strided({alias.numel()}, {1});
 }
 
-// For transfers that do not compute, element types that the transport does not know travel as bytes.
-at::Tensor movable(const at::Tensor& tensor) {
+// For transfers that do not compute, element types that the transport does not know travel as bytes. Keeps dimension 0
+// of tensors with more than one, whose rows may be split.
+at::Tensor movable_rows(const at::Tensor& tensor) {
   at::Tensor alias = checked_alias(tensor);
   switch (alias.scalar_type()) {
     case at::kFloat:
@@ -49,6 +54,11 @@ at::Tensor movable(const at::Tensor& tensor) {
     default:
       return (alias.dim() == 0 ? alias.view({1}) : alias).view(at::kByte);
   }
+}
+
+// In one dimension, since only the number of elements has to agree between ranks.
+at::Tensor movable(const at::Tensor& tensor) {
+  return movable_rows(tensor).view({-1});
 }
 
 Tensors movable(const Tensors& tensors) {
@@ -207,6 +217,13 @@ class SimCCL final : public c10d::Backend {
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK_VALUE(
+        output.scalar_type() == input.scalar_type(), "output tensor must have the same type as input tensor, but got ",
+        output.scalar_type(), " and ", input.scalar_type(), ".");
+    TORCH_CHECK_VALUE(
+        output.numel() == input.numel() * size_,
+        "output tensor size must be equal to world_size times input tensor size: got ", output.numel(), ", expected ",
+        input.numel() * size_, ".");
     at::Tensor host_output = movable(output);
     at::Tensor host_input = movable(input);
     return start(
@@ -306,8 +323,8 @@ class SimCCL final : public c10d::Backend {
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override {
-    at::Tensor host_output = movable(output);
-    at::Tensor host_input = movable(input);
+    at::Tensor host_output = movable_rows(output);
+    at::Tensor host_input = movable_rows(input);
     return start(
         OpType::ALLTOALL_BASE,
         {transport_->alltoall_base(
@@ -324,8 +341,8 @@ class SimCCL final : public c10d::Backend {
     Tensors sent, received;
     std::vector<int64_t> sent_sizes, received_sizes;
     for (size_t i = 0; i < group; ++i) {
-      sent.push_back(movable(inputs[i]).reshape({-1}));
-      received.push_back(movable(outputs[i]).reshape({-1}));
+      sent.push_back(movable(inputs[i]));
+      received.push_back(movable(outputs[i]));
       sent_sizes.push_back(sent.back().numel());
       received_sizes.push_back(received.back().numel());
     }
