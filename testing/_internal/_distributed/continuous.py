@@ -7,11 +7,9 @@ import inspect
 import os
 import tempfile
 import time
-import types
 import unittest
 from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -21,6 +19,7 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
@@ -81,27 +80,16 @@ class MultiProcContinuousTest(TestCase):
         return None
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = methodName if methodName != "runTest" else method_name
+        name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
             access.prepare(type(self).__module__)
-        function = getattr(self, name, None)
-        if function is not None:
-            setattr(self, name, self._worker_run_main_wait(function))
-        elif methodName != "runTest":
-            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+        take_over(self, name, self._worker_run_main_wait, named=methodName == name)
 
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
         """Return what takes the place of test method ``fn``: it waits on the parent half and runs in ranks."""
 
-        @wraps(fn)
-        def wrapper(self: MultiProcContinuousTest) -> None:
-            if self.rank == self.MAIN_PROCESS_RANK:
-                self._wait_for_ranks()
-            else:
-                fn()
-
-        return types.MethodType(wrapper, self)
+        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
 
     # The parent half
 
@@ -218,12 +206,12 @@ class MultiProcContinuousTest(TestCase):
         os.environ["LOCAL_RANK"] = str(rank)  # as a launcher would, so that init_device_mesh() knows the device
         store = c10d.FileStore(rdvz_file, world_size)
         c10d.init_process_group(
-            backend=cls.backend_str(),
-            world_size=world_size,
-            rank=rank,
-            store=store,
-            pg_options=cls.opts(),
+            cls.backend_str(),
             timeout=cls.timeout,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            pg_options=cls.opts(),
         )
         cls.pg = _get_default_group()
 

@@ -6,14 +6,13 @@ import os
 import sys
 import tempfile
 import time
-import types
 import unittest
 from collections.abc import Callable, Sequence
-from functools import wraps
 from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
@@ -101,15 +100,11 @@ class MultiProcessTestCase(TestCase):
     skip_return_code_checks: list[Any]
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = methodName if methodName != "runTest" else method_name
+        name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
             access.prepare(type(self).__module__)
-        function = getattr(self, name, None)
-        if function is not None:
-            setattr(self, name, self.join_or_run(function))
-        elif methodName != "runTest":
-            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+        take_over(self, name, self.join_or_run, named=methodName == name)
 
     # Whether the harness destroys the process groups that a test leaves initialized.
     @property
@@ -135,14 +130,7 @@ class MultiProcessTestCase(TestCase):
         ranks.
         """
 
-        @wraps(fn)
-        def wrapper(self: MultiProcessTestCase) -> None:
-            if self.rank == self.MAIN_PROCESS_RANK:
-                self._join_processes(fn)
-            else:
-                fn()
-
-        return types.MethodType(wrapper, self)
+        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._join_processes(fn))
 
     # The parent half
 

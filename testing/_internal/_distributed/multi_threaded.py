@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import torch.distributed as c10d
 from torch_ext.compat.c10d import _set_thread_isolation_mode
 from torch_ext.compat.testing import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
@@ -105,13 +105,9 @@ class MultiThreadedTestCase(TestCase):
     threads: list[threading.Thread]
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = methodName if methodName != "runTest" else method_name
+        name = chosen_method(method_name, methodName)
         super().__init__(name)
-        function = getattr(self, name, None)
-        if function is not None:
-            setattr(self, name, self.join_or_run(function))
-        elif methodName != "runTest":
-            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+        take_over(self, name, self.join_or_run, named=methodName == name)
 
     @property
     def world_size(self) -> int:
@@ -124,14 +120,9 @@ class MultiThreadedTestCase(TestCase):
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         """Return what takes the place of test method ``fn``: it waits in the main thread and runs in the others."""
 
-        @wraps(fn)
-        def wrapper(self: MultiThreadedTestCase) -> None:
-            if self.rank == self.MAIN_THREAD_RANK:
-                self._join_threads(self.threads, fn, timeout_of(self))
-            else:
-                fn()
-
-        return types.MethodType(wrapper, self)
+        return waits_or_runs(
+            self, fn, self.MAIN_THREAD_RANK, lambda case: case._join_threads(case.threads, fn, timeout_of(case))
+        )
 
     def setUp(self) -> None:
         super().setUp()
