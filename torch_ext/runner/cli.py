@@ -17,7 +17,7 @@ from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, Collector, NameCache, cache_folder, collect_names, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.results import SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, select_files, select_tests
 
@@ -65,7 +65,7 @@ def _exit_code(command: Callable[[], int]) -> int:
         return command()
     except SystemExit as ending:  # argparse, which has printed what it has to say
         return OK if not ending.code else USAGE
-    except SelectionError as error:
+    except (SelectionError, SetupError) as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from torch_ext.runner.collect import CollectOrder
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected, Collector
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import TestName, TestResult
+from torch_ext.runner.results import SetupError, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world import access
 from torch_ext.world.interpreter import Preparation
@@ -23,9 +24,7 @@ from torch_ext.world.wire import ChannelClosedError, channel_pair
 
 __all__ = ["collector", "run"]
 
-# What nearly every distributed test imports; each import here is one that no test file and no rank pays for.
-_PRELOAD = ("torch_ext.testing._internal.common_distributed", "torch._dynamo", "torch.distributed.fsdp")
-
+_PRELOAD = ("torch_ext.runner.preload",)
 # What makes an unmodified upstream file see our harness.
 _BRIDGE = "torch_ext.upstream.bridge"
 
@@ -39,6 +38,7 @@ class Engine:
         self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
         self._root: RootZygote | None = None
         self._zygotes: dict[str, ModuleZygote] = {}
+        atexit.register(self.close)  # a run that ends between collecting and running has nobody else to do it
 
     def module_of(self, file: TestFile) -> str:
         """Return the name under which the file's tests are found in its zygote."""
@@ -54,7 +54,10 @@ class Engine:
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         argv = (str(file.path),)
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv)
-        self._zygotes[file.name] = self._root.load(order)
+        try:
+            self._zygotes[file.name] = self._root.load(order)
+        except LoadError as error:
+            raise SetupError(_what_to_tell(str(error))) from None
 
     def zygote(self, file: TestFile) -> ZygoteClient:
         """Return the file's zygote when it has loaded the file.
@@ -118,6 +121,13 @@ class Engine:
         """End every process of the run and remove its scratch folder. Idempotent."""
         self.close_zygotes()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _what_to_tell(trace: str) -> str:
+    """Of an error that our own code raises, its message says all; of any other, the traceback is wanted."""
+    last = trace.rstrip().rpartition("\n")[2]
+    kind, _, message = last.partition(": ")
+    return message if kind.startswith("torch_ext.") else f"the zygote cannot load what it needs\n{trace}"
 
 
 def _names(zygote: ZygoteClient, module: str, environment: dict[str, str]) -> list[tuple[str, str]]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Status", "TestName", "TestResult"]
+__all__ = ["SetupError", "Status", "TestName", "TestResult"]
+
+
+class SetupError(RuntimeError):
+    """Nothing can run at all: torch cannot be loaded, or not the device that was asked for. The message is for users."""
 
 
 class Status(Enum):

@@ -83,6 +83,7 @@ class MultiProcContinuousTest(TestCase):
         name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
+            accelerator.device_type()  # what loads a device must come before the zygote is forked
             access.prepare(type(self).__module__)
         take_over(self, name, self._worker_run_main_wait, named=methodName == name)
 

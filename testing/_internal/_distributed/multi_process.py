@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -103,6 +104,7 @@ class MultiProcessTestCase(TestCase):
         name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
+            accelerator.device_type()  # what loads a device must come before the zygote is forked
             access.prepare(type(self).__module__)
         take_over(self, name, self.join_or_run, named=methodName == name)
 
