@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_ext.compat.testing import upstream_module
 from torch_ext.testing._internal._distributed.base import DistributedTestBase
 from torch_ext.testing._internal._distributed.continuous import MultiProcContinuousTest
 from torch_ext.testing._internal._distributed.helpers import (
@@ -77,6 +78,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # On use, so that importing this module does not depend on every private name that upstream's file imports.
-    from torch.testing._internal import common_distributed as upstream
-
-    return getattr(upstream, name)
+    return getattr(upstream_module("common_distributed"), name)
