@@ -155,6 +155,7 @@ def announce(message: str) -> None:
 def _fork(access: _Access) -> Channel:
     if access.forked is not None:
         access.forked[0].close()
+        access.scratch = ""  # that zygote takes the folder with it when it ends
     ours, theirs = channel_pair()
     modules = frozenset(sys.modules)
     folder = scratch()

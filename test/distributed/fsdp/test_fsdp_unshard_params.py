@@ -60,6 +60,22 @@ def leave_out_offload_of_flat_parameter(offload_to_cpu: bool, use_orig_params: b
         )
 
 
+def unshard_once(module: FSDP) -> None:
+    with FSDP.summon_full_params(module):
+        pass
+
+
+class UnshardsItsWrapper(nn.Module):
+    """Takes its own FSDP wrapper for input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, wrapper):
+        unshard_once(wrapper)
+
+
 class TestUnshardParamsBase(FSDPTest):
     """What the sharded and the unsharded cases have in common."""
 
@@ -500,36 +516,23 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
     def world_size(self) -> int:
         return 2
 
+    def _refused_while_running(self):
+        return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_from_forward_raises(self):
         """A module may not unshard its own FSDP wrapper while that runs forward."""
-
-        class MyModule(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a = nn.Parameter(torch.zeros(5))
-
-            def forward(self, fsdp_module):
-                with fsdp_module.summon_full_params(fsdp_module):
-                    pass
-
-        model = self._fsdp(MyModule().to(self.device))
-        with self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward"):
-            model(model)
+        wrapper = self._fsdp(UnshardsItsWrapper().to(self.device))
+        with self._refused_while_running():
+            wrapper(wrapper)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_from_backward_raises(self):
         """A hook may not unshard an FSDP module while that runs backward."""
-        model = self._fsdp(nn.Linear(2, 1, device=self.device))
-        output = model(torch.ones(2, device=self.device))
-
-        def unsharding_hook(*args, **kwargs):
-            with FSDP.summon_full_params(model):
-                pass
-
-        self.assertTrue(output.requires_grad)
-        output.register_hook(unsharding_hook)
-        with self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward"):
+        wrapper = self._fsdp(self._linear(2, 1))
+        output = wrapper(torch.ones(2, device=self.device))
+        output.register_hook(lambda grad: unshard_once(wrapper))
+        with self._refused_while_running():
             output.backward()
 
     def _check_refused(self, message: str, sharding_strategy: ShardingStrategy, **kwargs: Any):

@@ -125,9 +125,10 @@ class ParityCheck:
         if self._offloads:
             check_parameters_on_host(self.case, sharded)
             loss = loss.to(device.device_type())
+        # Collective, so before anything that may fail on one rank alone.
+        full = get_full_params(sharded)
         # The loss of mixed precision is float32 in the reference alone.
         torch.testing.assert_close(loss, expected, check_dtype=False)
-        full = get_full_params(sharded)
         # In half precision the two optimisers round differently; the losses above are what is left to compare.
         if self.precision.mixed is None and not self.precision.pure_fp16:
             self.case.assertEqual(

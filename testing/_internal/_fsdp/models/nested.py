@@ -166,6 +166,8 @@ class NonUniformReqGradNWM(NestedWrappedModule):
     ) -> nn.Module:
         """Return the model in either mode with only the last linear layer trainable.
 
+        Wrapped, it needs ``use_orig_params=True``: a flat parameter cannot be frozen in part, and is frozen whole here.
+
         Raises:
             ValueError: the mode is none of :class:`FSDPInitMode`.
         """

@@ -1,0 +1,346 @@
+"""The test cases: what a rank finds when its body starts, what it leaves, and how state travels between ranks."""
+
+import os
+import random
+import sys
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffload, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_ext.testing._internal._fsdp import compiled
+from torch_ext.testing._internal._fsdp.device import default_world_size, distributed_backend, with_compute_device
+from torch_ext.testing._internal.common_distributed import TEST_SKIPS
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPTest,
+    FSDPTestContinuous,
+    FSDPTestMultiThread,
+    _assert_module_states,
+    _broadcast_state_dict,
+    _get_state_dict,
+    _zero_model,
+    compiled_fsdp_test,
+    get_devtype,
+    get_full_params,
+    rank_device,
+    subtest_name,
+)
+
+# What fully_shard is when no decorator holds it.
+ORIGINAL_FULLY_SHARD = fully_shard
+
+
+def draws():
+    return torch.rand(3).tolist(), random.random()
+
+
+class TestProcessRun(FSDPTest):
+    def test_group_and_device_are_there_and_all_ranks_draw_alike(self):
+        self.assertEqual(dist.get_world_size(), default_world_size())
+        self.assertEqual(dist.get_rank(), self.rank)
+        self.assertEqual(self.process_group.size(), default_world_size())
+        self.assertIn(distributed_backend(), dist.get_backend())
+        self.assertEqual(os.environ["TORCH_NCCL_DESYNC_DEBUG"], "0")
+        self.assertTrue(self.init_method.startswith("file://") and self.init_method.endswith(self.file_name))
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, draws())
+        self.assertEqual(gathered, [gathered[0]] * dist.get_world_size())
+        self.assertEqual(torch.empty(1, device=get_devtype()).device, rank_device(self.rank))
+
+    def test_compiler_is_reset_if_it_is_loaded(self):
+        from torch_ext.testing._internal._fsdp import cases
+
+        with mock.patch.dict(sys.modules):
+            sys.modules.pop("torch._dynamo", None)
+            with cases._fresh_dynamo():
+                self.assertNotIn("torch._dynamo", sys.modules)
+            sys.modules["torch._dynamo"] = loaded = mock.Mock()
+            with self.assertRaises(ZeroDivisionError), cases._fresh_dynamo():
+                self.assertEqual(loaded.reset.call_count, 1)
+                raise ZeroDivisionError
+            self.assertEqual(loaded.reset.call_count, 2)
+
+    def _steps_of_run(self, run_test=None, **kwargs):
+        """Run ``_run`` once more, with every step recorded rather than taken."""
+        from torch_ext.testing._internal._fsdp import cases
+
+        steps = []
+
+        def step(name, effect=None):
+            return mock.Mock(side_effect=lambda *args, **kwargs: (steps.append(name), effect and effect())[0])
+
+        with (
+            mock.patch.object(dist, "init_process_group", step("join")) as join,
+            mock.patch.object(cases, "_use_device", return_value=None),
+            mock.patch.object(dist, "barrier", step("barrier")),
+            mock.patch.object(cases, "_reset_dynamo", step("reset")),
+            mock.patch.object(cases, "set_rng_seed", step("seed")),
+            mock.patch.object(type(self), "run_test", step("body", run_test)),
+            mock.patch.object(dist, "destroy_process_group", step("leave")),
+        ):
+            try:
+                type(self)._run(3, self._testMethodName, "/the/file", None, **kwargs)
+            except SystemExit as ended:
+                steps.append(f"exit {ended.code}")
+        return steps, join
+
+    def test_run_takes_its_steps_in_order(self):
+        """Without the barriers a rank that skips at once would take the store away from a slower one."""
+        steps, join = self._steps_of_run()
+        self.assertEqual(steps, ["join", "barrier", "reset", "seed", "body", "reset", "barrier", "leave"])
+        self.assertEqual(join.call_args.args, (distributed_backend(),))
+        self.assertEqual(
+            join.call_args.kwargs,
+            {"init_method": "file:///the/file", "world_size": default_world_size(), "rank": 3},
+        )
+
+    def test_failed_body_waits_for_nobody(self):
+        steps, _ = self._steps_of_run(run_test=lambda: sys.exit(10))
+        self.assertEqual(steps, ["join", "barrier", "reset", "seed", "body", "reset", "exit 10"])
+
+    def test_group_without_communication_on_request(self):
+        _, join = self._steps_of_run(fake_pg=True)
+        self.assertEqual(join.call_args.args, ("fake",))
+        self.assertNotIn("init_method", join.call_args.kwargs)
+
+    def test_missing_devices_skip_the_test(self):
+        from torch_ext.testing._internal import common_fsdp
+
+        with mock.patch.object(common_fsdp, "DEVICE_TYPE", "meta"), mock.patch.object(common_fsdp, "DEVICE_COUNT", 2):
+            with mock.patch.object(type(self), "world_size", 3):
+                steps, _ = self._steps_of_run()
+        self.assertEqual(steps, [f"exit {TEST_SKIPS['multi-gpu-3'].exit_code}"])
+
+    def test_fsdp_options_are_compared(self):
+        model = FSDP(nn.Linear(2, 2).to(get_devtype()), forward_prefetch=True, **with_compute_device({}))
+        self._check_forward_prefetch(model, True)
+        self._check_cpu_offload(model, CPUOffload(offload_params=False))
+        self._check_backward_prefetch(model, model.backward_prefetch)
+        for check, wrong in (
+            (self._check_forward_prefetch, False),
+            (self._check_cpu_offload, CPUOffload(offload_params=True)),
+            (self._check_backward_prefetch, None),
+        ):
+            with self.assertRaises(AssertionError):
+                check(model, wrong)
+
+
+class TestNotes(FSDPTest):
+    """What sub-cases leave out reaches the parent half although the test passes."""
+
+    @property
+    def world_size(self):
+        return 2
+
+    def tearDown(self):
+        with mock.patch("sys.stderr") as stderr:
+            super().tearDown()
+        said = "".join(call.args[0] for call in stderr.write.call_args_list)
+        line = "torch_ext: " + self.id() + ": 1 of 2 sub-cases left out: 1 x for a reason\n"
+        self.assertEqual(said, line)
+        self.assertFalse(os.path.exists(self._notes_file()))
+
+    def test_left_out(self):
+        self.run_subtests({"value": [1, 2]}, self._test_left_out)
+
+    def _test_left_out(self, value):
+        if value == 1:
+            self.skipTest("for a reason")
+
+
+class TestContinuousRun(FSDPTestContinuous):
+    @property
+    def world_size(self):
+        return 2
+
+    def _check_group(self):
+        self.assertEqual(self.process_group.size(), 2)
+        self.assertEqual(dist.get_rank(), self.rank)
+        gathered = [None] * 2
+        dist.all_gather_object(gathered, draws())
+        self.assertEqual(gathered[0], gathered[1])
+        # A barrier and a seed before each test: every one draws the same.
+        return gathered[0]
+
+    def test_a_first(self):
+        type(self).first_draws = self._check_group()
+
+    def test_b_second(self):
+        self.assertEqual(self._check_group(), type(self).first_draws)
+
+    def test_barriers_around_the_body(self):
+        """The barrier of this test's end must not meet a collective of the next one's body."""
+        calls = []
+        with mock.patch.object(dist, "barrier", lambda *args, **kwargs: calls.append("barrier")):
+            with mock.patch.object(type(self), "test_a_first", lambda case: calls.append("body")):
+                type(self)._run_test_given_id("TestContinuousRun.test_a_first")
+        self.assertEqual(calls, ["barrier", "body", "barrier"])
+
+    def test_parity_works_in_long_lived_ranks(self):
+        from torch_ext.testing._internal.common_fsdp import DEVICEInitMode, FSDPInitMode, NestedWrappedModule
+
+        self._test_fsdp_parity(NestedWrappedModule, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE)
+
+
+class TestThreads(FSDPTestMultiThread):
+    def test_ranks_are_threads_of_one_process(self):
+        self.assertEqual(dist.get_world_size(), default_world_size())
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, os.getpid())
+        self.assertEqual(set(gathered), {os.getpid()})
+
+    def test_subcases_run_in_threads(self):
+        seen = []
+        self.run_subtests({"value": [1, 2]}, lambda value: seen.append(value))
+        self.assertEqual(seen, [1, 2])
+
+
+class TestState(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _module(self, offset=0.0):
+        module = nn.BatchNorm1d(3).to(get_devtype())
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(3.0) + 1 + offset)
+        return module
+
+    def test_equal_states_pass_and_a_difference_on_any_rank_fails_on_all(self):
+        _assert_module_states(self._module(), self.process_group, self.assertEqual)
+        with self.assertRaises(AssertionError):
+            _assert_module_states(self._module(offset=self.rank), self.process_group, self.assertEqual)
+        different = self._module()
+        different.running_mean += self.rank
+        with self.assertRaises(AssertionError):
+            _assert_module_states(different, self.process_group, self.assertEqual)
+
+    def test_other_names_or_counts_fail_although_values_agree(self):
+        module = nn.Sequential(nn.Linear(1, 1)) if self.rank else nn.ModuleDict({"zero": nn.Linear(1, 1)})
+        with self.assertRaisesRegex(AssertionError, r"rank 1 .*missing \['zero.bias'.*unexpected \['0.bias'"):
+            _assert_module_states(module, self.process_group, lambda expected, actual: None)
+
+    def test_zeroing_reaches_every_shard_and_buffers_on_request(self):
+        model = FSDP(self._module(), **with_compute_device({}))
+        _zero_model(model)
+        self.assertEqual(torch.cat([tensor.flatten() for tensor in get_full_params(model)]).count_nonzero(), 0)
+        self.assertEqual(model.module.running_var, torch.ones(3))
+        _zero_model(model, zero_buffers=True)
+        self.assertEqual(model.module.running_var, torch.zeros(3))
+
+    def test_zeroing_without_summoning_touches_what_is_there(self):
+        module = self._module()
+        with mock.patch.object(FSDP, "summon_full_params", side_effect=RuntimeError("summoned")):
+            _zero_model(module, summon_full=False)
+        self.assertEqual(module.weight.detach(), torch.zeros(3))
+
+    def test_full_parameters_are_copies(self):
+        model = FSDP(nn.Sequential(nn.Linear(3, 3)).to(get_devtype()), **with_compute_device({}))
+        params = get_full_params(model)
+        self.assertEqual([param.shape for param in params], [(3, 3), (3,)])
+        with torch.no_grad():
+            params[0].zero_()
+        self.assertNotEqual(get_full_params(model)[0], params[0])
+
+    def test_full_parameters_of_this_level_only(self):
+        inner = FSDP(nn.Linear(5, 5, bias=False), **with_compute_device({}))
+        model = FSDP(nn.Sequential(inner, nn.Linear(5, 3, bias=False)).to(get_devtype()), **with_compute_device({}))
+        sizes = sorted(param.numel() for param in get_full_params(model, recurse=False))
+        self.assertEqual(sizes, [13, 15])
+
+    def test_broadcast_gives_every_rank_the_state_of_rank_0_on_its_device(self):
+        own = {"weight": torch.full((2,), float(self.rank)), "moved": torch.ones(1, device=get_devtype())}
+        received = _broadcast_state_dict(self.rank, own)
+        self.assertEqual(received["weight"], torch.zeros(2, device=get_devtype()))
+        self.assertEqual({tensor.device.type for tensor in received.values()}, {get_devtype().type})
+
+    def test_state_dict_in_half_precision_and_on_the_device(self):
+        self.assertEqual(_get_state_dict(nn.Linear(1, 1))["weight"].dtype, torch.float32)
+        half = _get_state_dict(nn.Linear(1, 1), half=True)
+        self.assertEqual({tensor.dtype for tensor in half.values()}, {torch.float16})
+        with mock.patch.object(nn.Module, "to", side_effect=RuntimeError("moved")):
+            _get_state_dict(nn.Linear(1, 1), cpu_offload=True)
+            with self.assertRaisesRegex(RuntimeError, "moved"):
+                _get_state_dict(nn.Linear(1, 1))
+
+
+class StopBodyError(Exception):
+    pass
+
+
+class TestCompiled(FSDPTestMultiThread):
+    def _run_decorated(self, body, only=None, triton=True):
+        """Run ``body`` under the decorator with compilation recorded rather than done."""
+        built, compiled_modules = [], []
+
+        @compiled_fsdp_test(compile_compute_on_module=only)
+        def test(case):
+            built.append(fully_shard is not ORIGINAL_FULLY_SHARD)
+            body(compiled_modules)
+
+        with (
+            mock.patch.object(nn.Module, "compile", lambda module: compiled_modules.append(type(module))),
+            mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            try:
+                test(self)
+            finally:
+                dist.barrier()
+                self.assertIs(fully_shard, ORIGINAL_FULLY_SHARD)
+        return built, compiled_modules, [str(warning.message) for warning in caught]
+
+    @property
+    def world_size(self):
+        return 1
+
+    def _shard_two(self, compiled_modules):
+        model = nn.Sequential(nn.Linear(2, 2)).to(get_devtype())
+        fully_shard(model[0])
+        fully_shard(model)
+
+    def test_both_modes_run_and_every_module_is_compiled(self):
+        built, compiled_modules, _ = self._run_decorated(self._shard_two)
+        self.assertEqual(built, [False, True])
+        self.assertEqual(len(compiled_modules), 2)
+
+    def test_only_modules_of_the_given_class_are_compiled(self):
+        _, compiled_modules, _ = self._run_decorated(self._shard_two, only=nn.Linear)
+        self.assertEqual(len(compiled_modules), 1)
+        self.assertTrue(issubclass(compiled_modules[0], nn.Linear))
+
+    def test_without_triton_the_compiled_run_is_left_out_with_a_warning(self):
+        built, compiled_modules, said = self._run_decorated(self._shard_two, triton=False)
+        self.assertEqual((built, compiled_modules), ([False], []))
+        self.assertTrue(any("COMPILED_COMPUTE left out" in text for text in said), said)
+
+    def test_globals_and_settings_are_back_after_a_raise(self):
+        import torch._inductor.config
+
+        threads = torch._inductor.config.compile_threads
+
+        def fail_when_compiling(compiled_modules):
+            if fully_shard is not ORIGINAL_FULLY_SHARD:
+                self.assertEqual(torch._inductor.config.compile_threads, 1)
+                raise StopBodyError
+
+        with mock.patch.object(torch._inductor.config, "compile_threads", threads + 1):
+            with self.assertRaises(StopBodyError):
+                self._run_decorated(fail_when_compiling)
+            self.assertEqual(torch._inductor.config.compile_threads, threads + 1)
+
+
+def test_alias_of_the_decorator_is_not_collected():
+    assert compiled.test_compiled_fsdp.__test__ is False
+
+
+def test_subtest_name_joins_mapped_names():
+    assert subtest_name({"True": "offload", "1": "one"}, True, None, 1) == "offload_none_one"
+    with pytest.raises(KeyError):
+        subtest_name({}, True)

@@ -1,0 +1,381 @@
+"""The parity checks accept what is equal and fail on each kind of difference: one that cannot fail proves nothing."""
+
+import copy
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_ext.testing._internal._fsdp import training
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    AlwaysWrapNestedWrappedModule,
+    DEVICEInitMode,
+    DummyDDP,
+    FSDPInitMode,
+    FSDPTest,
+    MixtureOfExperts,
+    NestedWrappedModule,
+    NonUniformReqGradNWM,
+    TransformerWithSharedParams,
+    check_sharded_parity,
+    get_devtype,
+    leave_out_without_accelerator,
+    patch_reduce_scatter,
+    reduce_scatter_with_assert,
+)
+
+
+class TestShardedParity(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _pair(self):
+        """Return a replicated and a sharded model with equal parameters and gradients."""
+        torch.manual_seed(0)
+        replicated = MLP(5).to(get_devtype())
+        sharded = copy.deepcopy(replicated)
+        for module in (sharded.in_proj, sharded.out_proj, sharded):
+            fully_shard(module)
+        torch.manual_seed(1)
+        x = torch.randn(3, 5, device=get_devtype())
+        for model in (replicated, sharded):
+            model(x).square().sum().backward()
+        return replicated, sharded
+
+    def _check(self, replicated, sharded, **kwargs):
+        check_sharded_parity(self, replicated, sharded, **kwargs)
+
+    def _check_fails(self, replicated, sharded, message=""):
+        with self.assertRaisesRegex(AssertionError, message):
+            self._check(replicated, sharded)
+
+    def test_equal_models_pass_with_and_without_gradients(self):
+        replicated, sharded = self._pair()
+        self._check(replicated, sharded)
+        for model in (replicated, sharded):
+            model.zero_grad(set_to_none=True)
+        self._check(replicated, sharded)
+
+    def test_prefixes_are_ignored_on_request(self):
+        replicated, sharded = self._pair()
+        wrapped = nn.Sequential(nn.ModuleDict({"inner": sharded}))
+        self._check_fails(replicated, wrapped, "in_proj")
+        self._check(replicated, wrapped, prefixes_to_ignore=("0.", "inner."))
+
+    def test_wrong_value_fails(self):
+        replicated, sharded = self._pair()
+        with torch.no_grad():
+            sharded.out_proj.weight.to_local()[0, 0] += 1
+        self._check_fails(replicated, sharded, r"out_proj\.weight")
+
+    def test_wrong_value_fails_on_the_rank_that_has_it(self):
+        replicated, sharded = self._pair()
+        # What is compared last, so that the other rank waits for nothing.
+        if self.rank == 1:
+            sharded.out_proj.bias.grad.to_local()[0] += 1
+            self._check_fails(replicated, sharded, r"out_proj\.bias\.grad")
+        else:
+            self._check(replicated, sharded)
+
+    def test_wrong_gradient_fails(self):
+        replicated, sharded = self._pair()
+        sharded.in_proj.bias.grad.to_local().mul_(2)
+        self._check_fails(replicated, sharded, r"in_proj\.bias\.grad")
+
+    def test_wrong_name_fails(self):
+        replicated, sharded = self._pair()
+        sharded.other_proj = sharded.out_proj
+        del sharded.out_proj
+        self._check_fails(replicated, sharded, "other_proj")
+
+    def test_missing_and_additional_parameter_fail(self):
+        """A comparison that ends with the shorter list would pass both."""
+        replicated, sharded = self._pair()
+        del sharded.out_proj.bias
+        sharded.out_proj.bias = None
+        self._check_fails(replicated, sharded)
+        replicated, sharded = self._pair()
+        replicated.out_proj.bias = None
+        self._check_fails(replicated, sharded)
+
+    def test_missing_and_additional_gradient_fail(self):
+        replicated, sharded = self._pair()
+        sharded.in_proj.weight.grad = None
+        self._check_fails(replicated, sharded, "only the replicated parameter has a gradient")
+        replicated, sharded = self._pair()
+        replicated.in_proj.weight.grad = None
+        self._check_fails(replicated, sharded, "only the sharded parameter has a gradient")
+
+    def test_wrong_placement_of_a_gradient_fails(self):
+        """Laid out otherwise, the gradient's values are right in full, and so is nothing that an optimiser does."""
+        replicated, sharded = self._pair()
+        weight = sharded.in_proj.weight
+        for placement in (Replicate(), Shard(1)):
+            weight.grad = None
+            weight._local_tensor.grad = None
+            relaid = _with_gradient(weight, replicated.in_proj.weight.grad, placement)
+            with mock.patch.object(type(weight), "grad", relaid):
+                self._check_fails(replicated, sharded, r"placements of in_proj\.weight\.grad")
+
+    def test_plain_tensor_is_no_shard(self):
+        replicated, sharded = self._pair()
+        sharded.out_proj.bias = nn.Parameter(replicated.out_proj.bias.detach().clone())
+        self._check_fails(replicated, sharded, "out_proj.bias")
+
+    def test_wrong_shape_fails(self):
+        replicated, sharded = self._pair()
+        replicated.out_proj.bias = nn.Parameter(torch.zeros(7, device=get_devtype()))
+        self._check_fails(replicated, sharded)
+
+
+def _with_gradient(parameter, whole, placement):
+    """Return a property whose value is ``whole``, distributed by ``placement``, for ``parameter`` alone."""
+    own = type(parameter).grad
+    mesh = parameter.device_mesh
+    local = whole if placement.is_replicate() else whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+    gradient = DTensor.from_local(local.contiguous(), mesh, [placement], run_check=False)
+    return property(lambda self: gradient if self is parameter else own.__get__(self))
+
+
+class TestDoublySharded(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def test_parameter_sharded_twice_along_one_dimension_cannot_be_compared(self):
+        mesh = init_device_mesh(get_devtype().type, (2, 2))
+        whole = nn.Linear(4, 8, bias=False, device=get_devtype())
+        sharded = nn.Linear(4, 8, bias=False, device=get_devtype())
+        local = torch.zeros(2, 4, device=get_devtype())
+        sharded.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0), Shard(0)]))
+        with self.assertRaisesRegex(AssertionError, "weight.*full_tensor"):
+            check_sharded_parity(self, whole, sharded)
+
+
+class TestReduceScatterWithAssert(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def test_output_is_seen_by_position_and_by_keyword(self):
+        for keywords in (False, True):
+            seen = []
+            shard = torch.zeros(2, device=get_devtype())
+            whole = torch.ones(4, device=get_devtype())
+            call = partial(reduce_scatter_with_assert, self, self._reduce_scatter, seen.append)
+            returned = call(output=shard, input=whole) if keywords else call(shard, whole)
+            self.assertEqual(returned, "done")
+            self.assertIs(seen[0], shard)
+            self.assertEqual(shard.tolist(), [2, 2])
+
+    def _reduce_scatter(self, output, input):
+        dist.reduce_scatter(output, list(input.chunk(2)))
+        return "done"
+
+    def test_failing_assertion_keeps_the_collective_from_running(self):
+        def refuse(output):
+            raise AssertionError(f"got {output.dtype}")
+
+        with self.assertRaisesRegex(AssertionError, "got torch.float32"):
+            reduce_scatter_with_assert(self, self._never, refuse, torch.zeros(1))
+
+    def test_call_without_an_output_is_an_error(self):
+        with self.assertRaisesRegex(AssertionError, "without an output"):
+            reduce_scatter_with_assert(self, self._never, self._never, input=torch.zeros(1))
+
+    def _never(self, *args, **kwargs):
+        raise RuntimeError("never called")
+
+    def test_fsdp2_reduces_through_it(self):
+        from torch_ext.testing._internal._fsdp.patches import REDUCE_SCATTER
+
+        seen = []
+        model = fully_shard(nn.Linear(4, 4, bias=False, device=get_devtype()))
+        reducing = partial(reduce_scatter_with_assert, self, getattr(dist, REDUCE_SCATTER), seen.append)
+        with patch_reduce_scatter(reducing):
+            model(torch.ones(1, 4, device=get_devtype())).sum().backward()
+        self.assertEqual([tensor.numel() for tensor in seen], [8])
+
+
+class ForgetfulDDP(DDP):
+    """Has DDP's gradients, but counts them double."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+
+
+class TestFSDPParity(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _parity(self, model_class=NestedWrappedModule, device_mode=DEVICEInitMode.DEVICE_BEFORE, **kwargs):
+        self._test_fsdp_parity(model_class, FSDPInitMode.RECURSIVE, device_mode, **kwargs)
+
+    def test_models_train_like_ddp(self):
+        self.run_subtests(
+            {
+                "model_class": [TransformerWithSharedParams, NestedWrappedModule, AlwaysWrapNestedWrappedModule],
+                "device_mode": [DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER],
+                "sharding_strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                    ShardingStrategy.NO_SHARD,
+                ],
+            },
+            self._parity,
+        )
+
+    def test_options_reach_fsdp(self):
+        """Each option is one of FSDP's constructor, so one that was dropped would leave its default there."""
+        built = []
+        original = FSDP.__init__
+
+        def recording_init(module, *args, **kwargs):
+            built.append(kwargs)
+            original(module, *args, **kwargs)
+
+        with mock.patch.object(FSDP, "__init__", recording_init):
+            self._parity(use_orig_params=True, forward_prefetch=True, limit_all_gathers=False)
+        self.assertGreater(len(built), 1)
+        for kwargs in built:
+            self.assertEqual(
+                {name: kwargs[name] for name in ("use_orig_params", "forward_prefetch", "limit_all_gathers")},
+                {"use_orig_params": True, "forward_prefetch": True, "limit_all_gathers": False},
+            )
+
+    def test_experts_train_like_themselves_without_fsdp(self):
+        self._parity(MixtureOfExperts, ref_init_fn=DummyDDP, init_kwargs={"delay_before_free_ms": 1}, save_model=False)
+
+    def test_frozen_parameters_and_empty_shards_train_with_a_scaler(self):
+        self._parity(NonUniformReqGradNWM, use_orig_params=True, enable_sharded_grad_scaler=True, save_model=False)
+
+    def test_half_precision_of_either_kind(self):
+        self.run_subtests(
+            {"precision": [{"use_pure_fp16": True}, {"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}]},
+            # One step: after a float16 reduction the two round differently by more than a loss may differ.
+            lambda precision: self._parity(save_model=False, num_iters=1, **precision),
+        )
+
+    def test_mixed_precision_of_parameters(self):
+        # Its loss, a cross entropy, is what every device's autocast computes in float32.
+        self._parity(
+            TransformerWithSharedParams,
+            mixed_precision=MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16),
+            init_kwargs={"add_bn": False},
+        )
+
+    def test_offloading_keeps_parameters_on_the_host(self):
+        self.run_subtests(
+            {"device_mode": [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_NEVER]}, self._test_offloading
+        )
+
+    def _test_offloading(self, device_mode):
+        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        self._parity(device_mode=device_mode, cpu_offload=CPUOffload(offload_params=True))
+
+    def test_mode_without_fsdp_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "NO_FSDP"):
+            self._test_fsdp_parity(NestedWrappedModule, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE)
+
+    def test_constructor_that_raises_is_named(self):
+        with self.assertRaisesRegex(ValueError, r"NestedWrappedModule\.init .*no_such_option"):
+            self._parity(no_such_option=1)
+
+    # From here on: what must fail.
+
+    def _parity_fails(self, message, **kwargs):
+        with self.assertRaisesRegex(AssertionError, message):
+            self._parity(**kwargs)
+
+    def test_gradients_of_another_size_fail(self):
+        self._parity_fails("Scalars are not close|did not match", ref_init_fn=ForgetfulDDP)
+
+    def test_gradients_that_are_not_reduced_fail(self):
+        self._parity_fails("Scalars are not close|did not match", ref_init_fn=DummyDDP, num_iters=1)
+
+    def test_state_that_is_not_loaded_fails(self):
+        with mock.patch.object(FSDP, "load_state_dict"):
+            self._parity_fails("Scalars are not close|did not match")
+
+    def test_last_step_counts(self):
+        """After the last backward the losses agree already; only the parameters show what the optimiser then did."""
+        original = torch.optim.SGD.step
+
+        def lazy_step(optimizer, *args, **kwargs):
+            if any(isinstance(parameter, FlatOrShard) for parameter in optimizer.param_groups[0]["params"]):
+                return None
+            return original(optimizer, *args, **kwargs)
+
+        FlatOrShard = torch.distributed.fsdp._flat_param.FlatParameter
+        with mock.patch.object(torch.optim.SGD, "step", lazy_step):
+            self._parity_fails("did not match", num_iters=1)
+
+    def test_model_that_stays_busy_fails(self):
+        with mock.patch.object(FSDP, "_assert_state", side_effect=AssertionError("busy")):
+            self._parity_fails("busy")
+
+    def test_parameters_that_leave_the_host_fail(self):
+        with self.assertRaises(AssertionError):
+            training.check_parameters_on_host(self, nn.Linear(1, 1, device="meta"))
+        training.check_parameters_on_host(self, nn.Linear(1, 1))
+
+
+class TestTraining(FSDPTest):
+    @property
+    def world_size(self):
+        return 1
+
+    def _nested(self):
+        return DDP(
+            NestedWrappedModule.init(
+                self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+            )
+        )
+
+    def test_steps_equal_sgd_with_momentum(self):
+        model, reference = self._nested(), self._nested().module
+        loss = self._train_for_several_steps(model, 3, autocast=False, lr=0.02)
+        optim = torch.optim.SGD(reference.parameters(), lr=0.02, momentum=0.9)
+        for _ in range(3):
+            optim.zero_grad()
+            expected = reference(*reference.get_input(get_devtype())).sum()
+            expected.backward()
+            optim.step()
+        self.assertEqual(loss, expected)
+        self.assertFalse(loss.requires_grad)
+        self.assertEqual(list(model.parameters()), list(reference.parameters()))
+
+    def test_scaled_loss_trains_like_an_unscaled_one(self):
+        model, reference = self._nested(), self._nested()
+        plain = self._train_for_several_steps(reference, 2, autocast=False)
+        scaled = self._train_for_several_steps(
+            model,
+            2,
+            autocast=False,
+            enable_sharded_grad_scaler=True,
+            sharded_grad_scaler_kwargs={"init_scale": 4.0},
+        )
+        self.assertEqual(scaled, 4 * plain)
+        self.assertEqual(list(model.parameters()), list(reference.parameters()))
+
+    def test_no_step_is_an_error(self):
+        with self.assertRaisesRegex(ValueError, "num_steps=0"):
+            self._train_for_several_steps(self._nested(), 0, autocast=False)
+
+    def test_loss_of_another_type_fails(self):
+        model = self._nested()
+        with mock.patch.object(NestedWrappedModule, "get_loss", lambda self, input, output: output.sum().double()):
+            with self.assertRaisesRegex(AssertionError, "float64"):
+                self._train_for_several_steps(model, 1, autocast=False)
