@@ -22,7 +22,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.sim": frozenset(),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat"}),
-    "torch_ext.runner": frozenset({"torch_ext.world"}),
+    "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.compat.untested_torch"}),
     "torch_ext.upstream": frozenset({"torch_ext.world", "torch_ext.runner", "torch_ext.compat"}),
     "torch_ext.__main__": frozenset({"torch_ext.runner"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
@@ -120,12 +120,12 @@ def ours(loaded: set[str]) -> set[str]:
     ("modules", "layers"),
     [
         (["torch_ext"], set()),
-        (["torch_ext.runner.cli"], {"torch_ext.runner"}),
+        (["torch_ext.runner.cli"], {"torch_ext.runner", "torch_ext.compat"}),
         (["torch_ext.world.tree"], {"torch_ext.world"}),
         (["torch_ext.world.parent"], {"torch_ext.world"}),
         (["torch_ext.world.access"], {"torch_ext.world"}),
         (ROOMS["torch_ext.world"], {"torch_ext.world"}),
-        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world"}),
+        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world", "torch_ext.compat"}),
     ],
     ids=["package", "cli", "tree", "parent", "access", "world", "runner"],
 )
