@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from torch_ext.compat import UntestedTorchWarning, untested_torch
+from torch_ext.compat.testing import upstream_module
 from torch_ext.testing._internal._distributed.base import DistributedTestBase
 from torch_ext.testing._internal._distributed.continuous import MultiProcContinuousTest
 from torch_ext.testing._internal._distributed.helpers import (
@@ -82,6 +83,4 @@ if told := untested_torch():
 
 def __getattr__(name: str) -> Any:
     # On use, so that importing this module does not depend on every private name that upstream's file imports.
-    from torch.testing._internal import common_distributed as upstream
-
-    return getattr(upstream, name)
+    return getattr(upstream_module("common_distributed"), name)

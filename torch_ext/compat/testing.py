@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
     from torch.testing._internal.common_distributed import TEST_SKIPS
-    from torch.testing._internal.common_utils import FILE_SCHEMA, find_free_port, set_rng_seed
+    from torch.testing._internal.common_utils import FILE_SCHEMA, find_free_port
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
@@ -24,23 +26,37 @@ __all__ = [
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
     "find_free_port",
-    "set_rng_seed",
+    "keep_upstream",
+    "upstream_module",
 ]
 
 _UTILS = "torch.testing._internal.common_utils"
 _DISTRIBUTED = "torch.testing._internal.common_distributed"
 _THREADED = "torch.testing._internal.distributed.multi_threaded_pg"
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "FILE_SCHEMA": (f"{_UTILS}:FILE_SCHEMA",),
-        "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
-        "ProcessLocalGroup": (f"{_THREADED}:ProcessLocalGroup",),
-        "TEST_SKIPS": (f"{_DISTRIBUTED}:TEST_SKIPS",),
-        "_install_threaded_pg": (f"{_THREADED}:_install_threaded_pg",),
-        "_uninstall_threaded_pg": (f"{_THREADED}:_uninstall_threaded_pg",),
-        "find_free_port": (f"{_UTILS}:find_free_port",),
-        "set_rng_seed": (f"{_UTILS}:set_rng_seed",),
-    },
-)
+_PLACES = {
+    "FILE_SCHEMA": (f"{_UTILS}:FILE_SCHEMA",),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
+    "ProcessLocalGroup": (f"{_THREADED}:ProcessLocalGroup",),
+    "TEST_SKIPS": (f"{_DISTRIBUTED}:TEST_SKIPS",),
+    "_install_threaded_pg": (f"{_THREADED}:_install_threaded_pg",),
+    "_uninstall_threaded_pg": (f"{_THREADED}:_uninstall_threaded_pg",),
+    "find_free_port": (f"{_UTILS}:find_free_port",),
+}
+
+__getattr__ = lazy_names(__name__, _PLACES)
+
+_kept: dict[str, ModuleType] = {}
+
+
+def upstream_module(name: str) -> ModuleType:
+    """Return torch's own ``torch.testing._internal.<name>``, also where ours has taken its name."""
+    return _kept[name] if name in _kept else importlib.import_module(f"torch.testing._internal.{name}")
+
+
+def keep_upstream(name: str) -> None:
+    """Remember torch's own module, and what we take from it, before another takes its name."""
+    _kept[name] = upstream_module(name)
+    for each, places in _PLACES.items():
+        if any(place.startswith(f"torch.testing._internal.{name}:") for place in places):
+            __getattr__(each)

@@ -17,7 +17,7 @@ from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, Collector, NameCache, cache_folder, collect_names, surroundings
-from torch_ext.runner.options import Options, parse, parse_for_file
+from torch_ext.runner.options import Options, default_root, parse, parse_for_file
 from torch_ext.runner.results import Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, select_files, select_tests
@@ -88,7 +88,11 @@ def _engine() -> Engine:
 
 
 def _discover_and_run(options: Options) -> int:
-    files = find_test_files(options.root)
+    if options.upstream:
+        file = describe(Path(options.upstream).resolve(), options.root)
+        return _select_and_run(options, [file], NameCache(None, None))
+    # The tests of torch_ext itself are pytest's: a runner that judged itself would prove nothing.
+    files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")

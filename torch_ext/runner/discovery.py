@@ -29,10 +29,14 @@ class TestFile:
     import_root: Path
 
 
-def find_test_files(root: Path) -> tuple[TestFile, ...]:
-    """Return every ``test_*.py`` below ``root``, sorted by name; hidden folders and ``__pycache__`` are left out."""
+def find_test_files(root: Path, leave_out: str = "") -> tuple[TestFile, ...]:
+    """Return every ``test_*.py`` below ``root``, sorted by name; hidden folders and ``__pycache__`` are left out.
+
+    So is the folder ``leave_out`` right below the root.
+    """
     root = root.resolve()
-    return tuple(describe(path, root) for path in sorted(_walk(root), key=lambda path: path.parts))
+    found = (path for path in _walk(root) if not leave_out or path.relative_to(root).parts[0] != leave_out)
+    return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -26,6 +26,9 @@ __all__ = ["collector", "run"]
 # What nearly every distributed test imports; each import here is one that no test file and no rank pays for.
 _PRELOAD = ("torch_ext.testing._internal.common_distributed", "torch._dynamo", "torch.distributed.fsdp")
 
+# What makes an unmodified upstream file see our harness.
+_BRIDGE = "torch_ext.upstream.bridge"
+
 
 class Engine:
     """The zygotes of one run. The first use starts them; :meth:`close` ends them with all their children."""
@@ -47,7 +50,8 @@ class Engine:
             return
         if self._root is None:
             path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-            self._root = RootZygote(Preparation(tuple(path), _PRELOAD), self.scratch, self.environment)
+            preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+            self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         argv = (str(file.path),)
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv)
         self._zygotes[file.name] = self._root.load(order)

@@ -32,6 +32,7 @@ class Options:
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
+        upstream: the file of ``--upstream`` as typed, which runs with our harness in the place of torch's; else empty.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -48,6 +49,7 @@ class Options:
     start_method: str = "fork"
     show_output: bool = False
     typed_root: str = ""
+    upstream: str = ""
     script: str = ""
     command: str = "python run_test.py"
 
@@ -73,12 +75,26 @@ def parse(argv: Sequence[str]) -> Options:
     for flags, text in ((("-i", "--include"), "run these only"), (("-x", "--exclude"), "do not run these")):
         parser.add_argument(*flags, nargs="+", action="extend", default=[], metavar="PATTERN", help=text)
     parser.add_argument("--root", default="", metavar="DIR", help="folder of the suites (default: test)")
+    help_text = "run this unmodified test file of a PyTorch checkout, with our harness in the place of torch's"
+    parser.add_argument("--upstream", default="", metavar="FILE", help=help_text)
     _add_common(parser)
     given = parser.parse_args(argv)
+    if given.upstream:
+        return _upstream_options(parser, given)
     root = Path(given.root).resolve() if given.root else default_root()
     if not root.is_dir():
         parser.error(f"got the root {root}, which is no folder; give the one that holds the suites with --root DIR")
     return _options(given, root=root, include=given.include, exclude=given.exclude, typed_root=given.root)
+
+
+def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
+    file = Path(given.upstream).resolve()
+    if not file.is_file():
+        parser.error(f"got --upstream {given.upstream}, which is no file; give a test file of a PyTorch checkout")
+    if given.root:
+        parser.error("--upstream brings its own root, the file's folder; leave --root out")
+    include = given.include or [file.name]
+    return _options(given, root=file.parent, include=include, exclude=given.exclude, upstream=given.upstream)
 
 
 def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
@@ -130,6 +146,7 @@ def _options(
     include: Sequence[str],
     exclude: Sequence[str] = (),
     typed_root: str = "",
+    upstream: str = "",
     script: str = "",
 ) -> Options:
     return Options(
@@ -145,6 +162,7 @@ def _options(
         start_method=given.start_method,
         show_output=given.show_output,
         typed_root=typed_root,
+        upstream=upstream,
         script=script,
         command=_command(),
     )

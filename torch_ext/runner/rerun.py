@@ -30,7 +30,7 @@ def _start(options: Options, test: TestName) -> str:
 
 
 def _conditions(options: Options) -> list[str]:
-    given = [("--root", options.typed_root), ("--device", options.device)]
+    given = [("--root", options.typed_root), ("--upstream", options.upstream), ("--device", options.device)]
     if options.timeout_s is not None:
         given.append(("--timeout", f"{options.timeout_s:g}"))
     if options.start_method != "fork":

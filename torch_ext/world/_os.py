@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ __all__ = [
     "die_with_parent",
     "end_process",
     "environment_at_start",
+    "require_supported",
     "signal_name",
     "task_names",
     "tasks",
@@ -41,6 +43,20 @@ _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 
 
+def require_supported() -> None:
+    """Raise where ranks cannot be started at all.
+
+    Raises:
+        RuntimeError: this is Windows.
+    """
+    if not SUPPORTED:
+        raise RuntimeError(
+            "torch_ext starts ranks on Linux and macOS: it hands open files from process to process, which Windows "
+            "cannot. Use the Windows Subsystem for Linux."
+        )
+
+
+@functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 
+from torch_ext.world import _os
 from torch_ext.world.guard import reason_not_to_fork
 from torch_ext.world.interpreter import prepare_like_this_process
 from torch_ext.world.loading import ModuleOrder, become_zygote
@@ -81,6 +82,7 @@ def zygote_for(module: str) -> Channel:
         return access.forked[0]
     if module in access.loaded:
         return access.loaded[module]
+    _os.require_supported()
     why = reason_not_to_fork()
     if not why:
         return _fork(access)

@@ -116,5 +116,6 @@ def _files_below(folders: Sequence[str]) -> tuple[str, ...]:
     roots = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     own = os.path.realpath(sys.prefix) + os.sep
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    real = {os.path.realpath(file) for file in files if file}
+    # torch.ops and torch.classes call themselves files that do not exist.
+    real = {os.path.realpath(file) for file in files if file and os.path.isabs(file)}
     return tuple(sorted(file for file in real if file.startswith(roots) and not file.startswith(own)))

@@ -36,7 +36,7 @@ from torch_ext.world.wire import Channel, ChannelClosedError
 __all__ = ["STACK_SIGNAL", "Ask", "Collectives", "Inherited", "RankOrder", "current", "failure", "main"]
 
 # Real-time signals are the ones that neither torch nor tests use; macOS has none.
-STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if hasattr(signal, "SIGRTMIN") else 0)
+STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
 
 # How long a rank that passed waits for its peers before it tears down by itself, in seconds.
 _RELEASE_WAIT_S = 1.0

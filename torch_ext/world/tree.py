@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_ext.world import _os
 from torch_ext.world.interpreter import Preparation
 from torch_ext.world.loading import Loaded, ModuleOrder, NotLoaded, RootOrder
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair
@@ -166,6 +167,7 @@ class RootZygote:
     """
 
     def __init__(self, preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> None:
+        _os.require_supported()
         self.channel, theirs = channel_pair()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
         arguments = [sys.executable, *flags, "-c", _PROGRAM.format(root=_PACKAGE_ROOT), str(theirs.fileno())]

@@ -1,0 +1,121 @@
+"""Dynamo's view of the device, so that ``torch.compile`` with ``eager`` and ``aot_eager`` traces ``sim`` programs."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_INTERFACES = "torch._dynamo.device_interface"
+
+
+def register() -> None:
+    """Register the interface now if Dynamo is loaded, else when it is: importing it costs half a second."""
+    if _INTERFACES in sys.modules:
+        _register_interface(sys.modules[_INTERFACES])
+    else:
+        sys.meta_path.insert(0, _OnImport())
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds Dynamo's interface module as usual, and registers ours once it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _INTERFACES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Registering(spec.loader)
+        return spec
+
+
+class _Registering(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register_interface(module)
+
+
+def _register_interface(interfaces: ModuleType) -> None:
+    base: Any = interfaces.DeviceInterface
+    sim: Any = torch.get_device_module("sim")
+
+    class SimInterface(base):  # type: ignore[misc]  # the base is known at run time only
+        device = sim.device
+        Event = sim.Event
+        Stream = sim.Stream
+
+        class Worker:
+            """What compile workers ask; they never touch a device."""
+
+            @staticmethod
+            def set_device(device: int) -> None:
+                sim.set_device(device)
+
+            @staticmethod
+            def current_device() -> int:
+                return int(sim.current_device())
+
+            @staticmethod
+            def get_device_properties(device: torch.types.Device = None) -> Any:
+                return sim.get_device_properties(device)
+
+        current_device = staticmethod(sim.current_device)
+        set_device = staticmethod(sim.set_device)
+        device_count = staticmethod(sim.device_count)
+        is_available = staticmethod(sim.is_available)
+        stream = staticmethod(sim.stream)
+        current_stream = staticmethod(sim.current_stream)
+        set_stream = staticmethod(sim.set_stream)
+        synchronize = staticmethod(sim.synchronize)
+        get_device_properties = staticmethod(sim.get_device_properties)
+        memory_allocated = staticmethod(sim.memory_allocated)
+
+        @staticmethod
+        def get_compute_capability(device: torch.types.Device = None) -> int:
+            return 0
+
+        @staticmethod
+        def exchange_device(device: int) -> int:
+            previous = int(sim.current_device())
+            if device >= 0:
+                sim.set_device(device)
+            return previous
+
+        @staticmethod
+        def maybe_exchange_device(device: int) -> int:
+            return SimInterface.exchange_device(device)
+
+        @staticmethod
+        def get_raw_stream(device_index: int) -> int:
+            return int(sim.current_stream(device_index).stream_id)
+
+        @staticmethod
+        def is_bf16_supported(including_emulation: bool = False) -> bool:
+            return True
+
+        @staticmethod
+        def is_dtype_supported(dtype: torch.dtype, including_emulation: bool = False) -> bool:
+            return True
+
+        @staticmethod
+        def is_triton_capable(device: torch.types.Device = None) -> bool:
+            return False
+
+    interfaces.register_interface_for_device("sim", SimInterface)
+    for index in range(sim.device_count()):
+        interfaces.register_interface_for_device(f"sim:{index}", SimInterface)

@@ -1,0 +1,56 @@
+"""Makes torch know the device: name, module, tensor methods, process group backend. Done once, on import."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+
+import torch
+
+from torch_ext.sim import build
+
+NAME = "sim"
+_NATIVE = "torch_ext.sim._native"
+
+
+def register() -> None:
+    """Register everything. Calling it again does nothing.
+
+    Raises:
+        RuntimeError: another package has taken torch's PrivateUse1 device.
+        BuildError: the native half could not be built.
+    """
+    if _NATIVE in sys.modules:
+        return
+    _claim_name()
+    _load_native()
+    from torch_ext.sim import _collectives, _dynamo, _module
+
+    torch._register_device_module(NAME, _module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _collectives.register()
+    _dynamo.register()
+
+
+def _claim_name() -> None:
+    # Rename before any device call: torch caches the name in messages, parsers and tables.
+    try:
+        torch.utils.rename_privateuse1_backend(NAME)
+    except RuntimeError as error:
+        taken = torch._C._get_privateuse1_backend_name()
+        raise RuntimeError(
+            f"torch's PrivateUse1 device is already named {taken!r}, and a process can have only one such device. "
+            f"Run on {taken!r}, or do not import the package that registers it."
+        ) from error
+
+
+def _load_native() -> None:
+    library = str(build.ensure_built())
+    loader = importlib.machinery.ExtensionFileLoader(_NATIVE, library)
+    spec = importlib.util.spec_from_file_location(_NATIVE, library, loader=loader)
+    if spec is None:
+        raise ImportError(f"cannot load {library}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_NATIVE] = module
+    loader.exec_module(module)

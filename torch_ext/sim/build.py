@@ -1,0 +1,191 @@
+"""Builds the native half of the simulator on first use.
+
+Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build that is
+killed leaves nothing that a later one trips over, because it works in a folder of its own that is renamed into place
+when it is complete, under an operating-system lock that dies with its holder. Waiting processes share one build.
+Cost: about a minute on two cores once per key; finding a finished build takes a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
+
+_SOURCES = Path(__file__).resolve().parent / "csrc"
+_LIBRARY = "_native.so"
+_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
+# Optimised fully is what runs for every operator; the rest compiles faster.
+_HOT = frozenset({"alias", "allocator", "checks", "device", "fallback", "memory_ops"})
+_ERROR_LINES = 40
+
+
+class BuildError(RuntimeError):
+    """The compiler refused the sources; the message carries the end of its output."""
+
+
+class MissingCompilerError(BuildError):
+    """No C++ compiler was found, and no finished build either."""
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    path: str
+    version: str  # first line of what it says about itself
+
+
+def cache_root() -> Path:
+    """Return the folder that holds builds: ``$TORCH_EXT_CACHE``, else ``torch_ext`` in the user's cache folder."""
+    explicit = os.environ.get("TORCH_EXT_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache).expanduser() / "torch_ext"
+
+
+def ensure_built(*, verbose: bool = False) -> Path:
+    """Return the path of the native library, building it if no finished build fits.
+
+    Args:
+        verbose: tell on stderr what is being built and how long it took.
+
+    Raises:
+        MissingCompilerError: a build is needed and there is no C++ compiler.
+        BuildError: the compiler or ninja failed.
+    """
+    family = cache_root() / "sim" / _family_key()
+    compiler = _find_compiler()
+    if compiler is None:
+        return _any_finished(family)
+    target = family / _digest(compiler.path, compiler.version)
+    library = target / _LIBRARY
+    if not library.exists():
+        with _lock(family):
+            if not library.exists():
+                _build(target, compiler, verbose=verbose)
+    return library
+
+
+def _family_key() -> str:
+    """Everything but the compiler that a build depends on, as a readable folder name."""
+    import torch
+
+    abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    sources = _digest(*(f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in _source_files()), *_FLAGS)
+    return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
+
+
+def _source_files() -> list[Path]:
+    return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _find_compiler() -> _Compiler | None:
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    for name in candidates:
+        path = shutil.which(name)
+        if path is not None:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            return _Compiler(os.path.realpath(path), said.partition("\n")[0])
+    return None
+
+
+def _any_finished(family: Path) -> Path:
+    finished = sorted(family.glob(f"*/{_LIBRARY}"))
+    if finished:
+        return finished[0]
+    raise MissingCompilerError(
+        "The simulated accelerator is compiled on first use and no C++ compiler was found. Install one "
+        "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or point CXX at it, "
+        "then run `python -m torch_ext.sim build`. Without it every test that needs more than plain cpu is skipped."
+    )
+
+
+@contextlib.contextmanager
+def _lock(family: Path) -> Iterator[None]:
+    """Hold the build lock. The kernel drops it when its holder dies, however it dies."""
+    family.mkdir(parents=True, exist_ok=True)
+    with open(family / ".lock", "w", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
+    started = time.monotonic()
+    if verbose:
+        print(f"building the simulated accelerator with {compiler.version} into {target}", file=sys.stderr)
+    # Leftovers of builds that were killed: the lock is ours, so nobody is working in them.
+    for leftover in target.parent.glob(".building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    workplace = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        (workplace / "build.ninja").write_text(_ninja_file(compiler), encoding="utf-8")
+        _run_ninja(workplace)
+        os.rename(workplace, target)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+    if verbose:
+        print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def _run_ninja(workplace: Path) -> None:
+    finished = subprocess.run(
+        [*_ninja_command(), "-C", str(workplace)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if finished.returncode != 0:
+        end = "\n".join(finished.stdout.splitlines()[-_ERROR_LINES:])
+        raise BuildError(f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}")
+    for left in [*workplace.glob("*.o"), *workplace.glob(".ninja*"), workplace / "build.ninja"]:
+        left.unlink(missing_ok=True)
+
+
+def _ninja_command() -> list[str]:
+    """The ninja of this environment first: an active environment need not be on the path."""
+    beside_python = Path(sys.executable).parent / "ninja"
+    found = str(beside_python) if beside_python.exists() else shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja was not found. Install it with `pip install ninja`.")
+    return [found]
+
+
+def _ninja_file(compiler: _Compiler) -> str:
+    from torch.utils import cpp_extension
+
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    libraries = cpp_extension.library_paths()
+    flags = " ".join([*_FLAGS, *(f"-isystem {_escape(path)}" for path in includes)])
+    link = " ".join(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)
+    sources = [path for path in _source_files() if path.suffix == ".cpp"]
+    lines = [
+        "rule compile",
+        f"  command = {_escape(compiler.path)} {flags} $level -c $in -o $out",
+        "rule link",
+        f"  command = {_escape(compiler.path)} -shared $in {link} -lc10 -ltorch_cpu -ltorch_python -o $out",
+        *(
+            f"build {path.stem}.o: compile {_escape(str(path))}\n  level = {'-O2' if path.stem in _HOT else '-O1'}"
+            for path in sources
+        ),
+        f"build {_LIBRARY}: link {' '.join(path.stem + '.o' for path in sources)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

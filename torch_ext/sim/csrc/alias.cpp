@@ -1,0 +1,171 @@
+#include "alias.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include "allocator.h"
+
+namespace torch_ext::sim {
+namespace {
+
+const c10::Device kHost(c10::DeviceType::CPU);
+
+void release_storage(void* context) {
+  c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
+}
+
+// A DataPtr over the bytes of `storage` that keeps it alive and calls itself memory of `owner`.
+c10::DataPtr borrow(const c10::Storage& storage, c10::Device owner) {
+  void* data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
+  c10::raw::intrusive_ptr::incref(storage.unsafeGetStorageImpl());
+  return {data, storage.unsafeGetStorageImpl(), &release_storage, owner};
+}
+
+c10::Storage make_storage(c10::DataPtr&& data, size_t nbytes, c10::Allocator* allocator) {
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), nbytes, std::move(data), allocator, /*resizable=*/true);
+}
+
+c10::Storage alias_storage(const c10::Storage& storage) {
+  return make_storage(borrow(storage, kHost), storage.nbytes(), c10::GetCPUAllocator());
+}
+
+at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like) {
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  const auto* source = like.unsafeGetTensorImpl();
+  if (source->is_wrapped_number()) {
+    impl->set_wrapped_number(true);
+  }
+  if (like.is_conj()) {
+    impl->_set_conj(true);
+  }
+  if (like.is_neg()) {
+    impl->_set_neg(true);
+  }
+  return made;
+}
+
+// Relabels the bytes of `host`, a storage that a kernel allocated, as memory of `device`.
+c10::Storage adopt_storage(c10::Storage host, bool sole_owner, c10::DeviceIndex device) {
+  const c10::Device owner(kSim, device);
+  const size_t nbytes = host.nbytes();
+  if (!sole_owner) {
+    return make_storage(borrow(host, owner), nbytes, device_allocator());
+  }
+  c10::DataPtr data = host.set_data_ptr(c10::DataPtr(nullptr, kHost));
+  data.unsafe_set_device(owner);
+  return make_storage(std::move(data), nbytes, device_allocator());
+}
+
+bool same_layout(const at::Tensor& one, const at::Tensor& other) {
+  return one.sizes() == other.sizes() && one.strides() == other.strides() &&
+      one.storage_offset() == other.storage_offset();
+}
+
+} // namespace
+
+at::Tensor host_alias(const at::Tensor& tensor) {
+  return make_tensor(alias_storage(tensor.storage()), c10::DispatchKey::CPU, tensor);
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kSim ? host_alias(tensor) : tensor;
+}
+
+at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device) {
+  if (!host.defined()) {
+    return {};
+  }
+  const bool sole_owner = host.use_count() == 1 && host.storage().use_count() == 1;
+  return view_of(adopt_storage(host.storage(), sole_owner, device), host);
+}
+
+at::Tensor view_of(const c10::Storage& storage, const at::Tensor& like) {
+  return make_tensor(storage, c10::DispatchKey::PrivateUse1, like);
+}
+
+c10::Storage AliasSet::host_storage(const c10::Storage& storage) {
+  for (const auto& pair : storages_) {
+    if (pair.device.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+      return pair.host;
+    }
+  }
+  storages_.push_back({storage, alias_storage(storage)});
+  return storages_.back().host;
+}
+
+at::Tensor AliasSet::alias(const at::Tensor& tensor) {
+  // One argument passed twice must stay one tensor: kernels compare identities (`x.add_(x)`).
+  for (const auto& pair : tensors_) {
+    if (pair.device.is_same(tensor)) {
+      return pair.host;
+    }
+  }
+  tensors_.push_back({tensor, make_tensor(host_storage(tensor.storage()), c10::DispatchKey::CPU, tensor)});
+  return tensors_.back().host;
+}
+
+void AliasSet::publish(c10::DeviceIndex device) {
+  for (auto& pair : storages_) {
+    auto* host = pair.host.unsafeGetStorageImpl();
+    auto* real = pair.device.unsafeGetStorageImpl();
+    const auto* data = host->_mutable_data_ptr_no_checks().get();
+    if (data != real->_mutable_data_ptr_no_checks().get() || host->nbytes() != real->nbytes()) {
+      const size_t nbytes = host->nbytes();
+      c10::DataPtr grown = host->set_data_ptr(c10::DataPtr(nullptr, kHost));
+      grown.unsafe_set_device(c10::Device(kSim, device));
+      real->set_data_ptr_noswap(std::move(grown));
+      real->set_nbytes(nbytes);
+      // Aliases of this storage may still be returned; they only need the identity, not the bytes.
+    }
+  }
+  for (auto& pair : tensors_) {
+    const auto own = host_storage(pair.device.storage());
+    if (own.unsafeGetStorageImpl() != pair.host.storage().unsafeGetStorageImpl()) {
+      // The kernel gave an output another storage (`out.set_(...)`).
+      pair.device.unsafeGetTensorImpl()->set_storage_keep_dtype(device_storage(pair.host, device));
+    }
+    if (!same_layout(pair.host, pair.device)) {
+      pair.device.unsafeGetTensorImpl()->set_sizes_and_strides(
+          pair.host.sizes(), pair.host.strides(), pair.host.storage_offset());
+    }
+  }
+}
+
+at::Tensor AliasSet::result(at::Tensor&& host, c10::DeviceIndex device) {
+  if (!host.defined() || host.device() != kHost) {
+    return std::move(host);
+  }
+  for (const auto& pair : tensors_) {
+    if (pair.host.is_same(host)) {
+      return pair.device;
+    }
+  }
+  if (!is_known(host.storage()) && host.storage().use_count() == 1) {
+    return adopt(std::move(host), device);
+  }
+  return view_of(device_storage(host, device), host);
+}
+
+bool AliasSet::is_known(const c10::Storage& host) const {
+  for (const auto& pair : storages_) {
+    if (pair.host.unsafeGetStorageImpl() == host.unsafeGetStorageImpl()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+c10::Storage AliasSet::device_storage(const at::Tensor& host, c10::DeviceIndex device) {
+  for (const auto& pair : storages_) {
+    if (pair.host.unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl()) {
+      return pair.device;
+    }
+  }
+  // Results that share memory with each other keep sharing it: the first one brings the storage in.
+  storages_.push_back({adopt_storage(host.storage(), /*sole_owner=*/false, device), host.storage()});
+  return storages_.back().device;
+}
+
+} // namespace torch_ext::sim

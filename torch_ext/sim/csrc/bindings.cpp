@@ -1,0 +1,36 @@
+// The native module. Loading it registers the device and starts nothing: see device.h.
+#include <torch/csrc/utils/pybind.h>
+
+#include "allocator.h"
+#include "generator.h"
+#include "hooks.h"
+#include "host_allocator.h"
+#include "simccl.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+
+PYBIND11_MODULE(_native, m) {
+  install_guard();
+  install_hooks();
+  install_pinned_allocator();
+  install_host_override();
+
+  m.def("device_count", [] { return static_cast<int>(device_count()); });
+  m.def("current_device", [] { return static_cast<int>(current_device()); });
+  m.def("set_device", [](int index) { set_current_device(checked_index(static_cast<c10::DeviceIndex>(index))); });
+  m.def("check_index", [](int index) { checked_index(static_cast<c10::DeviceIndex>(index)); });
+  m.def("init", &ensure_initialized);
+  m.def("is_initialized", &is_initialized);
+  m.def("is_in_bad_fork", &is_in_bad_fork);
+  m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+  m.def("set_memory_limit", [](int index, size_t nbytes) {
+    set_memory_limit(static_cast<c10::DeviceIndex>(index), nbytes);
+  });
+  m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
+  m.def("set_poison", &set_poison);
+  m.def("sleep", &sleep);
+  bind_simccl(m);
+}
+
+} // namespace torch_ext::sim

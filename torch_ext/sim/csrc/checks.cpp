@@ -1,0 +1,146 @@
+// Note [Strict devices]
+// Since device memory is host memory, a kernel would happily mix host tensors with device tensors, and the bugs that
+// tests look for would pass unseen. So every operator that reaches the fallback checks first, with the allowances that
+// GPUs make: a zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
+#include "checks.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <memory>
+#include <string_view>
+#include <unordered_map>
+
+namespace torch_ext::sim {
+namespace {
+
+// Operators whose tensor lists are indices or lengths, which GPUs accept from the host.
+constexpr std::array<std::string_view, 8> kHostIndexOperators{
+    "aten::index",
+    "aten::_unsafe_index",
+    "aten::index_put_",
+    "aten::index_put",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index_put",
+    "aten::_ctc_loss",
+    "aten::_ctc_loss_backward",
+};
+
+bool takes_host_indices(const std::string& name) {
+  for (const auto known : kHostIndexOperators) {
+    if (name == known) {
+      return true;
+    }
+  }
+  return false;
+}
+
+OperatorFacts work_out(const c10::OperatorHandle& op) {
+  OperatorFacts facts;
+  const auto& schema = op.schema();
+  facts.name = schema.operator_name().name;
+  facts.host_indices = takes_host_indices(facts.name);
+  facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    facts.written.push_back(alias != nullptr && alias->isWrite());
+    if (arguments[i].real_type()->str().find("Generator") != std::string::npos) {
+      facts.generator = static_cast<int>(i);
+    }
+  }
+  return facts;
+}
+
+class DeviceCheck {
+ public:
+  DeviceCheck(const OperatorFacts& facts, const c10::FunctionSchema& schema) : facts_(facts), schema_(schema) {}
+
+  void see(const at::Tensor& tensor, size_t position, bool in_list) {
+    if (!tensor.defined()) {
+      return;
+    }
+    const auto device = tensor.device();
+    if (device.type() == kSim) {
+      if (common_ < 0) {
+        common_ = device.index();
+      } else if (common_ != device.index()) {
+        refuse(c10::Device(kSim, common_), device, position);
+      }
+    } else if (!may_stay(tensor, position, in_list) && !foreign_.has_value()) {
+      foreign_ = {device, position};
+    }
+  }
+
+  c10::DeviceIndex verdict() const {
+    if (common_ >= 0 && foreign_.has_value()) {
+      refuse(c10::Device(kSim, common_), foreign_->first, foreign_->second);
+    }
+    return common_;
+  }
+
+ private:
+  bool may_stay(const at::Tensor& tensor, size_t position, bool in_list) const {
+    if (tensor.device().type() != c10::DeviceType::CPU || facts_.written[position]) {
+      return false;
+    }
+    return tensor.dim() == 0 || (facts_.host_indices && (in_list || facts_.name != "aten::index"));
+  }
+
+  [[noreturn]] void refuse(c10::Device first, c10::Device second, size_t position) const {
+    C10_THROW_ERROR(
+        Error,
+        c10::str(
+            "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
+            "! (when checking argument ", schema_.arguments()[position].name(), " of ", facts_.name, ")"));
+  }
+
+  const OperatorFacts& facts_;
+  const c10::FunctionSchema& schema_;
+  int common_ = -1;
+  std::optional<std::pair<c10::Device, size_t>> foreign_;
+};
+
+} // namespace
+
+const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
+  // Per thread, so that no lock is taken for each operator. Schemas may be freed and another one made at the same
+  // address (libraries defined from Python come and go), hence the comparison of names.
+  thread_local std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OperatorFacts>> known;
+  const auto& schema = op.schema();
+  auto& slot = known[&schema];
+  const bool stale = slot == nullptr || slot->name != schema.operator_name().name ||
+      slot->written.size() != schema.arguments().size() || !slot->has_host_kernel;
+  if (stale) {
+    slot = std::make_unique<OperatorFacts>(work_out(op));
+  }
+  return *slot;
+}
+
+c10::DeviceIndex common_device(
+    const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  DeviceCheck check(facts, schema);
+  int named = -1;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto& value = arguments[i];
+    if (value.isTensor()) {
+      check.see(value.toTensor(), i, /*in_list=*/false);
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const c10::IValue& element : value.toListRef()) {
+        if (element.isTensor()) {
+          check.see(element.toTensor(), i, /*in_list=*/true);
+        }
+      }
+    } else if (value.isDevice() && value.toDevice().type() == kSim) {
+      named = checked_index(value.toDevice());
+    }
+  }
+  const int found = check.verdict();
+  if (found >= 0) {
+    return static_cast<c10::DeviceIndex>(found);
+  }
+  return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,31 @@
+// Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+// What the fallback needs to know of an operator, worked out once from its schema.
+struct OperatorFacts {
+  std::string name;
+  std::vector<bool> written; // per argument: the operator writes to it
+  int generator = -1;        // position of the Generator argument, -1 without one
+  bool has_host_kernel = false;
+  bool host_indices = false; // tensors in its tensor lists may live on the host
+};
+
+const OperatorFacts& facts_of(const c10::OperatorHandle& op);
+
+// The one device that the tensors among `arguments` live on; the current device where there is no tensor.
+// Raises RuntimeError when they live on several.
+c10::DeviceIndex common_device(
+    const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
+
+} // namespace torch_ext::sim

@@ -1,0 +1,49 @@
+// Which simulated devices exist, and which one is current.
+//
+// Glossary of this folder:
+//   device   one of the simulated accelerators, `sim:0` to `sim:N-1`; its memory is host memory taken from its own pool
+//   alias    a host tensor over a device tensor's memory, made for the length of one kernel
+//   fallback the boxed kernel that runs host kernels on aliases
+//   pool     the allocator of one device; everything a kernel allocates for the device comes from it
+//
+// Threading: the current device is per thread. Loading the library starts no thread and initialises nothing; the first
+// use of a device freezes the device count and marks the process, so that a fork of it knows (see is_in_bad_fork).
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace torch_ext::sim {
+
+constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kMaxDevices = 64;
+
+// Number of devices: TORCH_EXT_SIM_DEVICES, 4 where it is unset, 0 where it is no number from 1 to kMaxDevices.
+c10::DeviceIndex device_count() noexcept;
+
+c10::DeviceIndex current_device() noexcept;
+void set_current_device(c10::DeviceIndex index) noexcept;
+
+// Turns -1 into the current device; raises for an index that does not exist.
+c10::DeviceIndex checked_index(c10::DeviceIndex index);
+c10::DeviceIndex checked_index(c10::Device device);
+
+// First use of the device in this process. Raises in a child forked from a process that had used it already.
+void ensure_initialized();
+bool is_initialized() noexcept;
+bool is_in_bad_fork() noexcept;
+
+// Makes `index` current in this thread for the lifetime of the object.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) {
+    set_current_device(index);
+  }
+  ~CurrentDevice() { set_current_device(previous_); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  c10::DeviceIndex previous_;
+};
+
+} // namespace torch_ext::sim

@@ -1,0 +1,128 @@
+// The fallback: runs the host kernel of any operator on aliases of its device tensors.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "alias.h"
+#include "allocator.h"
+#include "checks.h"
+#include "generator.h"
+
+namespace torch_ext::sim {
+namespace {
+
+bool on_sim(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kSim;
+}
+
+// Replaces the device tensors of one call by aliases, and its results by device tensors.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, c10::DeviceIndex device) : op_(op), device_(device) {}
+
+  void to_host(c10::IValue& value) {
+    if (value.isTensor()) {
+      if (on_sim(value.toTensor())) {
+        value = alias(value.toTensor());
+      }
+    } else if (value.isTensorList()) {
+      auto tensors = value.toTensorVector();
+      std::transform(tensors.begin(), tensors.end(), tensors.begin(), [this](auto& t) { return alias_if_sim(t); });
+      value = c10::List<at::Tensor>(std::move(tensors));
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> aliased;
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        aliased.push_back(tensor.has_value() ? std::make_optional(alias_if_sim(*tensor)) : std::nullopt);
+      }
+      value = std::move(aliased);
+    } else if (value.isDevice() && value.toDevice().type() == kSim) {
+      value = c10::Device(c10::DeviceType::CPU);
+    }
+  }
+
+  void draw_from_device(const OperatorFacts& facts, c10::IValue& generator) {
+    if (facts.generator >= 0) {
+      std::optional<at::Generator> given;
+      if (generator.isGenerator()) {
+        given = generator.toGenerator();
+      }
+      generator = host_generator(given, device_, static_cast<uint64_t>(std::max<int64_t>(largest_, 1)));
+    }
+  }
+
+  void to_device(c10::IValue& value) {
+    if (value.isTensor()) {
+      at::Tensor host = std::move(value).toTensor();
+      value = aliases_.result(std::move(host), device_);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> results;
+      auto hosts = std::move(value).toTensorVector();
+      value = c10::IValue();
+      for (auto& host : hosts) {
+        results.push_back(aliases_.result(std::move(host), device_));
+      }
+      value = std::move(results);
+    }
+  }
+
+  void publish() { aliases_.publish(device_); }
+
+ private:
+  at::Tensor alias(const at::Tensor& tensor) {
+    largest_ = std::max(largest_, tensor.numel());
+    return aliases_.alias(tensor);
+  }
+  at::Tensor alias_if_sim(const at::Tensor& tensor) { return on_sim(tensor) ? alias(tensor) : tensor; }
+
+  const c10::OperatorHandle& op_;
+  c10::DeviceIndex device_;
+  AliasSet aliases_;
+  int64_t largest_ = 0;
+};
+
+void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "The operator '", toString(op.operator_name()), "' is not implemented for the device sim:",
+      static_cast<int>(device), ": it has no host kernel that could serve it. Move its inputs to the host with .cpu() ",
+      "or register a kernel for PrivateUse1.");
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& facts = facts_of(op);
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  auto arguments = torch::jit::last(*stack, count);
+  const auto device = common_device(facts, schema, arguments);
+  if (!facts.has_host_kernel) {
+    refuse_missing(op, device);
+  }
+  Call call(op, device);
+  const size_t first = stack->size() - count;
+  for (size_t i = 0; i < count; ++i) {
+    call.to_host((*stack)[first + i]);
+  }
+  if (facts.generator >= 0) {
+    call.draw_from_device(facts, (*stack)[first + facts.generator]);
+  }
+  {
+    KernelScope scope(device);
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.publish();
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    call.to_device((*stack)[stack->size() - 1 - i]);
+  }
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,56 @@
+// Random numbers of a device.
+//
+// Note [Random numbers]
+// A generator's state is what a Philox generator of a GPU has, 16 bytes, little endian:
+//     bytes 0-7   seed
+//     bytes 8-15  offset, a multiple of 4
+// Every random kernel draws from a host generator seeded with a hash of both and then moves the offset on by the number
+// of elements, rounded up to a multiple of 4. So equal states give equal numbers, any change of seed or offset gives
+// others, and code that computes offsets (DTensor does, per shard) works as on GPUs. The numbers are not those of a GPU.
+#pragma once
+
+#include <ATen/core/Generator.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+class GeneratorImpl final : public c10::GeneratorImpl {
+ public:
+  explicit GeneratorImpl(c10::DeviceIndex device);
+
+  void set_current_seed(uint64_t seed) override;
+  void set_offset(uint64_t offset) override;
+  uint64_t get_offset() const override;
+  uint64_t current_seed() const override;
+  uint64_t seed() override;
+  void set_state(const c10::TensorImpl& state) override;
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override;
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
+
+  // A seed for a host generator that is to produce `count` numbers; moves the offset on.
+  uint64_t draw(uint64_t count);
+
+ private:
+  struct State {
+    uint64_t seed = c10::default_rng_seed_val;
+    uint64_t offset = 0;
+  };
+  c10::GeneratorImpl* clone_impl() const override;
+
+  // Shared with the generators that graphsafe_get_state hands out.
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+// Does not count as a use of the device: a process may seed generators and fork afterwards.
+const at::Generator& default_generator(c10::DeviceIndex device);
+
+// A host generator for one kernel on `device`. Draws from `given`, which must belong to the device, or from the default
+// generator. Locks the generator while it draws.
+at::Generator host_generator(const std::optional<at::Generator>& given, c10::DeviceIndex device, uint64_t count);
+
+} // namespace torch_ext::sim

@@ -1,0 +1,121 @@
+// Pinned host memory. Nothing is really locked in RAM; what matters to callers is that the ranges are known, interior
+// pointers included, so that `is_pinned` tells the truth.
+#include <ATen/core/CachingHostAllocator.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "host_allocator.h"
+
+namespace torch_ext::sim {
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+
+class PinnedAllocator final : public at::HostAllocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    ensure_initialized();
+    if (nbytes == 0) {
+      return {nullptr, c10::Device(c10::DeviceType::CPU)};
+    }
+    void* data = nullptr;
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, posix_memalign(&data, kPageBytes, nbytes) == 0, "Cannot pin ", nbytes, " bytes of host memory.");
+    add(data, nbytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  bool contains(const void* pointer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto* wanted = static_cast<const char*>(pointer);
+    auto after = ranges_.upper_bound(wanted);
+    if (after == ranges_.begin()) {
+      return false;
+    }
+    const auto& [start, nbytes] = *std::prev(after);
+    return wanted < start + nbytes;
+  }
+
+  // Copies are finished when the call that starts them returns, so memory never has to wait for an event.
+  bool record_event(void* pointer, void* /*context*/, c10::Stream /*stream*/) override { return contains(pointer); }
+  // Freed ranges go straight back to the host: there is nothing cached to empty.
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stats_;
+  }
+  void reset_accumulated_stats() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (at::Stat* stat : all_stats()) {
+      stat->reset_accumulated();
+    }
+  }
+  void reset_peak_stats() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (at::Stat* stat : all_stats()) {
+      stat->reset_peak();
+    }
+  }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+
+ private:
+  static void release(void* data);
+
+  std::array<at::Stat*, 4> all_stats() {
+    return {&stats_.active_requests, &stats_.active_bytes, &stats_.allocations, &stats_.allocated_bytes};
+  }
+
+  void add(void* data, size_t nbytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ranges_[static_cast<const char*>(data)] = nbytes;
+    stats_.active_requests.increase(1);
+    stats_.allocations.increase(1);
+    stats_.active_bytes.increase(nbytes);
+    stats_.allocated_bytes.increase(nbytes);
+    stats_.num_host_alloc += 1;
+  }
+
+  void remove(void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = ranges_.find(static_cast<const char*>(data));
+    stats_.active_requests.decrease(1);
+    stats_.allocations.decrease(1);
+    stats_.active_bytes.decrease(found->second);
+    stats_.allocated_bytes.decrease(found->second);
+    stats_.num_host_free += 1;
+    ranges_.erase(found);
+  }
+
+  std::mutex mutex_;
+  std::map<const char*, size_t> ranges_;
+  at::HostStats stats_;
+};
+
+PinnedAllocator* pinned() {
+  static auto* allocator = new PinnedAllocator();
+  return allocator;
+}
+
+void PinnedAllocator::release(void* data) {
+  pinned()->remove(data);
+  std::free(data);
+}
+
+} // namespace
+
+c10::Allocator* pinned_allocator() {
+  return pinned();
+}
+
+bool is_pinned(const void* pointer) {
+  return pinned()->contains(pointer);
+}
+
+void install_pinned_allocator() {
+  at::setHostAllocator(kSim, pinned());
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,183 @@
+// Operators that make, view, resize and copy device memory. They cannot go through the fallback, because what they
+// return is the device tensor's own storage, or because they move data between devices.
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <torch/library.h>
+
+#include "alias.h"
+#include "allocator.h"
+#include "hooks.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+namespace {
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+void check_factory(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      layout.value_or(c10::kStrided) == c10::kStrided, "Only strided tensors can be made on a sim device, but got ",
+      layout.value_or(c10::kStrided), ".");
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a sim tensor was asked for.");
+}
+
+c10::DeviceIndex target(std::optional<c10::Device> device) {
+  ensure_initialized();
+  return device.has_value() ? checked_index(*device) : current_device();
+}
+
+at::Tensor empty(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
+  check_factory(layout, pin_memory);
+  CurrentDevice current(target(device));
+  return at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  check_factory(layout, pin_memory);
+  CurrentDevice current(target(device));
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
+}
+
+// Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
+void grow_storage(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const size_t needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.dtype().itemsize(), static_cast<size_t>(tensor.storage_offset()));
+  if (needed > tensor.storage().nbytes()) {
+    resize_bytes(*tensor.storage().unsafeGetStorageImpl(), needed);
+  }
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  if (self.sizes() != size) {
+    impl->set_sizes_contiguous(size);
+    grow_storage(self);
+  }
+  if (format.has_value()) {
+    TORCH_CHECK(*format != c10::MemoryFormat::Preserve, "Unsupported memory format", *format);
+    impl->empty_tensor_restride(*format);
+  }
+  return self;
+}
+
+at::Tensor& set_strided(
+    at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  at::native::checkSetStorage(self, std::move(source), offset, size, stride);
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_offset(offset);
+  if (stride.data() != nullptr) {
+    impl->set_sizes_and_strides(size, stride);
+  } else {
+    impl->set_sizes_contiguous(size);
+  }
+  grow_storage(self);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  const auto length = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_strided(self, std::move(source), 0, {length}, {});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  TORCH_CHECK(
+      source.device() == self.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+      self.device(), " and ", source.device(), "! (when checking argument source of aten::set_)");
+  return set_strided(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  const c10::Storage none = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, self.device()), device_allocator(), true);
+  return set_strided(self, none, 0, {0}, {});
+}
+
+// A copy that ends on the host hands values to the host, which must not see them before the stream has produced them.
+void wait_for_stream(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (from.device().type() == kSim && to.device().type() != kSim && !non_blocking) {
+    synchronize(current_stream(from.device().index()));
+  }
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  wait_for_stream(self, destination, non_blocking);
+  const auto& device_side = destination.device().type() == kSim ? destination : self;
+  KernelScope scope(device_side.device().index());
+  on_host(destination).copy_(on_host(self));
+  return destination;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
+  if (destination.sizes() != self.sizes()) {
+    destination.resize_(self.sizes());
+  }
+  return copy_from(self, destination, /*non_blocking=*/false);
+}
+
+c10::Scalar local_scalar_dense(const at::Tensor& self) {
+  synchronize(current_stream(self.device().index()));
+  return at::_local_scalar_dense(host_alias(self));
+}
+
+bool is_dense(const at::Tensor& tensor) {
+  const auto type = tensor.device().type();
+  return tensor.layout() == c10::kStrided && (type == kSim || type == c10::DeviceType::CPU);
+}
+
+// `tensor.data = other` may move a parameter between host and device: FSDP offloads parameters that way.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  return is_dense(self) && is_dense(from);
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  device_allocator()->recordStream(self.storage().data_ptr(), stream);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  m.impl("resize_", TORCH_FN(resize_));
+  m.impl("set_.source_Storage", TORCH_FN(set_storage));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_strided));
+  m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+  m.impl("set_", TORCH_FN(set_empty));
+  m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+  m.impl("record_stream", TORCH_FN(record_stream));
+}
+
+// Aliases carry conjugate and negative bits, and the host's copy resolves them. Without these lines torch would resolve
+// them before the copy, by a copy, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,238 @@
+// Kernels that exist on GPUs only, so that no host kernel can serve them: synchronised batch norm and the fused cells of
+// recurrent layers. They are written in terms of other operators on device tensors.
+#include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include "device.h"
+#include "same_device.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+bool given(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+Tensor value_or_none(const OptionalTensor& tensor) {
+  return tensor.value_or(Tensor());
+}
+
+// Half precision is accumulated in float, as on GPUs.
+c10::ScalarType accumulate_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// --- synchronised batch norm: input is (N, C, ...), statistics are (C,) ---
+
+std::vector<int64_t> all_but_channel(const Tensor& input) {
+  std::vector<int64_t> dims;
+  for (int64_t dim = 0; dim < input.dim(); ++dim) {
+    if (dim != 1) {
+      dims.push_back(dim);
+    }
+  }
+  return dims;
+}
+
+// (C,) as (1, C, 1, ...), so that it broadcasts against `input`.
+Tensor per_channel(const Tensor& statistics, const Tensor& input) {
+  std::vector<int64_t> shape(input.dim(), 1);
+  shape[1] = input.size(1);
+  return statistics.view(shape);
+}
+
+std::tuple<Tensor, Tensor> batch_norm_stats(const Tensor& input, double eps) {
+  auto [variance, mean] =
+      at::var_mean(input.to(accumulate_type(input)), all_but_channel(input), /*unbiased=*/false, /*keepdim=*/false);
+  return {mean, at::rsqrt(variance + eps)};
+}
+
+Tensor normalize(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
+    const Tensor& invstd, double /*eps*/) {
+  same_device("aten::batch_norm_elemt", {input, value_or_none(weight), value_or_none(bias), mean, invstd});
+  Tensor scaled = (input - per_channel(mean, input)) * per_channel(invstd, input);
+  if (given(weight)) {
+    scaled = scaled * per_channel(*weight, input);
+  }
+  if (given(bias)) {
+    scaled = scaled + per_channel(*bias, input);
+  }
+  return scaled.to(input.scalar_type());
+}
+
+Tensor& normalize_out(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
+    const Tensor& invstd, double eps, Tensor& out) {
+  out.resize_(input.sizes()).copy_(normalize(input, weight, bias, mean, invstd, eps));
+  return out;
+}
+
+void move_towards(const OptionalTensor& running, const Tensor& value, double momentum) {
+  if (given(running)) {
+    running->mul_(1 - momentum).add_(value.to(running->scalar_type()), momentum);
+  }
+}
+
+// mean, invstd: (W, C), one row a rank; counts: (W,). Merges the ranks' moments into those of the whole batch.
+std::tuple<Tensor, Tensor> gather_stats_with_counts(
+    const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, double momentum, double eps, const Tensor& counts) {
+  same_device("aten::batch_norm_gather_stats_with_counts", {input, mean, invstd, counts});
+  const Tensor weights = counts.to(mean.scalar_type()).view({-1, 1});
+  const Tensor total = weights.sum();
+  const Tensor variances = invstd.pow(-2) - eps;
+  const Tensor global_mean = (mean * weights).sum(0) / total;
+  const Tensor squares = ((variances + (mean - global_mean).pow(2)) * weights).sum(0);
+  move_towards(running_mean, global_mean, momentum);
+  move_towards(running_var, squares / (total - 1), momentum);
+  return {global_mean, at::rsqrt(squares / total + eps)};
+}
+
+std::tuple<Tensor, Tensor> gather_stats(
+    const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, double momentum, double eps, int64_t count) {
+  const Tensor counts = at::zeros_like(mean.select(1, 0)).add_(count);
+  return gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts);
+}
+
+// Sums over all but the channel: of dy, of dy * (x - mean), and from them the gradients of weight and bias.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const OptionalTensor& weight, bool input_g, bool weight_g, bool bias_g) {
+  same_device("aten::batch_norm_backward_reduce", {grad_output, input, mean, invstd, value_or_none(weight)});
+  const auto dims = all_but_channel(input);
+  const Tensor grad = grad_output.to(accumulate_type(input));
+  const Tensor sum_dy = grad.sum(dims);
+  const Tensor sum_dy_xmu = (grad * (input - per_channel(mean, input))).sum(dims);
+  const auto parameter_type = given(weight) ? weight->scalar_type() : sum_dy.scalar_type();
+  return {
+      input_g ? sum_dy : Tensor(), input_g ? sum_dy_xmu : Tensor(),
+      weight_g ? (sum_dy_xmu * invstd).to(parameter_type) : Tensor(), bias_g ? sum_dy.to(parameter_type) : Tensor()};
+}
+
+// dx = (dy - sum_dy / n - (x - mean) * invstd^2 * sum_dy_xmu / n) * invstd * weight, with n the size of the whole batch
+Tensor batch_norm_backward_elemt(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const OptionalTensor& weight, const Tensor& sum_dy, const Tensor& sum_dy_xmu, const Tensor& counts) {
+  same_device("aten::batch_norm_backward_elemt", {grad_output, input, mean, invstd, sum_dy, sum_dy_xmu, counts});
+  const Tensor total = counts.sum().to(mean.scalar_type());
+  const Tensor slope = invstd.pow(2) * sum_dy_xmu / total;
+  const Tensor centred = input - per_channel(mean, input);
+  Tensor grad = (grad_output - per_channel(sum_dy / total, input) - centred * per_channel(slope, input)) *
+      per_channel(invstd, input);
+  if (given(weight)) {
+    grad = grad * per_channel(*weight, input);
+  }
+  return grad.to(input.scalar_type());
+}
+
+// --- fused cells: gates are (N, G * H) with G = 4 for LSTM and 3 for GRU ---
+
+Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
+  return given(bias) ? gates + *bias : gates;
+}
+
+// workspace: the activated gates input, forget, cell, output side by side, (N, 4 * H)
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  same_device("aten::_thnn_fused_lstm_cell", {input_gates, hidden_gates, cx});
+  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
+  const Tensor in = gates[0].sigmoid();
+  const Tensor forget = gates[1].sigmoid();
+  const Tensor cell = gates[2].tanh();
+  const Tensor out = gates[3].sigmoid();
+  Tensor cy = forget * cx + in * cell;
+  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const OptionalTensor& grad_hy, const OptionalTensor& grad_cy, const Tensor& cx, const Tensor& cy,
+    const Tensor& workspace, bool has_bias) {
+  if (!given(grad_hy) && !given(grad_cy)) {
+    return {};
+  }
+  const auto gates = workspace.chunk(4, 1);
+  const Tensor &in = gates[0], &forget = gates[1], &cell = gates[2], &out = gates[3];
+  const Tensor squashed = cy.tanh();
+  const Tensor grad_h = given(grad_hy) ? *grad_hy : at::zeros_like(cy);
+  Tensor grad_c = grad_h * out * (1 - squashed * squashed);
+  if (given(grad_cy)) {
+    grad_c = grad_c + *grad_cy;
+  }
+  Tensor grad_gates = at::cat(
+      {grad_c * cell * in * (1 - in), grad_c * cx * forget * (1 - forget), grad_c * in * (1 - cell * cell),
+       grad_h * squashed * out * (1 - out)},
+      1);
+  Tensor grad_bias = has_bias ? grad_gates.sum(0) : Tensor();
+  return {grad_gates, grad_c * forget, grad_bias};
+}
+
+// workspace: reset, update, new, hx and the hidden part of new before it is reset, side by side, (N, 5 * H)
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  same_device("aten::_thnn_fused_gru_cell", {input_gates, hidden_gates, hx});
+  const auto from_input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto from_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
+  const Tensor update = (from_input[1] + from_hidden[1]).sigmoid();
+  const Tensor fresh = (from_input[2] + reset * from_hidden[2]).tanh();
+  return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, from_hidden[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
+    const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
+  const auto parts = workspace.chunk(5, 1);
+  const Tensor &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
+  const Tensor grad_fresh = grad_hy * (1 - update) * (1 - fresh * fresh);
+  const Tensor grad_update = grad_hy * (hx - fresh) * update * (1 - update);
+  const Tensor grad_reset = grad_fresh * hidden * reset * (1 - reset);
+  Tensor grad_input = at::cat({grad_reset, grad_update, grad_fresh}, 1);
+  Tensor grad_hidden = at::cat({grad_reset, grad_update, grad_fresh * reset}, 1);
+  Tensor grad_input_bias = has_bias ? grad_input.sum(0) : Tensor();
+  Tensor grad_hidden_bias = has_bias ? grad_hidden.sum(0) : Tensor();
+  return {grad_input, grad_hidden, grad_hy * update, grad_input_bias, grad_hidden_bias};
+}
+
+// --- dropout: the host kernel takes no generator, so it would draw from the host's ---
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true) || input.numel() == 0 || p == 0) {
+    return {input.clone(), at::zeros_like(input, input.options().dtype(at::kBool)).fill_(true)};
+  }
+  if (p == 1) {
+    return {at::zeros_like(input), at::zeros_like(input, input.options().dtype(at::kBool))};
+  }
+  Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input * mask * (1 / (1 - p)), mask};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
+  m.impl("batch_norm_elemt", TORCH_FN(normalize));
+  m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
+  m.impl("batch_norm_gather_stats", TORCH_FN(gather_stats));
+  m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
+  m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
+  m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
+  m.impl("native_dropout", TORCH_FN(native_dropout));
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,50 @@
+// Reductions that the transport lacks, expressed by those it has.
+//
+//   wanted                   before                 transport     after
+//   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
+//   PREMUL_SUM(f)            multiply by f          SUM           -
+//   bool SUM, MAX, BOR       as bytes               MAX           -
+//   bool PRODUCT, MIN, BAND  as bytes               MIN           -
+//   bool BXOR                as bytes               BXOR          -
+//   complex SUM, AVG         as pairs of reals      SUM           as above
+//   int16, uint16            as int32               same          convert back
+//   uint32, uint64           as int64               same          convert back
+//   float8                   as float32             same          convert back
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+namespace torch_ext::sim {
+
+class Reduction {
+ public:
+  // Raises ValueError for a combination that has no meaning, such as AVG of booleans.
+  Reduction(const c10d::ReduceOp& wanted, at::ScalarType type, int group_size);
+
+  const c10d::ReduceOp& transport_op() const { return op_; }
+
+  // Whether `buffer` can serve the transport as it is; false where the type has to be converted.
+  bool in_place() const { return !staging_type_.has_value(); }
+
+  // The tensor to reduce: over the memory of `host` where possible, and a converted copy elsewhere. Applies the factor.
+  at::Tensor prepare(const at::Tensor& host) const;
+
+  // As `prepare`, but never over the memory of `host`.
+  at::Tensor prepare_copy(const at::Tensor& host) const;
+
+  // Turns the reduced `buffer` (as prepared, or a slice of it) into the result in `host`.
+  void finish(const at::Tensor& buffer, const at::Tensor& host) const;
+
+ private:
+  at::Tensor same_bytes(const at::Tensor& host) const;
+  void scale(at::Tensor& buffer) const;
+
+  c10d::ReduceOp op_;
+  at::ScalarType type_;
+  std::optional<at::ScalarType> staging_type_;
+  std::optional<at::Tensor> factor_;
+  int divisor_ = 1;
+};
+
+} // namespace torch_ext::sim

@@ -1,0 +1,52 @@
+// Streams and events.
+//
+// Note [Streams of an eager device]
+// Kernels run to their end before the call that launches them returns, so a stream holds no queue. What it does hold is
+// a horizon: the moment until which it counts as busy. `sleep` moves the horizon of the current stream into the future
+// without delaying the host; recording an event captures the horizon; waiting for an event moves a stream's horizon to
+// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a program
+// as they do on hardware, while values are always those of an execution in program order.
+//
+// A stream id packs class and index; 0 is the default stream:
+//     id = 0                                 default
+//     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+constexpr c10::StreamId kStreamsPerClass = 32;
+constexpr c10::StreamId kStreamClasses = 2;
+constexpr c10::StreamId kStreamCount = 1 + kStreamClasses * kStreamsPerClass;
+
+c10::Stream default_stream(c10::DeviceIndex device);
+c10::Stream current_stream(c10::DeviceIndex device);
+c10::Stream exchange_stream(c10::Stream stream);
+
+// Streams of a class are handed out in turn; after kStreamsPerClass the first one comes again, as on GPUs.
+c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
+
+bool is_idle(c10::Stream stream);
+void synchronize(c10::Stream stream);
+void synchronize_device(c10::DeviceIndex device);
+
+// Keeps the current stream of the current device busy for `nanoseconds` more. Returns at once.
+void sleep(int64_t nanoseconds);
+
+struct Event {
+  int64_t done_at = 0; // nanoseconds on the steady clock
+};
+
+Event record(c10::Stream stream);
+void wait(c10::Stream stream, const Event& event);
+bool is_done(const Event& event);
+void synchronize(const Event& event);
+
+void install_guard();
+
+} // namespace torch_ext::sim
