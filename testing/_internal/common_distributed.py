@@ -5,8 +5,10 @@ The rooms are in ``_distributed``. A name of upstream's ``common_distributed`` t
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from torch_ext.compat import UntestedTorchWarning, untested_torch
 from torch_ext.compat.testing import upstream_module
 from torch_ext.testing._internal._distributed.base import DistributedTestBase
 from torch_ext.testing._internal._distributed.continuous import MultiProcContinuousTest
@@ -74,6 +76,9 @@ __all__ = [
     "with_dist_debug_levels",
     "with_timeout",
 ]
+
+if told := untested_torch():
+    warnings.warn(told, UntestedTorchWarning, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:

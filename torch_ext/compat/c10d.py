@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import _get_default_group
 
-    _set_thread_isolation_mode: Callable[[bool], None]  # torch's stubs do not list it
+    # Torch's stubs do not list these.
+    _dump_fr_trace_json: Callable[[bool, bool], bytes]
+    _set_thread_isolation_mode: Callable[[bool], None]
 
-__all__ = ["_get_default_group", "_set_thread_isolation_mode"]
+__all__ = ["_dump_fr_trace_json", "_get_default_group", "_set_thread_isolation_mode"]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "_dump_fr_trace_json": ("torch._C._distributed_c10d:_dump_fr_trace_json",),
         "_get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),
         "_set_thread_isolation_mode": ("torch._C._distributed_c10d:_set_thread_isolation_mode",),
     },

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, Collector, NameCache, cache_folder, collect_names, surroundings
@@ -106,6 +107,8 @@ def _run_file(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache) -> int:
+    if told := untested_torch():  # before any process starts, which would say it as well
+        print(f"warning: {told}", file=sys.stderr)
     keywords = _keywords(options)
     selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]

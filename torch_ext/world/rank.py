@@ -252,9 +252,11 @@ def _drop_frames(shown: traceback.TracebackException, keep: Callable[[traceback.
 
 
 def _flight_record() -> str:
-    torch = sys.modules.get("torch")
+    if "torch" not in sys.modules:
+        return ""
     try:
-        dump = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[union-attr]
-        return json.dumps(json.loads(dump(True, False)).get("entries", []))
-    except (AttributeError, RuntimeError, ValueError, TypeError):
+        from torch_ext.compat.c10d import _dump_fr_trace_json
+
+        return json.dumps(json.loads(_dump_fr_trace_json(True, False)).get("entries", []))
+    except (ImportError, RuntimeError, ValueError, TypeError):
         return ""  # this torch has no recorder, or no group exists yet: the stacks have to do

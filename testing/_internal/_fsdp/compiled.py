@@ -56,17 +56,15 @@ compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
-    # Both are imported here because nothing else needs the compiler.
-    import torch._dynamo.config
-    import torch._inductor.config
-
+    # Looked up here because nothing else needs the compiler.
+    dynamo, inductor = private.dynamo_config, private.inductor_config
     slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
         (ItemSlot(func.__globals__, fully_shard.__name__), partial(_shard_and_compile, only)),
         # Worker processes of the compiler would be forked from a rank that has threads.
-        (AttributeSlot(torch._inductor.config, "compile_threads"), 1),
+        (AttributeSlot(inductor, "compile_threads"), 1),
     ]
-    if hasattr(torch._dynamo.config, "skip_fsdp_hooks"):
-        slots.append((AttributeSlot(torch._dynamo.config, "skip_fsdp_hooks"), True))
+    if hasattr(dynamo, "skip_fsdp_hooks"):
+        slots.append((AttributeSlot(dynamo, "skip_fsdp_hooks"), True))
     with ExitStack() as stack:
         for slot, value in slots:
             stack.enter_context(patched(slot, value))

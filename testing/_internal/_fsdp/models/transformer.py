@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_ext.compat.fsdp import HYBRID_SHARD_ZERO2
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel, Group, _move_to_device, init_by_mode
 from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
@@ -21,7 +22,7 @@ _VOCABULARY, _WIDTH, _FEEDFORWARD, _BATCH = 23, 16, 8, 2
 _SOURCE_STEPS, _TARGET_STEPS = 6, 4
 
 # FSDP derives the two groups of these strategies itself when it is given none.
-_HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+_HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
 
 class TransformerWithSharedParams(FSDPTestModel):

@@ -1,0 +1,28 @@
+"""Examples in docstrings are true, wherever there are any."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+from test.torch_ext.house.source import module_name, python_files
+
+MODULES = [
+    module_name(path)
+    for folder in ("torch_ext", "testing")
+    for path in python_files(folder)
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+def test_there_are_examples() -> None:
+    assert {"torch_ext.runner.keywords", "torch_ext.runner.selection", "torch_ext.world._os"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_are_true(module: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(module))
+    assert tried > 0
+    assert failed == 0

@@ -1,0 +1,148 @@
+"""Arrows point down only: who may import whom, read off every file and then off running interpreters."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pkgutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import torch_ext.runner
+import torch_ext.world
+from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
+
+# What each layer may import of this project, beside itself.
+LAYERS: dict[str, frozenset[str]] = {
+    "torch_ext.compat": frozenset(),
+    "torch_ext.sim": frozenset(),
+    "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
+    "torch_ext.world": frozenset({"torch_ext.compat"}),
+    "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.compat.untested_torch"}),
+    "torch_ext.upstream": frozenset({"torch_ext.world", "torch_ext.runner", "torch_ext.compat"}),
+    "torch_ext.__main__": frozenset({"torch_ext.runner"}),
+    "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
+    "torch_ext": frozenset(),
+    "test.distributed": frozenset({"torch_ext.testing._internal"}),
+    "test.torch_ext": frozenset({"torch_ext", "test"}),
+    "test": frozenset(),
+    "benchmarks": frozenset({"torch_ext"}),
+    "setup": frozenset(),
+    "run_test": frozenset({"torch_ext.__main__"}),
+}
+
+# The one arrow that points up: a test file that is started by itself calls the runner, and nobody else pays for it.
+_UP = {("torch_ext.testing._internal.common_utils", "torch_ext.runner.cli.main_for_file")}
+
+_FOLDERS = ("torch_ext", "testing", "test", "benchmarks")
+FILES = [path for folder in _FOLDERS for path in python_files(folder)]
+FILES += [CHECKOUT / "setup.py", CHECKOUT / "run_test.py"]
+
+ROOMS = {
+    package.__name__: sorted(room.name for room in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    for package in (torch_ext.runner, torch_ext.world)
+}
+
+
+@cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def layer_of(name: str) -> str:
+    """Return the longest name of the table that ``name`` lies in; empty if it is not ours."""
+    return max((layer for layer in LAYERS if below(name, [layer])), key=len, default="")
+
+
+def wrong_imports(path: Path) -> list[str]:
+    name = module_name(path)
+    layer = layer_of(name)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = []
+    for each in imports(tree_of(path), package):
+        target = layer_of(each.name)
+        # The package file holds the version and nothing else, so that taking a name of it takes no layer.
+        if not target or target == layer or each.name in ("torch_ext", "torch_ext.__version__"):
+            continue
+        if not below(each.name, LAYERS[layer]) and not (each.lazy and (name, each.name) in _UP):
+            found.append(f"{shown(path)}:{each.line} imports {each.name}, but {layer} may import {_or(LAYERS[layer])}")
+    return found
+
+
+def _or(layers: frozenset[str]) -> str:
+    return " or ".join(sorted(layers)) or "nothing of this project"
+
+
+def test_every_part_of_the_package_has_its_layer() -> None:
+    parts = {module_name(path) for path in python_files("torch_ext")} | {"torch_ext.testing"}
+    assert {name for name in parts if layer_of(name) == "torch_ext"} == {"torch_ext"}
+
+
+def test_arrows_point_down() -> None:
+    assert [problem for path in FILES for problem in wrong_imports(path)] == []
+
+
+def test_the_files_are_all_there() -> None:
+    names = {shown(path) for path in FILES}
+    assert {"torch_ext/world/tree.py", "testing/_internal/common_utils.py", "setup.py", shown(Path(__file__))} <= names
+    assert not any(name.startswith("torch_ext/testing/") for name in names)
+
+
+def _imports_torch(path: Path) -> bool:
+    return any(below(each.name, ["torch"]) for each in imports(tree_of(path)))
+
+
+@pytest.mark.parametrize("package", ["torch_ext/runner", "torch_ext/world"])
+def test_no_room_names_torch_in_an_import(package: str) -> None:
+    assert [shown(path) for path in python_files(package) if _imports_torch(path)] == []
+
+
+@pytest.mark.parametrize("file", ["setup.py", "run_test.py", "torch_ext/__init__.py", "torch_ext/__main__.py"])
+def test_the_front_doors_name_no_torch(file: str) -> None:
+    assert not _imports_torch(CHECKOUT / file)
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True, text=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def ours(loaded: set[str]) -> set[str]:
+    return {layer_of(name) for name in loaded} - {"", "torch_ext"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "layers"),
+    [
+        (["torch_ext"], set()),
+        (["torch_ext.runner.cli"], {"torch_ext.runner", "torch_ext.compat"}),
+        (["torch_ext.world.tree"], {"torch_ext.world"}),
+        (["torch_ext.world.parent"], {"torch_ext.world"}),
+        (["torch_ext.world.access"], {"torch_ext.world"}),
+        (ROOMS["torch_ext.world"], {"torch_ext.world"}),
+        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world", "torch_ext.compat"}),
+    ],
+    ids=["package", "cli", "tree", "parent", "access", "world", "runner"],
+)
+def test_the_supervising_side_loads_neither_torch_nor_tests(modules: list[str], layers: set[str]) -> None:
+    assert modules
+    loaded = modules_after(f"import {', '.join(modules)}")
+    assert loaded.isdisjoint({"torch", "numpy", "torch_ext.accelerator"})
+    assert ours(loaded) == layers
+
+
+def test_the_command_loads_neither_the_report_nor_what_starts_processes_before_it_needs_them() -> None:
+    loaded = modules_after("import torch_ext.__main__")
+    assert loaded.isdisjoint({"rich", "difflib", "torch_ext.runner.report", "torch_ext.runner.execute"})
+
+
+def test_what_test_files_import_loads_neither_the_runner_nor_upstreams_own_harness() -> None:
+    statement = "from torch_ext.testing._internal import common_distributed, common_utils"
+    loaded = modules_after(statement)
+    assert ours(loaded) == {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}
+    assert loaded.isdisjoint({"torch.testing._internal.common_distributed", "torch._dynamo"})

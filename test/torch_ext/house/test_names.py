@@ -1,0 +1,121 @@
+"""The names that people import: upstream's are here, what is not defined here is torch's, and compat keeps its word."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.testing._internal import common_utils as upstream_utils
+
+from test.torch_ext.house.source import module_name, python_files
+from torch_ext.testing._internal import common_distributed, common_utils
+
+DISTRIBUTED = [
+    "MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase",
+    "spawn_threads_and_init_comms", "run_subtests", "TEST_SKIPS", "TestSkip", "skip_if_lt_x_gpu", "skip_if_no_gpu",
+    "skip_if_rocm_multiprocess", "requires_gloo", "requires_nccl", "requires_world_size",
+    "requires_accelerator_dist_backend", "at_least_x_gpu", "init_multigpu_helper", "create_tcp_store",
+    "with_dist_debug_levels", "captured_output", "get_timeout", "ACCELERATOR_DIST_BACKENDS", "DEFAULT_WORLD_SIZE",
+    "TIMEOUT_DEFAULT", "TIMEOUT_OVERRIDE",
+]  # fmt: skip
+UTILS = ["run_tests", "parametrize", "instantiate_parametrized_tests", "subtest", "TestCase", "FILE_SCHEMA",
+         "get_cycles_per_ms", "find_free_port", "set_rng_seed"]  # fmt: skip
+
+AREAS = [module_name(path) for path in python_files("torch_ext/compat") if not path.name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(common_distributed, name) for name in DISTRIBUTED] + [(common_utils, name) for name in UTILS],
+    ids=DISTRIBUTED + UTILS,
+)
+def test_upstreams_names_are_defined_here(module: ModuleType, name: str) -> None:
+    assert name in vars(module)
+    assert name in module.__all__
+
+
+@pytest.mark.parametrize("module", [common_distributed, common_utils])
+def test_every_promised_name_is_there(module: ModuleType) -> None:
+    assert sorted(set(module.__all__) - vars(module).keys()) == []
+
+
+def test_the_classes_are_not_torchs() -> None:
+    from torch.testing._internal import common_distributed as upstream
+
+    for name in ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase"):
+        assert getattr(common_distributed, name) is not getattr(upstream, name)
+
+
+def test_a_name_that_is_not_defined_here_is_torchs() -> None:
+    from torch.testing._internal import common_distributed as upstream
+
+    for name in ("simple_sparse_reduce_tests", "verify_ddp_error_logged", "skip_but_pass_in_sandcastle_if"):
+        assert name not in vars(common_distributed)
+        assert getattr(common_distributed, name) is getattr(upstream, name)
+    assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
+
+
+@pytest.mark.parametrize("module", [common_distributed, common_utils])
+def test_a_name_that_nobody_defines_is_no_attribute(module: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+    assert not hasattr(module, "no_such_name")
+
+
+def places_of(area: str) -> dict[str, tuple[str, ...]]:
+    """Return the places that an area hands to ``lazy_names``."""
+    lookup = vars(importlib.import_module(area))["__getattr__"]
+    closure = dict(zip(lookup.__code__.co_freevars, lookup.__closure__, strict=True))
+    places: dict[str, tuple[str, ...]] = closure["places"].cell_contents
+    return places
+
+
+def names_for_type_checkers(area: str) -> set[str]:
+    """Return what the area defines where type checkers look and nobody else does."""
+    tree = ast.parse(Path(str(importlib.import_module(area).__file__)).read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for block in (node for node in tree.body if isinstance(node, ast.If)):
+        for node in ast.walk(block):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                found |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+    return found
+
+
+def test_there_are_areas() -> None:
+    assert {"torch_ext.compat.c10d", "torch_ext.compat.testing"} <= set(AREAS)
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
+    module = importlib.import_module(area)
+    missing = []
+    for name in places_of(area):
+        try:
+            getattr(module, name)
+        except ImportError as error:
+            missing.append(str(error))
+    assert missing == [], f"torch {torch.__version__} has moved private names"
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_compat_promises_what_it_can_look_up_and_shows_it_to_type_checkers(area: str) -> None:
+    module, places = importlib.import_module(area), places_of(area)
+    promised = set(getattr(module, "__all__", places))
+    assert places.keys() - promised == set()
+    assert {name for name in promised - places.keys() if not callable(vars(module).get(name))} == set()
+    assert places.keys() - names_for_type_checkers(area) == set()
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_places_name_a_module_and_an_attribute_in_it(area: str) -> None:
+    for name, places in places_of(area).items():
+        assert places, name
+        assert all(place.startswith("torch") and place.count(":") == 1 for place in places), name

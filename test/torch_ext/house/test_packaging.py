@@ -1,0 +1,118 @@
+"""What is installed, and that building it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+
+import torch_ext
+from test.torch_ext.house.source import CHECKOUT, python_files, shown
+
+# Importing torch fails in it; prints what setup() was told.
+_DESCRIBE = """
+import json, sys
+sys.modules["torch"] = None
+from setuptools import Distribution
+from distutils.core import run_setup
+told = run_setup("setup.py", ["--version"], stop_after="init")
+print(json.dumps({"version": told.get_version(), "requires": told.install_requires, "packages": told.packages}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "-c", _DESCRIBE]
+    done = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_metadata_needs_no_torch_and_has_one_version(told: dict[str, Any]) -> None:
+    assert told["version"] == torch_ext.__version__
+
+
+def test_any_torch_from_2_11_on_satisfies_the_package(told: dict[str, Any]) -> None:
+    """With an upper bound pip would replace a nightly or a source build."""
+    assert [each for each in told["requires"] if re.match(r"torch\b", each)] == ["torch>=2.11"]
+
+
+def test_ci_runs_one_torch_and_pins_all_that_the_package_requires(told: dict[str, Any]) -> None:
+    lines = (CHECKOUT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert pins["torch"] == "2.13.0"
+    assert {re.split(r"[<>=]", each)[0] for each in told["requires"]} == pins.keys()
+
+
+def test_every_package_is_found(told: dict[str, Any]) -> None:
+    folders = {path.parent for path in python_files("torch_ext")}
+    expected = {shown(folder).replace("/", ".") for folder in folders}
+    expected |= {f"torch_ext.{shown(path.parent).replace('/', '.')}" for path in python_files("testing")}
+    assert expected <= set(told["packages"])
+    assert not any(name.split(".")[0] != "torch_ext" for name in told["packages"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of a copy of the checkout, since building leaves files beside the sources. Needs no network."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    ours = [*CHECKOUT.glob("*.*"), CHECKOUT / "LICENSE"]
+    for path in ours:
+        if path.is_file():
+            shutil.copy(path, folder)
+    for name in ("torch_ext", "testing"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CHECKOUT / name, folder / name, symlinks=True, ignore=ignored)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            ".",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-q",
+            "-w",
+            "out",
+        ],
+        cwd=folder,
+        check=True,
+    )
+    (built,) = (folder / "out").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_both_halves_as_files(wheel: zipfile.ZipFile) -> None:
+    expected = {shown(path): path for path in python_files("torch_ext")}
+    expected |= {f"torch_ext/{shown(path)}": path for path in python_files("testing")}
+    assert "torch_ext/testing/_internal/common_distributed.py" in expected
+    assert sorted(expected.keys() - set(wheel.namelist())) == []
+    assert [name for name, path in expected.items() if wheel.read(name) != path.read_bytes()] == []
+    assert [each.filename for each in wheel.infolist() if stat.S_ISLNK(each.external_attr >> 16)] == []
+
+
+def test_the_wheel_holds_what_is_compiled_and_checked_later(wheel: zipfile.ZipFile) -> None:
+    sources = [path for path in (CHECKOUT / "torch_ext").rglob("csrc/*") if path.is_file()]
+    expected = {"torch_ext/py.typed", *map(shown, sources)}
+    assert sorted(expected - set(wheel.namelist())) == []
+
+
+def test_the_wheel_holds_no_tests_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    roots = {name.split("/")[0] for name in wheel.namelist()}
+    assert roots == {"torch_ext", f"torch_ext-{torch_ext.__version__}.dist-info"}
+
+
+def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "torch_ext = torch_ext.runner.cli:main" in wheel.read(name).decode()

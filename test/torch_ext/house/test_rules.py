@@ -1,0 +1,70 @@
+"""Names that only some files may use, and the shape of the tree."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.house.source import CHECKOUT, device_literals, private_torch_names, python_files, shown
+
+_KNOW_DEVICES = ("torch_ext/accelerator.py", "torch_ext/compat/", "torch_ext/sim/")
+_KNOW_PRIVATE_NAMES = ("torch_ext/compat/", "torch_ext/sim/")
+
+
+def files_of(folders: tuple[str, ...], but: tuple[str, ...]) -> list[Path]:
+    found = [path for folder in folders for path in python_files(folder)]
+    assert found
+    return [path for path in found if not shown(path).startswith(but)]
+
+
+def read(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_devices_are_chosen_by_accelerator_alone() -> None:
+    """Tests of torch_ext itself are free to say which device they expect."""
+    files = files_of(("torch_ext", "testing", "test/distributed", "benchmarks"), _KNOW_DEVICES)
+    found = [f"{shown(path)}:{line} {source}" for path in files for line, source in device_literals(read(path))]
+    assert found == [], "ask torch_ext.accelerator instead"
+
+
+def test_private_names_of_torch_come_through_compat() -> None:
+    files = files_of(("torch_ext", "testing"), _KNOW_PRIVATE_NAMES)
+    found = [f"{shown(path)}:{line} {name}" for path in files for line, name in private_torch_names(read(path))]
+    assert found == [], "add the name to a file of torch_ext/compat and import it from there"
+
+
+def test_only_the_helpers_for_test_files_build_on_torchs_test_utilities() -> None:
+    files = files_of(("torch_ext",), _KNOW_PRIVATE_NAMES)
+    found = [
+        f"{shown(path)}:{node.lineno}"
+        for path in files
+        for node in ast.walk(read(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.testing._internal")
+    ]
+    assert found == []
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Else the standard library's own ``test`` package wins under ``python -m unittest``."""
+    folders = {path.parent for path in python_files("test")}
+    folders |= {parent for folder in folders for parent in folder.parents if parent.is_relative_to(CHECKOUT / "test")}
+    assert len(folders) > 3
+    assert sorted(shown(folder) for folder in folders if not (folder / "__init__.py").is_file()) == []
+
+
+def test_testing_is_reached_through_a_link() -> None:
+    link = CHECKOUT / "torch_ext" / "testing"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../testing"
+
+
+@pytest.mark.parametrize("folder", ["torch_ext", "testing", "test", "benchmarks"])
+def test_a_bare_assert_is_for_tests(folder: str) -> None:
+    """``python -O`` removes it; broken invariants raise AssertionError."""
+    files = [path for path in python_files(folder) if not shown(path).startswith("test/")]
+    found = [f"{shown(p)}:{node.lineno}" for p in files for node in ast.walk(read(p)) if isinstance(node, ast.Assert)]
+    assert found == []

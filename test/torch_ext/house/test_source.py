@@ -1,0 +1,88 @@
+"""The rules' own eyes: what the readers of source see, and what they let pass."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from test.torch_ext.house.source import Import, below, device_literals, imports, private_torch_names
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torch._dynamo",
+        "from torch.distributed import _functional_collectives",
+        "from torch.distributed.fsdp._fully_shard import FSDPModule",
+        "import torch\ntorch._C._get_tracing_state()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+        "from torch import distributed\ndistributed._reduce()",
+        "def f():\n    import torch.nn as nn\n    return nn._x",
+        "from torch.testing._internal.common_utils import _TestParametrizer",
+        "import torch.testing._internal.common_utils as utils\nutils._private",
+        "import sys\ntorch = sys.modules['torch']\ntorch._C.dump",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(statement: str) -> None:
+    assert private_torch_names(ast.parse(statement))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torch\ntorch.__version__",
+        "from torch.testing._internal.common_utils import TestCase",
+        "from torch.testing._internal import common_utils as upstream\nupstream.PRINT = 1",
+        "from torch_ext.world import _os\n_os._libc()",
+        "from torch_ext.compat.c10d import _get_default_group",
+        "import numpy\nnumpy._core",
+        "self._torch = 1",
+    ],
+)
+def test_other_names_are_let_pass(statement: str) -> None:
+    assert private_torch_names(ast.parse(statement)) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "device.type == 'cuda'",
+        "'cpu' != kind",
+        "kind in ('cuda', 'xpu')",
+        "'cuda' not in str(device)",
+        "str(device).startswith('cuda:')",
+        "kind.startswith(('sim', 'hpu'))",
+        "backend = {'cuda': 'nccl'}[kind]",
+        "match kind:\n    case 'cuda': pass",
+        "x = 1 if kind == 'sim' else 2",
+        "str(device) == 'cuda:0'",
+    ],
+)
+def test_a_choice_by_literal_device_is_seen(statement: str) -> None:
+    assert device_literals(ast.parse(statement))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["torch.device('cpu')", "kind == other", "tensor.to('cpu')", "name == 'gloo'", "'meta' in kinds", "{'a': 'cuda'}"],
+)
+def test_naming_a_device_is_no_choice(statement: str) -> None:
+    assert device_literals(ast.parse(statement)) == []
+
+
+def test_imports_are_absolute_and_know_whether_they_wait() -> None:
+    tree = ast.parse("import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import i")
+    assert imports(tree, "p.q") == [
+        Import("a.b", 1, False),
+        Import("c.d", 2, False),
+        Import("p.q.e", 3, False),
+        Import("p.f.g", 4, False),
+        Import("i", 6, True),
+    ]
+
+
+def test_below_keeps_to_whole_names() -> None:
+    assert below("torch_ext.world", ["torch_ext.world"])
+    assert below("torch_ext.world.tree", ["torch_ext.world"])
+    assert not below("torch_ext.worlds", ["torch_ext.world"])

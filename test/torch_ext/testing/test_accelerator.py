@@ -1,0 +1,188 @@
+"""How the device under test is chosen, and what is then said about it. Devices that are not there are scripted."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torch_ext import accelerator
+
+REQUESTED = accelerator.DEVICE_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which nobody has asked yet."""
+    monkeypatch.setattr(accelerator, "_chosen", None)
+    monkeypatch.delenv(REQUESTED, raising=False)
+    yield
+
+
+def pretend_module(available: bool = True, count: int = 2, **names: object) -> types.ModuleType:
+    module = types.ModuleType("torch.pretended")
+    vars(module).update(is_available=lambda: available, device_count=lambda: count, **names)
+    return module
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A machine on which torch finds the accelerator ``found`` and has ``module`` for every device type."""
+    machine = types.SimpleNamespace(found=None, module=pretend_module())
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: torch.device(machine.found) if check_available and machine.found else None,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: machine.module)
+    return machine
+
+
+def test_without_a_wish_an_available_accelerator_is_taken(machine: types.SimpleNamespace) -> None:
+    machine.found = "xpu"
+    assert accelerator.device_type() == "xpu"
+    assert accelerator.is_accelerator()
+
+
+def test_without_a_wish_and_an_accelerator_the_host_is_taken(machine: types.SimpleNamespace) -> None:
+    assert accelerator.device_type() == "cpu"
+    assert not accelerator.is_accelerator()
+
+
+@pytest.mark.parametrize("wish", ["cpu", "cuda"])
+def test_a_wish_goes_before_what_the_machine_has(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, wish: str
+) -> None:
+    machine.found = "xpu"
+    monkeypatch.setenv(REQUESTED, wish)
+    assert accelerator.device_type() == wish
+
+
+def test_an_empty_wish_is_none(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.found = "xpu"
+    monkeypatch.setenv(REQUESTED, "")
+    assert accelerator.device_type() == "xpu"
+
+
+def test_the_host_is_there_whatever_its_module_says(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.module = pretend_module(available=False)
+    monkeypatch.setenv(REQUESTED, "cpu")
+    assert accelerator.device_type() == "cpu"
+
+
+def test_the_first_answer_holds(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerator.device_type() == "cpu"
+    monkeypatch.setenv(REQUESTED, "cuda")
+    machine.found = "cuda"
+    assert accelerator.device_type() == "cpu"
+
+
+def test_a_refused_wish_is_no_answer(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUESTED, "abacus")
+    with pytest.raises(accelerator.UnknownDeviceError):
+        accelerator.device_type()
+    monkeypatch.setenv(REQUESTED, "cpu")
+    assert accelerator.device_type() == "cpu"
+
+
+def test_a_type_that_torch_does_not_know_names_wish_torch_and_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUESTED, "abacus")
+    with pytest.raises(accelerator.UnknownDeviceError) as raised:
+        accelerator.device_type()
+    text = str(raised.value)
+    assert text.startswith(f"{REQUESTED}=abacus: torch {torch.__version__} cannot provide this device (")
+    assert "device type" in text.partition("(")[2]  # what torch itself said
+    assert text.endswith(
+        "Unset the variable to let the machine decide, or install the package that registers the device."
+    )
+
+
+def test_a_known_type_without_devices_is_refused(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.module = pretend_module(available=False)
+    monkeypatch.setenv(REQUESTED, "cuda")
+    with pytest.raises(
+        accelerator.UnknownDeviceError, match=r"^TORCH_EXT_DEVICE=cuda: .* finds no such device on this"
+    ):
+        accelerator.device_type()
+
+
+def test_the_package_that_registers_a_device_is_imported_first(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(accelerator._PROVIDERS, "xpu", "provider_of_xpu")
+    monkeypatch.setitem(sys.modules, "provider_of_xpu", None)  # its import fails
+    monkeypatch.setenv(REQUESTED, "xpu")
+    with pytest.raises(accelerator.UnknownDeviceError, match="provider_of_xpu"):
+        accelerator.device_type()
+    monkeypatch.setitem(sys.modules, "provider_of_xpu", types.ModuleType("provider_of_xpu"))
+    assert accelerator.device_type() == "xpu"
+
+
+# --- the questions ----------------------------------------------------------------------------------------------------
+
+
+def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "_chosen", kind)
+
+
+def test_the_host_is_one_device_over_gloo_that_can_nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cpu", monkeypatch)
+    assert accelerator.device_module() is torch.cpu
+    assert accelerator.device_count() == 1
+    assert accelerator.backend() == "gloo"
+    assert accelerator.capabilities() == accelerator.Capabilities(False, False, False, False)
+    assert [accelerator.current_device(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
+
+
+def test_an_accelerator_has_its_own_count_and_backend(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("cuda", monkeypatch)
+    machine.module = pretend_module(count=3)
+    assert accelerator.device_count() == 3
+    assert accelerator.backend() == "nccl"
+
+
+def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cuda", monkeypatch)
+    made_current: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
+    assert [accelerator.current_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    for rank in (1, 2):
+        accelerator.set_device_index(rank)
+    assert made_current == [1, 0]
+
+
+def test_the_host_has_no_index_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cpu", monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
+    accelerator.set_device_index(1)
+
+
+@pytest.mark.parametrize(
+    ("names", "streams", "sleeps"),
+    [
+        ({}, False, False),
+        ({"Stream": object}, False, False),
+        ({"Stream": object, "Event": object}, True, False),
+        ({"_sleep": object}, False, True),
+    ],
+)
+def test_what_a_device_can_is_read_off_its_module(
+    machine: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    names: dict[str, object],
+    streams: bool,
+    sleeps: bool,
+) -> None:
+    choose("xpu", monkeypatch)
+    machine.module = pretend_module(**names)
+    found = accelerator.capabilities()
+    assert (found.streams, found.device_sleep, found.separate_memory) == (streams, sleeps, True)

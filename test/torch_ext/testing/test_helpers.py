@@ -1,0 +1,224 @@
+"""Helpers that bodies of tests call, without ranks: what needs a process group finds a recording barrier instead."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+import unittest
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from torch_ext import accelerator
+from torch_ext.testing._internal.common_distributed import (
+    captured_output,
+    create_tcp_store,
+    init_multigpu_helper,
+    run_subtests,
+    with_dist_debug_levels,
+)
+from torch_ext.testing._internal.common_utils import get_cycles_per_ms
+
+LEVEL = "TORCH_DISTRIBUTED_DEBUG"
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happened, in order; barriers are part of it."""
+    found: list[Any] = []
+    monkeypatch.setattr(c10d, "barrier", lambda: found.append("barrier"))
+    return found
+
+
+# --- run_subtests -----------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_runs_in_order_with_a_barrier_after_each(events: list[Any]) -> None:
+    grid = {"a": [1, 2], "b": ["x", "y"]}
+    run_subtests(unittest.TestCase(), grid, lambda *args, **kwargs: events.append((args, kwargs)), "always", fixed=True)
+    combinations = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert events == [
+        event for a, b in combinations for event in ((("always",), {"fixed": True, "a": a, "b": b}), "barrier")
+    ]
+
+
+def test_an_empty_grid_runs_once_and_one_without_values_never(events: list[Any]) -> None:
+    run_subtests(unittest.TestCase(), {}, lambda: events.append("ran"))
+    run_subtests(unittest.TestCase(), {"a": []}, lambda a: events.append("ran"))
+    assert events == ["ran", "barrier"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions carry notes since Python 3.11")
+def test_a_failure_names_its_combination_and_ends_the_grid(events: list[Any]) -> None:
+    def fail(a: int, b: str) -> None:
+        events.append(a)
+        if a == 2:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no") as raised:
+        run_subtests(unittest.TestCase(), {"a": [1, 2, 3], "b": ["x"]}, fail)
+    assert raised.value.__notes__ == ["in the sub-test with a=2, b='x'"]
+    assert events == [1, "barrier", 2]
+
+
+def test_each_combination_is_a_sub_test_and_compiles_anew(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamo = types.SimpleNamespace(reset=lambda: events.append("reset"))
+    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)  # type: ignore[arg-type]
+    seen: list[Any] = []
+
+    class Case(unittest.TestCase):
+        def subTest(self, msg: Any = None, **params: Any) -> Any:
+            seen.append(params)
+            return super().subTest(msg, **params)
+
+    run_subtests(Case(), {"a": [1, 2]}, lambda a: events.append(a))
+    assert seen == [{"a": 1}, {"a": 2}]
+    assert events == ["reset", 1, "reset", "barrier", "reset", 2, "reset", "barrier"]
+
+
+# --- debug levels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[None, "INFO"], ids=["unset", "INFO"])
+def level_before(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The level that is set when a test begins; it is put back by hand, whatever the code under test does."""
+    kept, wanted = os.environ.get(LEVEL), request.param
+    put_level(wanted)
+    yield wanted
+    put_level(kept)
+
+
+def put_level(level: str | None) -> None:
+    if level is None:
+        os.environ.pop(LEVEL, None)
+    else:
+        os.environ[LEVEL] = level
+    c10d.set_debug_level_from_env()
+
+
+def test_a_test_runs_once_at_each_level_which_is_then_put_back(level_before: str | None, events: list[Any]) -> None:
+    @with_dist_debug_levels(["DETAIL", "OFF", "INFO"])
+    def test(value: int) -> int:
+        events.append((os.environ[LEVEL], c10d.get_debug_level().name))
+        return value
+
+    assert test(value=3) == 3
+    levels = [("DETAIL", "DETAIL"), ("OFF", "OFF"), ("INFO", "INFO")]
+    assert events == [event for level in levels for event in (level, "barrier")]
+    assert os.environ.get(LEVEL) == level_before
+    assert c10d.get_debug_level().name == (level_before or "OFF")
+
+
+def test_the_level_is_put_back_when_the_test_raises(level_before: str | None, events: list[Any]) -> None:
+    @with_dist_debug_levels(["DETAIL", "OFF"])
+    def test() -> None:
+        events.append(os.environ[LEVEL])
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        test()
+    assert events == ["DETAIL"]
+    assert os.environ.get(LEVEL) == level_before
+    assert c10d.get_debug_level().name == (level_before or "OFF")
+
+
+# --- stores, devices, output ------------------------------------------------------------------------------------------
+
+
+def test_two_stores_at_once_have_different_ports_and_keys() -> None:
+    first, second = create_tcp_store(), create_tcp_store()
+    assert first.port != second.port
+    first.set("key", "value")
+    assert first.get("key") == b"value"
+    assert second.check(["key"]) is False
+
+
+def test_a_store_is_reached_through_its_port_and_has_the_given_timeout() -> None:
+    store = create_tcp_store(world_size=2, wait_for_workers=False, timeout=timedelta(seconds=7))
+    assert store.timeout == timedelta(seconds=7)
+    client = c10d.TCPStore("localhost", store.port, 2, is_master=False, timeout=timedelta(seconds=30))
+    client.set("from", "client")
+    assert store.get("from") == b"client"
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size", "expected"),
+    [
+        (0, 2, {0: [], 1: []}),
+        (2, 2, {0: [0], 1: [1]}),
+        (4, 2, {0: [0], 1: [1]}),
+        (2, 4, {0: [], 1: [], 2: [], 3: []}),
+        (1, 1, {0: [0]}),
+    ],
+)
+def test_init_multigpu_helper(
+    monkeypatch: pytest.MonkeyPatch, devices: int, world_size: int, expected: dict[int, list[int]]
+) -> None:
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda: devices > 0)
+    monkeypatch.setattr(accelerator, "device_count", lambda: devices or 1)
+    assert init_multigpu_helper(world_size, "gloo") == expected
+
+
+def test_output_is_captured_apart_and_then_flows_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with captured_output() as (out, err):
+        print("inside")
+        print("wrong", file=sys.stderr)
+    print("outside")
+    assert (out.getvalue(), err.getvalue()) == ("inside\n", "wrong\n")
+    assert capsys.readouterr() == ("outside\n", "")
+
+
+def test_output_flows_on_when_the_block_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError), captured_output():
+        raise ValueError
+    print("outside")
+    assert capsys.readouterr().out == "outside\n"
+
+
+# --- cycles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_cycles() -> Iterator[None]:
+    get_cycles_per_ms.cache_clear()
+    yield
+    get_cycles_per_ms.cache_clear()
+
+
+def test_a_device_that_cannot_sleep_says_what_to_do_instead(
+    fresh_cycles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "_chosen", "cpu")
+    with pytest.raises(RuntimeError, match=r"^cpu has no _sleep; sleep on the host instead$"):
+        get_cycles_per_ms()
+
+
+def test_cycles_are_measured_once_by_the_devices_own_events(
+    fresh_cycles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_ms: Iterator[float] = iter([50.0, 40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 2.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: object) -> float:
+            return next(took_ms)
+
+    slept: list[int] = []
+    module = types.SimpleNamespace(Event=Event, Stream=object, _sleep=slept.append)
+    monkeypatch.setattr(accelerator, "_chosen", "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert get_cycles_per_ms() == slept[0] / 2.0
+    measured = len(slept)
+    get_cycles_per_ms()
+    assert len(slept) == measured

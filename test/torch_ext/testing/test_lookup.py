@@ -1,0 +1,78 @@
+"""Lazy lookup of names that releases keep in different places."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ext.compat import MissingTorchNameError
+from torch_ext.compat._lookup import lazy_names
+
+Area = Callable[..., types.ModuleType]
+
+
+@pytest.fixture
+def area(monkeypatch: pytest.MonkeyPatch) -> Area:
+    """Make a compat module of the given places."""
+
+    def make(**places: tuple[str, ...]) -> types.ModuleType:
+        module = types.ModuleType("area_of_compat")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(module)["__getattr__"] = lazy_names(module.__name__, places)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of some release of torch, with a name in it."""
+    module = types.ModuleType("release_of_torch")
+    module.inner = types.SimpleNamespace(name="found")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_the_first_place_that_has_the_name_counts(area: Area, release: types.ModuleType) -> None:
+    module = area(name=("no_such_module:name", "release_of_torch:name", "release_of_torch:inner.name", "sys:path"))
+    assert module.name == "found"
+
+
+def test_nothing_is_looked_up_before_it_is_used(area: Area) -> None:
+    module = area(name=("release_that_comes_later:name",))
+    sys.modules["release_that_comes_later"] = types.SimpleNamespace(name="late")  # type: ignore[assignment]
+    try:
+        assert module.name == "late"
+    finally:
+        del sys.modules["release_that_comes_later"]
+    assert module.name == "late"  # it was kept
+
+
+def test_a_name_in_no_place_says_where_it_was_sought_and_what_to_do(area: Area) -> None:
+    module = area(name=("no_such_module:name", "sys:no_such_name"))
+    with pytest.raises(MissingTorchNameError) as raised:
+        _ = module.name
+    assert str(raised.value) == (
+        f"torch {torch.__version__} has name in none of: no_such_module:name, sys:no_such_name. "
+        "Find where it moved and add the place to area_of_compat."
+    )
+
+
+def test_a_name_that_the_area_does_not_know_is_no_attribute(area: Area) -> None:
+    module = area(name=("sys:path",))
+    assert not hasattr(module, "other")
+    with pytest.raises(AttributeError, match="module 'area_of_compat' has no attribute 'other'"):
+        _ = module.other
+
+
+def test_an_import_statement_fails_as_imports_do(area: Area) -> None:
+    area(name=("sys:no_such_name",))
+    bound: dict[str, Any] = {}
+    with pytest.raises(ImportError):
+        exec("from area_of_compat import name", bound)
+    assert "name" not in bound

@@ -1,0 +1,209 @@
+"""Each decorator on a plain host and on accelerators with n devices: who runs, who skips, and in which way."""
+
+from __future__ import annotations
+
+import types
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from torch_ext import accelerator
+from torch_ext.testing._internal.common_distributed import (
+    TEST_SKIPS,
+    at_least_x_gpu,
+    get_required_world_size,
+    requires_accelerator_dist_backend,
+    requires_gloo,
+    requires_nccl,
+    requires_world_size,
+    skip_if_lt_x_gpu,
+    skip_if_no_gpu,
+    skip_if_rocm_multiprocess,
+)
+
+Machine = Callable[[int], None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Have so many devices under test; 0 stands for a plain host."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(accelerator, "_chosen", "cuda" if count else "cpu")
+        module = types.SimpleNamespace(device_count=lambda: count)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+
+    return pretend
+
+
+def ending(test: Callable[..., Any], *args: Any) -> str:
+    """Run a decorated test and say how it ended: its result, or the skip that it asked for by exit code."""
+    try:
+        return str(test(*args))
+    except SystemExit as stop:
+        return next(name for name, skip in TEST_SKIPS.items() if skip.exit_code == stop.code)
+    except unittest.SkipTest as skipped:
+        return f"skipped: {skipped}"
+
+
+def body(*args: Any) -> str:
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    ("devices", "needed", "allow_cpu", "ends"),
+    [
+        (0, 1, False, "multi-gpu-1"),
+        (0, 2, False, "multi-gpu-2"),
+        (0, 2, True, "ran"),
+        (1, 2, False, "multi-gpu-2"),
+        (1, 2, True, "multi-gpu-2"),
+        (2, 2, False, "ran"),
+        (4, 2, False, "ran"),
+        (7, 8, False, "multi-gpu-8"),
+    ],
+)
+def test_skip_if_lt_x_gpu(machine: Machine, devices: int, needed: int, allow_cpu: bool, ends: str) -> None:
+    machine(devices)
+    assert ending(skip_if_lt_x_gpu(needed, allow_cpu=allow_cpu)(body)) == ends
+
+
+def test_the_device_is_asked_for_when_the_test_runs(machine: Machine) -> None:
+    machine(0)
+    test = skip_if_lt_x_gpu(2)(body)
+    machine(2)
+    assert ending(test) == "ran"
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size", "ends"),
+    [(0, 1, "no_cuda"), (1, 1, "ran"), (1, 2, "multi-gpu-2"), (2, 2, "ran"), (3, 4, "multi-gpu-4"), (8, 4, "ran")],
+)
+def test_skip_if_no_gpu(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, world_size: int, ends: str
+) -> None:
+    machine(devices)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert ending(skip_if_no_gpu(body)) == ends
+
+
+@pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_no_gpu])
+def test_a_class_with_a_way_of_its_own_to_skip_is_asked(machine: Machine, decorate: Callable[..., Any]) -> None:
+    machine(0)
+    heard: list[str] = []
+    case = types.SimpleNamespace(_handle_test_skip=heard.append)
+    assert ending(decorate(body), case) == "None"
+    assert len(heard) == 1
+    assert "accelerator" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ends"),
+    [(0, "ran"), (2, "skipped: requires 4 devices, found 2 of cuda"), (4, "ran"), (8, "ran")],
+)
+def test_requires_world_size_skips_only_for_lack_of_devices(machine: Machine, devices: int, ends: str) -> None:
+    machine(devices)
+    assert ending(requires_world_size(4)(body)) == ends
+
+
+class Case:
+    @requires_world_size(3)
+    def test_three(self) -> None: ...
+
+    def test_any(self) -> None: ...
+
+    _testMethodName = "test_three"
+
+
+@pytest.mark.parametrize(
+    ("current", "expected"),
+    [("test_three", 3), (lambda: "test_three", 3), ("test_any", 2), (lambda: "test_any", 2), ("test_gone", 2)],
+)
+def test_the_required_world_size_is_that_of_the_current_test(current: object, expected: int) -> None:
+    case = Case()
+    vars(case)["_current_test_name"] = current  # a property in one harness, a method in another
+    assert get_required_world_size(case, 2) == expected
+
+
+def test_unittests_own_name_of_the_test_serves_where_the_class_tells_none() -> None:
+    assert get_required_world_size(Case(), 2) == 3
+    assert get_required_world_size(object(), 5) == 5
+
+
+@pytest.mark.parametrize(
+    "decorators", [(requires_world_size(3), skip_if_lt_x_gpu(1)), (skip_if_lt_x_gpu(1), requires_world_size(3))]
+)
+def test_the_required_world_size_is_seen_through_other_decorators(decorators: Any) -> None:
+    outer, inner = decorators
+    decorated = type("Decorated", (), {"test_it": outer(inner(body)), "_testMethodName": "test_it"})
+    assert get_required_world_size(decorated(), 1) == 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "x", "enough"), [(0, 0, False), (0, 1, False), (1, 1, True), (1, 2, False), (2, 1, True)]
+)
+def test_at_least_x_gpu(machine: Machine, devices: int, x: int, enough: bool) -> None:
+    machine(devices)
+    assert at_least_x_gpu(x) is enough
+
+
+# --- backends, which are asked for when the decorator is made ---------------------------------------------------------
+
+
+def is_skipped(decorate: Callable[..., Any]) -> bool:
+    def test() -> None: ...
+
+    return bool(getattr(decorate(test), "__unittest_skip__", False))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_requires_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(c10d, "is_gloo_available", lambda: there)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: not there)
+    assert is_skipped(requires_gloo()) is not there
+    assert is_skipped(requires_nccl()) is there
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "there", "skipped"),
+    [
+        (0, None, {"gloo"}, True),
+        (0, None, {"xccl"}, False),
+        (0, ["gloo"], {"gloo"}, False),
+        (2, ["hccl"], {"nccl"}, True),
+        (2, None, {"nccl"}, False),
+        (2, None, {"own"}, False),
+        (2, ["hccl"], {"own"}, True),
+        (2, None, set(), True),
+    ],
+)
+def test_requires_accelerator_dist_backend(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, wanted: Any, there: set[str], skipped: bool
+) -> None:
+    """The backend of the device under test, "own" here, counts under whatever name."""
+    machine(devices)
+    monkeypatch.setattr(accelerator, "backend", lambda: "own")
+    monkeypatch.setattr(c10d, "is_backend_available", lambda name: name in there)
+    assert is_skipped(requires_accelerator_dist_backend(wanted)) is skipped
+
+
+@pytest.mark.parametrize(("hip", "skipped"), [(None, False), ("6.2", True)])
+def test_skip_if_rocm_multiprocess(monkeypatch: pytest.MonkeyPatch, hip: str | None, skipped: bool) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert is_skipped(skip_if_rocm_multiprocess) is skipped
+
+
+def test_the_codes_are_upstreams_and_no_two_are_equal() -> None:
+    from torch.testing._internal.common_distributed import TEST_SKIPS as upstream
+
+    assert {name: skip.exit_code for name, skip in TEST_SKIPS.items() if name in upstream} == {
+        name: skip.exit_code for name, skip in upstream.items() if name in TEST_SKIPS
+    }
+    assert upstream.keys() - TEST_SKIPS.keys() == set()
+    codes = [skip.exit_code for skip in TEST_SKIPS.values()]
+    assert len(set(codes)) == len(codes)
+    assert all(skip.message.endswith(".") for skip in TEST_SKIPS.values())
