@@ -103,7 +103,8 @@ def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None)
     first = own[0]
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
     alike = [o.rank for o in own if o.describe() == first.describe()]
-    summary = f"{ranks_phrase(alike)} of {world_size} {first.describe()}{expectation}"
+    how = first.describe() if len(alike) == 1 else re.sub("^was ", "were ", first.describe())
+    summary = f"{ranks_phrase(alike)} of {world_size} {how}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:
         summary += (

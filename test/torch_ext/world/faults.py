@@ -15,7 +15,7 @@ import time
 import unittest
 from collections.abc import Callable
 
-__all__ = ["FAULTS", "MARK", "Census", "inject", "marked_processes"]
+__all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes"]
 
 # Set in the environment of a suite's processes, so that whatever they leave behind is known by it.
 MARK = "TORCH_EXT_TEST_MARK"
@@ -116,7 +116,7 @@ class Census:
 
 
 def _count() -> dict[str, int]:
-    tree = _ancestors()
+    tree = ancestors()
     counts = {f"descriptors {level}": _descriptors(pid) for level, pid in enumerate(tree)}
     counts["processes"] = len(marked_processes(os.environ[MARK]))
     counts["zombies"] = sum(_is_zombie(child) for pid in tree for child in _children(pid))
@@ -124,7 +124,7 @@ def _count() -> dict[str, int]:
     return counts
 
 
-def _ancestors() -> list[int]:
+def ancestors() -> list[int]:
     """This process and those above it that carry the mark."""
     marked = marked_processes(os.environ[MARK])
     found = [os.getpid()]

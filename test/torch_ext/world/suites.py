@@ -16,7 +16,7 @@ from pathlib import Path
 
 from test.torch_ext.world.faults import MARK, marked_processes
 
-__all__ = ["CHECKOUT", "DEADLINE_S", "HEADER", "Run", "Suite"]
+__all__ = ["CHECKOUT", "DEADLINE_S", "HEADER", "Run", "Suite", "parse_pytest", "parse_runner", "parse_unittest"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 # Far above what any run takes; what hangs is to fail a test, not to hold up all.
@@ -26,7 +26,7 @@ HEADER = '''
 import os, signal, sys, time, unittest
 import torch
 import torch.distributed as dist
-from test.torch_ext.world.faults import Census, inject
+from test.torch_ext.world.faults import Census, ancestors, inject
 from torch_ext.testing._internal.common_distributed import (
     MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, with_timeout,
 )
@@ -79,17 +79,22 @@ class Suite:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.file = folder / name
-        self.file.write_text(textwrap.dedent(HEADER) + textwrap.dedent(source))
+        self.add(name, source)
         self.mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.census_file = folder / "census"
 
+    def add(self, name: str, source: str) -> None:
+        """Write another file of tests, with the same beginning."""
+        (self.folder / name).write_text(textwrap.dedent(HEADER) + textwrap.dedent(source))
+
     def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
         return {
             **kept, MARK: self.mark, "TMPDIR": str(self.temporary), "CENSUS": str(self.census_file),
-            "TORCH_EXT_CACHE": str(self.folder / "cache"), "TORCH_EXT_DEVICE": "cpu", "PYTHONPATH": str(CHECKOUT), **extra,
+            "TORCH_EXT_CACHE": str(self.folder / "cache"), "TORCH_EXT_DEVICE": "cpu", "PYTHONPATH": str(CHECKOUT),
+            **extra,
         }  # fmt: skip
 
     def start(self, command: list[str], extra: Mapping[str, str] = {}) -> subprocess.Popen[str]:
@@ -118,16 +123,16 @@ class Suite:
 
     def run(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
         """Run it by ``run_test.py --root``."""
-        return self.finish(self.start_runner(*arguments, extra=extra), _parse_runner)
+        return self.finish(self.start_runner(*arguments, extra=extra), parse_runner)
 
     def run_unittest(self, *tests: str, extra: Mapping[str, str] = {}) -> Run:
         """Run tests, named with their class, by ``python -m unittest``."""
         names = [f"{self.file.stem}.{test}" for test in tests] or [self.file.stem]
-        return self.finish(self.start(["-m", "unittest", "-v", *names], extra), _parse_unittest)
+        return self.finish(self.start(["-m", "unittest", "-v", *names], extra), parse_unittest)
 
     def run_pytest(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
         command = ["-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", str(self.file), *arguments]
-        return self.finish(self.start(command, extra), _parse_pytest)
+        return self.finish(self.start(command, extra), parse_pytest)
 
     def survivors(self) -> dict[int, str]:
         """Processes of the suite that still run after it had five seconds to end them."""
@@ -149,14 +154,14 @@ class Suite:
                 continue
 
 
-def _parse_runner(run: Run) -> None:
+def parse_runner(run: Run) -> None:
     for name, status in re.findall(r"^\S+\.py::\w+::(\w+)  (\w[\w ]*)  [\d.]+ s", run.out, re.MULTILINE):
         run.status[name] = status
     for name, text in re.findall(r"^FAILED \S+?(?:::\w+::(\w+))?  [\d.]+ s\n(.*?)^rerun: ", run.out, re.M | re.S):
         run.text[name] = text
 
 
-def _parse_unittest(run: Run) -> None:
+def parse_unittest(run: Run) -> None:
     # Prints of the parent half may come between the name and the ending, which then stands alone at the end of a line.
     for name, status in re.findall(
         r"^(\w+) \([\w.]+\)(?:\n[^\n]*?)? \.\.\. (?:.*?\n)*?.*?(ok|FAIL|ERROR|skipped)\b", run.err, re.MULTILINE
@@ -166,7 +171,7 @@ def _parse_unittest(run: Run) -> None:
         run.text[name] = text
 
 
-def _parse_pytest(run: Run) -> None:
+def parse_pytest(run: Run) -> None:
     for status, name in re.findall(r"^(PASSED|FAILED|SKIPPED|ERROR) \S+::(\w+)", run.out, re.MULTILINE):
         run.status[name] = status.lower()
     for name, text in re.findall(r"^_+ \w+\.(\w+) _+$(.*?)(?=^_{5,}|^====)", run.out, re.M | re.S):

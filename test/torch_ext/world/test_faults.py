@@ -165,7 +165,7 @@ def test_skip_on_every_rank_is_a_skip_with_its_reason(run: Run) -> None:
 
 
 def test_death_of_all_is_told_once(run: Run) -> None:
-    assert run.text["test_die_everywhere"].lstrip().startswith("ranks 0, 1 of 2 was killed by SIGKILL\n")
+    assert run.text["test_die_everywhere"].lstrip().startswith("ranks 0, 1 of 2 were killed by SIGKILL\n")
 
 
 def test_death_is_told_apart_from_what_it_caused(run: Run) -> None:
