@@ -110,6 +110,8 @@ def forget(channel: Channel) -> None:
     access = _mine()
     channel.close()
     if access.forked is not None and access.forked[0] is channel:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(access.forked[2], 0)
         access.forked = None
     if access.given is channel:
         access.given = None
@@ -120,6 +122,7 @@ def forget(channel: Channel) -> None:
         if access.root is not None:
             access.root.close()
         access.root, access.zygotes = None, []
+    _give_up_scratch(access)
 
 
 def scratch() -> str:
@@ -155,7 +158,7 @@ def announce(message: str) -> None:
 def _fork(access: _Access) -> Channel:
     if access.forked is not None:
         access.forked[0].close()
-        access.scratch = ""  # that zygote takes the folder with it when it ends
+        _give_up_scratch(access)
     ours, theirs = channel_pair()
     modules = frozenset(sys.modules)
     folder = scratch()
@@ -221,6 +224,13 @@ def _end_fork(access: _Access, channel: Channel, pid: int) -> None:
         channel.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+
+
+def _give_up_scratch(access: _Access) -> None:
+    """Have the next use make another folder: a zygote that ends removes the one that it was told."""
+    _remove_scratch(access)
+    if access.scratch_is_ours:
+        access.scratch, access.scratch_is_ours = "", False
 
 
 def _remove_scratch(access: _Access) -> None:

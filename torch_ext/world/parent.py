@@ -306,8 +306,7 @@ class World:
     def close(self) -> None:
         """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
         self._brood.close()
-        self._selector.close()
-        self._selector = selectors.DefaultSelector()
+        self._selector.close()  # its map is None from here on, so that pump() finds nothing
         for process in self.processes:
             process._channel.close()
             process._capture.close()

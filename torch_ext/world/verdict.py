@@ -47,7 +47,7 @@ class Verdict:
 
 
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
-    """Judge a world. It passes only if every rank handed in a receipt that says so.
+    """Judge a world. It passes only if every rank handed in a receipt that says so; one without ranks is skipped.
 
     Args:
         outcomes: one a rank.
@@ -55,6 +55,8 @@ def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exi
             code.
         any_exit: how ranks without a receipt ended does not matter. Failures that were handed in still do.
     """
+    if not outcomes:
+        return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")
     acceptable = _acceptable(expected_exit, any_exit)
     bad = [outcome for outcome in outcomes if not acceptable(outcome)]
     if bad:
@@ -101,7 +103,8 @@ def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None)
     first = own[0]
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
     alike = [o.rank for o in own if o.describe() == first.describe()]
-    summary = f"{ranks_phrase(alike)} of {world_size} {first.describe()}{expectation}"
+    how = first.describe() if len(alike) == 1 else re.sub("^was ", "were ", first.describe())
+    summary = f"{ranks_phrase(alike)} of {world_size} {how}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:
         summary += (

@@ -80,12 +80,10 @@ class Channel:
         """
         descriptors: list[int] = []
         try:
-            header, received = self._read_with_descriptors(_HEADER.size)
-            descriptors += received
+            header = self._read_with_descriptors(_HEADER.size, descriptors)
             length, count = _HEADER.unpack(header)
             while len(descriptors) < count:
-                _, received = self._read_with_descriptors(1)
-                descriptors += received
+                self._read_with_descriptors(1, descriptors)
             return pickle.loads(self._read(length)), descriptors
         except ConnectionResetError as error:
             close_all(descriptors)
@@ -94,13 +92,16 @@ class Channel:
             close_all(descriptors)
             raise
 
-    def _read_with_descriptors(self, size: int) -> tuple[bytes, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(self._socket, size, _GROUP + 1)
+    def _read_with_descriptors(self, size: int, descriptors: list[int]) -> bytes:
+        """Read ``size`` bytes; add what comes along to ``descriptors`` at once, since a later read may fail."""
+        data, received, _, _ = socket.recv_fds(self._socket, size, _GROUP + 1)
+        descriptors += received
+        # An interpreter that a zygote starts must not hold the channels of others, whose end would then go unseen.
+        for descriptor in received:
+            os.set_inheritable(descriptor, False)
         if not data:
             raise ChannelClosedError("the process at the other end is gone")
-        if len(data) < size:
-            data += self._read(size - len(data))
-        return data, list(descriptors)
+        return data + self._read(size - len(data))
 
     def _read(self, size: int) -> bytes:
         parts = []

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch_ext.world import _os
+from torch_ext.world.culprit import find_culprit
 from torch_ext.world.guard import reason_not_to_fork
 from torch_ext.world.interpreter import Preparation, start_interpreter
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
@@ -187,6 +188,7 @@ class Zygote:
         self._forks = 0
         self._environment = _os.environment_at_start()
         self._strangers: dict[int, LeftBehind] = {}  # by pid
+        self._culprit: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
@@ -248,13 +250,19 @@ class Zygote:
     def _why_interpreter(self, environment: dict[str, str]) -> str:
         reason = reason_not_to_fork()
         if reason:
-            return f"{self._description} cannot fork: {reason}"
+            return f"{self._description} cannot fork: {reason}{self._blame()}"
         changed = [
             name for name in sorted(environment.keys() | self._environment.keys()) if self._differs(name, environment)
         ]
         if changed:
             return f"{', '.join(changed)} changed, which torch or a library reads only when it is loaded"
         return ""
+
+    def _blame(self) -> str:
+        """Name the module-level code that started threads, if they are what keeps this process from forking."""
+        if self._culprit is None:
+            self._culprit = find_culprit(self._preparation, self._environment) if _os.tasks() > 1 else ""
+        return f", started by {self._culprit}" if self._culprit else ""
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
         if not name.startswith(_READ_AT_LOAD) or name in _READ_LATER:

@@ -1,0 +1,103 @@
+"""Modules and classes that would break a naive fork: their tests pass, and one message names the line to blame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from test.torch_ext.world.suites import Run, Suite
+
+MATMUL = """
+LARGE = torch.ones(2000, 2000)
+torch.set_num_threads(2)
+PRODUCT = torch.mm(LARGE, LARGE)
+
+
+class TestMatmul(Case):
+    def test_matmul(self):
+        self.check()
+        torch.mm(LARGE, LARGE)
+"""
+
+THREAD = """
+import threading
+
+
+def start():
+    threading.Thread(target=time.sleep, args=(1000,), name="hazard", daemon=True).start()
+
+
+start()  # the call is to blame
+
+
+class TestThread(Case):
+    def test_thread(self):
+        self.check()
+
+    def test_thread_again(self):
+        self.check()
+"""
+
+BACKWARD = """
+class TestBackward(Case):
+    def setUp(self):
+        weight = torch.ones(1000, 1000, requires_grad=True)
+        (weight @ weight).sum().backward()
+        torch.set_num_threads(2)
+        torch.mm(weight, weight)
+        super().setUp()
+
+    def test_backward(self):
+        self.check()
+        weight = torch.ones(1000, 1000, requires_grad=True)
+        (weight @ weight).sum().backward()
+        self.assertEqual(weight.grad[0, 0].item(), 2000.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    suite = Suite(tmp_path_factory.mktemp("hazards"), MATMUL, "test_matmul.py")
+    suite.add("test_thread.py", THREAD)
+    suite.add("test_backward.py", BACKWARD)
+    yield suite
+    suite.end_survivors()
+
+
+@pytest.fixture(scope="module")
+def run(suite: Suite) -> Run:
+    return suite.run()
+
+
+def test_all_pass(run: Run) -> None:
+    assert run.out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped", run
+
+
+def test_native_threads_are_blamed_on_the_computation_that_started_them(run: Run, suite: Suite) -> None:
+    lines = (suite.folder / "test_matmul.py").read_text().splitlines()
+    number = lines.index("PRODUCT = torch.mm(LARGE, LARGE)") + 1
+    message = (
+        r"the zygote of test_matmul cannot fork: it runs other threads: \d+ native threads? \([^)]*\), started by "
+        rf"\S*/test_matmul\.py:{number}: PRODUCT = torch\.mm\(LARGE, LARGE\); every rank gets a fresh interpreter"
+    )
+    assert len(re.findall(message, run.out)) == 1, run
+
+
+def test_python_thread_is_blamed_on_the_module_level_call(run: Run, suite: Suite) -> None:
+    number = (suite.folder / "test_thread.py").read_text().splitlines().index("start()  # the call is to blame") + 1
+    message = (
+        r"the zygote of test_thread cannot fork: it runs other threads: Python thread 'hazard', started by "
+        rf"\S*/test_thread\.py:{number}: start\(\)  # the call is to blame; every rank gets a fresh interpreter"
+    )
+    assert len(re.findall(message, run.out)) == 1, run
+
+
+def test_what_the_parent_half_ran_is_no_hazard(run: Run) -> None:
+    assert "the zygote of test_backward" not in run.out
+
+
+def test_nothing_outlives_the_run(run: Run, suite: Suite) -> None:
+    assert suite.survivors() == {}
+    assert suite.files_left() == []

@@ -1,0 +1,207 @@
+"""The judgement over scripted outcomes, and the text that a user reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
+from torch_ext.world.render import render, trim_stacks
+from torch_ext.world.verdict import Judgement, Verdict, judge
+
+
+def passed(rank: int) -> Outcome:
+    return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(Said.PASSED, 1.0))
+
+
+def skipped(rank: int, reason: str = "no device") -> Outcome:
+    return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(Said.SKIPPED, 1.0, reason))
+
+
+def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
+    return Outcome(rank, Ending.FAILED, 10, time_s, Receipt(Said.FAILED, time_s, reason, trace or reason))
+
+
+def killed(rank: int, number: int = 9, time_s: float = 1.0) -> Outcome:
+    return Outcome(rank, Ending.KILLED, -number, time_s)
+
+
+def stopped(rank: int) -> Outcome:
+    return Outcome(rank, Ending.STOPPED, -9, 2.0)
+
+
+def timed_out(rank: int, collectives: str = "") -> Outcome:
+    return Outcome(rank, Ending.TIMED_OUT, -9, 60.0, collectives=collectives)
+
+
+PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+
+
+def test_all_pass() -> None:
+    assert judge([passed(0), passed(1)]) == Verdict(Judgement.PASSED)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (killed(0), "was killed by SIGKILL"),
+        (killed(0, 11), "was killed by SIGSEGV"),
+        (Outcome(0, Ending.EXITED, 3), "exited with code 3 without a receipt"),
+        (Outcome(0, Ending.SILENT, 0), "left with code 0 without a receipt"),
+        (Outcome(0, Ending.TIMED_OUT, -9), "timed out"),
+        (failed(0), "failed with ValueError: no"),
+    ],
+)
+def test_one_bad_rank_fails_the_world_whichever_it_is(bad: Outcome, words: str, rank: int) -> None:
+    import dataclasses
+
+    outcomes = [passed(0), passed(1), passed(2)]
+    outcomes[rank] = dataclasses.replace(bad, rank=rank)
+    verdict = judge(outcomes)
+    assert verdict.judgement is Judgement.FAILED
+    assert verdict.summary.startswith(f"rank {rank} of 3 {words}")
+    assert (verdict.culprits, verdict.victims) == ((rank,), ())
+
+
+def test_no_rank_at_all_is_no_pass() -> None:
+    verdict = judge([])
+    assert verdict.judgement is Judgement.SKIPPED
+    assert "world_size" in verdict.summary
+
+
+def test_equal_reasons_of_a_skip_are_told_once() -> None:
+    assert judge([skipped(0, "a"), skipped(1, "b"), skipped(2, "a")]) == Verdict(Judgement.SKIPPED, "a; b")
+
+
+def test_ranks_that_disagree_on_skipping_fail() -> None:
+    verdict = judge([passed(0), skipped(1), passed(2)])
+    assert verdict.judgement is Judgement.FAILED
+    assert verdict.summary == (
+        "the ranks disagree on skipping: rank 1 skipped (no device), ranks 0, 2 did not. "
+        "Make the condition the same on every rank."
+    )
+    assert verdict.culprits == (1,)
+
+
+def test_death_comes_before_the_failures_that_it_caused_whatever_their_times() -> None:
+    verdict = judge([failed(0, PEER_GONE, time_s=1.0), killed(1, time_s=1.5)])
+    assert (verdict.culprits, verdict.victims) == ((1,), (0,))
+    assert verdict.summary == "rank 1 of 2 was killed by SIGKILL"
+
+
+def test_lost_connection_alone_is_still_somebodys_fault() -> None:
+    verdict = judge([failed(0, PEER_GONE, time_s=2.0), failed(1, PEER_GONE, time_s=1.0), stopped(2)])
+    assert (verdict.culprits, verdict.victims) == ((1,), (0, 2))
+
+
+def test_equal_failures_are_told_together_and_others_counted() -> None:
+    verdict = judge([failed(0), failed(1), killed(2, time_s=9.0)])
+    assert verdict.summary == "ranks 0, 1 of 3 failed with ValueError: no; rank 2 went wrong in a way of its own"
+
+
+def test_expected_exit_code_must_be_met_by_every_rank_without_a_receipt() -> None:
+    assert judge([killed(0), killed(1)], expected_exit=-9).judgement is Judgement.PASSED
+    assert judge([killed(0), passed(1)], expected_exit=-9).judgement is Judgement.PASSED
+    verdict = judge([killed(0), killed(1, 11)], expected_exit=-9)
+    assert verdict.summary == "rank 1 of 2 was killed by SIGSEGV (expected exit code -9)"
+
+
+@pytest.mark.parametrize("bad", [timed_out(1), stopped(1), failed(1)])
+def test_expected_exit_code_does_not_excuse(bad: Outcome) -> None:
+    assert judge([killed(0), bad], expected_exit=-9).judgement is Judgement.FAILED
+
+
+def test_any_exit_excuses_endings_and_no_failures() -> None:
+    assert judge([killed(0), Outcome(1, Ending.EXITED, 3)], any_exit=True).judgement is Judgement.PASSED
+    assert judge([killed(0), failed(1)], any_exit=True).judgement is Judgement.FAILED
+    assert judge([killed(0), timed_out(1)], any_exit=True).judgement is Judgement.FAILED
+
+
+def record(*calls: tuple[int, str, bool]) -> str:
+    import json
+
+    return json.dumps(
+        [
+            {
+                "process_group": ["0", "default_pg"],
+                "collective_seq_id": number,
+                "profiling_name": f"gloo:{name}",
+                "input_sizes": [[3]],
+                "input_dtypes": ["Float"],
+                "state": "completed" if over else "started",
+            }
+            for number, name, over in calls
+        ]
+    )
+
+
+def test_hang_blames_the_rank_that_did_not_come() -> None:
+    verdict = judge([timed_out(0, record((1, "all_reduce", False))), timed_out(1, record())])
+    assert verdict.summary == "ranks 0, 1 of 2 timed out; look at rank 1 first"
+    assert (verdict.culprits, verdict.victims) == ((1,), (0,))
+
+
+# The text
+
+
+def test_report_shows_every_ending_first_death_and_consequences() -> None:
+    outcomes = [failed(0, PEER_GONE), killed(1, 11), stopped(2)]
+    lines = render(outcomes, judge(outcomes), 1.23).splitlines()
+    assert lines[:2] == ["rank 1 of 3 was killed by SIGSEGV", ""]
+    assert lines[2] == "What each rank did in 1.2 s:"
+    assert lines[3] == f"  rank 0 failed with {PEER_GONE}  (because of that)"
+    assert lines[4] == "  rank 1 was killed by SIGSEGV  <- first"
+    assert lines[5] == "  rank 2 was stopped by the harness while its test was running"
+
+
+def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
+    outcomes = [failed(rank, trace=f"Traceback:\n  at 0x7f{rank} in rank {rank}\nValueError: no") for rank in range(3)]
+    text = render(outcomes, judge(outcomes), 1.0)
+    assert text.count("Traceback of ranks 0-2:") == 1
+    assert text.count("Traceback:") == 1
+
+
+def test_different_tracebacks_are_all_shown_culprit_first() -> None:
+    outcomes = [failed(0, PEER_GONE), failed(1, "KeyError: 'x'")]
+    text = render(outcomes, judge(outcomes), 1.0)
+    assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:")
+
+
+def test_long_output_is_cut_at_its_beginning() -> None:
+    outcome = killed(0)
+    outcome.output = "\n".join(f"line {number}" for number in range(30))
+    text = render([outcome], judge([outcome]), 1.0)
+    assert "    ... 10 lines before these\n    line 10\n" in text
+    assert "line 9\n" not in text
+    assert text.endswith("line 29")
+
+
+def test_process_left_behind_is_named() -> None:
+    outcome = killed(0)
+    outcome.left_behind = ["sleep 60"]
+    assert "left a process behind, which was ended: sleep 60" in render([outcome], judge([outcome]), 1.0)
+
+
+def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
+    outcomes = [
+        timed_out(0, record((1, "all_reduce", True), (2, "broadcast", False))),
+        timed_out(1, record((1, "all_reduce", True), (2, "all_gather", False))),
+    ]
+    text = render(outcomes, judge(outcomes), 60.0)
+    assert (
+        "Collectives: the ranks differ in collective #2: rank 0 called gloo:broadcast([3] Float), "
+        "rank 1 called gloo:all_gather([3] Float)." in text
+    )
+    assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
+
+
+def test_stacks_lose_the_harness_and_keep_the_test() -> None:
+    dump = (
+        'Thread 0x00007f (most recent call first):\n  File "/x/torch_ext/world/rank.py", line 9 in _listen\n'
+        '  File "/usr/lib/threading.py", line 1 in run\n\n'
+        'Current thread 0x00007e (most recent call first):\n  File "/home/me/test_x.py", line 5 in test_hang\n'
+        '  File "/x/torch_ext/world/rank.py", line 8 in _body\n  File "/usr/lib/process.py", line 3 in run\n'
+    )
+    assert trim_stacks(dump) == (
+        'Current thread 0x00007e (most recent call first):\n  File "/home/me/test_x.py", line 5 in test_hang\n'
+    )

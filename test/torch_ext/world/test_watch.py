@@ -1,0 +1,236 @@
+"""Whom to release, inspect and stop, and what became of whom: scripted events, no process and no clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ext.world.outcome import Ending, Receipt, Said
+from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.watch import Act, Limits, Step, Watch
+
+LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)
+
+
+def receipt(said: Said = Said.PASSED, time_s: float = 0.0, reason: str = "") -> Receipt:
+    return Receipt(said, time_s, reason)
+
+
+def endings(watch: Watch) -> list[Ending]:
+    return [outcome.ending for outcome in watch.outcomes()]
+
+
+def test_all_pass_releases_together_and_only_then() -> None:
+    watch = Watch(2, LIMITS, 0.0)
+    watch.received(0, receipt())
+    assert watch.advance(0.1) == []
+    watch.received(1, receipt())
+    assert watch.advance(0.2) == [Step(Act.RELEASE, (0, 1))]
+    assert watch.advance(0.3) == []
+    assert watch.deadline_s == pytest.approx(15.2)
+    watch.ended(0, 0, 0.4)
+    assert not watch.done
+    watch.ended(1, 0, 0.4)
+    assert watch.done
+    assert endings(watch) == [Ending.PASSED, Ending.PASSED]
+
+
+def test_rank_that_failed_is_not_told_to_wait_for_its_peers() -> None:
+    watch = Watch(2, LIMITS, 0.0)
+    watch.received(0, receipt(Said.FAILED))
+    watch.received(1, receipt())
+    assert watch.advance(0.1) == [Step(Act.RELEASE, (1,))]
+
+
+@pytest.mark.parametrize(("code", "ending"), [(-9, Ending.KILLED), (3, Ending.EXITED), (0, Ending.SILENT)])
+def test_first_death_gives_the_peers_a_moment_and_then_stops_them(code: int, ending: Ending) -> None:
+    watch = Watch(2, LIMITS, 0.0)
+    watch.ended(1, code, 5.0)
+    assert watch.advance(5.0) == []
+    assert watch.deadline_s == pytest.approx(6.0)
+    assert watch.advance(5.9) == []
+    assert watch.advance(6.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.ended(0, -9, 6.1)
+    assert endings(watch) == [Ending.STOPPED, ending]
+
+
+def test_later_deaths_do_not_put_the_deadline_off() -> None:
+    watch = Watch(3, LIMITS, 0.0)
+    watch.ended(1, -11, 5.0)
+    watch.advance(5.0)
+    watch.ended(2, -11, 5.9)
+    watch.advance(5.9)
+    assert watch.deadline_s == pytest.approx(6.0)
+
+
+def test_time_limit_stops_whoever_is_left_once() -> None:
+    watch = Watch(2, LIMITS, 10.0)
+    assert watch.deadline_s == 70.0
+    watch.received(0, receipt())
+    assert watch.advance(69.9) == []
+    assert watch.advance(70.0) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
+    assert watch.advance(1e9) == []
+    watch.ended(0, -9, 70.1)
+    watch.ended(1, -9, 70.1)
+    assert endings(watch) == [Ending.TIMED_OUT, Ending.TIMED_OUT]
+
+
+def test_process_that_hangs_after_its_receipt_times_out_though_it_passed() -> None:
+    watch = Watch(1, LIMITS, 0.0)
+    watch.received(0, receipt())
+    watch.advance(1.0)
+    assert watch.advance(16.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.ended(0, -9, 16.1)
+    assert endings(watch) == [Ending.TIMED_OUT]
+
+
+def test_death_after_a_passing_receipt_is_a_death() -> None:
+    watch = Watch(1, LIMITS, 0.0)
+    watch.received(0, receipt())
+    watch.ended(0, -11, 1.0)
+    assert endings(watch) == [Ending.KILLED]
+    assert watch.outcomes()[0].describe() == "was killed by SIGSEGV after its test had passed"
+
+
+def test_first_receipt_counts() -> None:
+    watch = Watch(1, LIMITS, 0.0)
+    watch.received(0, receipt(Said.FAILED, reason="first"))
+    watch.received(0, receipt(Said.PASSED))
+    watch.ended(0, 10, 1.0)
+    assert endings(watch) == [Ending.FAILED]
+
+
+def test_expected_exit_is_no_trouble() -> None:
+    watch = Watch(2, LIMITS, 0.0, expected_exit=-9)
+    watch.ended(0, -9, 1.0)
+    watch.advance(1.0)
+    assert watch.deadline_s == 60.0
+    watch.ended(1, 3, 2.0)
+    assert watch.done
+
+
+def test_any_exit_is_no_trouble() -> None:
+    watch = Watch(2, LIMITS, 0.0, any_exit=True)
+    watch.ended(0, 77, 1.0)
+    watch.advance(1.0)
+    assert watch.deadline_s == 60.0
+
+
+def test_ranks_that_live_on_are_neither_released_nor_waited_for() -> None:
+    watch = Watch(2, LIMITS, 0.0, keep=True)
+    watch.received(0, receipt())
+    assert not watch.done
+    watch.received(1, receipt(Said.SKIPPED))
+    assert watch.advance(0.1) == []
+    assert watch.done
+    assert [(o.ending, o.exit_code) for o in watch.outcomes()] == [(Ending.PASSED, None), (Ending.SKIPPED, None)]
+
+
+def test_ranks_that_live_on_are_stopped_only_if_they_still_run_the_test() -> None:
+    watch = Watch(2, LIMITS, 0.0, keep=True)
+    watch.received(0, receipt())
+    assert watch.advance(60.0) == [Step(Act.INSPECT, (1,)), Step(Act.STOP, (1,))]
+
+
+# Fault schedules
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one rank will do if it is not stopped: what it says, when (seconds), and how and when its process ends."""
+
+    said: Said | None
+    says_s: float
+    ends: bool
+    code: int
+    ends_s: float
+
+
+TIMES = st.floats(0.0, 100.0, allow_nan=False)
+SCRIPTS = st.builds(
+    Script,
+    said=st.sampled_from([None, *Said]),
+    says_s=TIMES,
+    ends=st.booleans(),
+    code=st.sampled_from([0, 0, 0, 1, 3, 10, -9, -11, -6]),
+    ends_s=TIMES,
+)
+
+
+def play(scripts: list[Script], seed: int) -> Watch:
+    """Play the scripts against a watch as a world would, with the clock jumping from event to event."""
+    watch = Watch(len(scripts), LIMITS, 0.0)
+    events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.said is not None]
+    events += [(s.says_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
+    random.Random(seed).shuffle(events)
+    events.sort(key=lambda event: event[0])
+    gone: set[int] = set()
+    now_s = 0.0
+    while not watch.done:
+        for step in watch.advance(now_s):
+            if step.act is Act.STOP:
+                for rank in step.ranks:
+                    gone.add(rank)
+                    watch.ended(rank, -9, now_s)
+        if watch.done:
+            break
+        if events and events[0][0] <= watch.deadline_s:
+            now_s, rank, what = events.pop(0)
+            script = scripts[rank]
+            if rank in gone:
+                continue
+            if what == "says" and script.said is not None:
+                watch.received(
+                    rank, Receipt(script.said, now_s, reason="its own" if script.said != Said.PASSED else "")
+                )
+            else:
+                gone.add(rank)
+                watch.ended(rank, script.code, now_s)
+        else:
+            assert watch.deadline_s != float("inf"), "the watch waits for something that will not come"
+            now_s = watch.deadline_s
+    return watch
+
+
+SCHEDULES = given(scripts=st.lists(SCRIPTS, min_size=1, max_size=5), seed=st.integers(0, 2**16))
+
+
+@SCHEDULES
+def test_every_schedule_ends_with_one_ending_a_rank(scripts: list[Script], seed: int) -> None:
+    outcomes = play(scripts, seed).outcomes()
+    assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
+    assert all(outcome.exit_code is not None for outcome in outcomes)
+
+
+@SCHEDULES
+def test_pass_needs_a_passing_receipt_and_exit_code_0_of_every_rank(scripts: list[Script], seed: int) -> None:
+    outcomes = play(scripts, seed).outcomes()
+    clean = all(o.receipt is not None and o.receipt.said is Said.PASSED and o.exit_code == 0 for o in outcomes)
+    assert (judge(outcomes).judgement is Judgement.PASSED) == clean
+
+
+@SCHEDULES
+def test_skip_needs_a_skipping_receipt_of_every_rank(scripts: list[Script], seed: int) -> None:
+    outcomes = play(scripts, seed).outcomes()
+    clean = all(o.receipt is not None and o.receipt.said is Said.SKIPPED and o.exit_code == 0 for o in outcomes)
+    assert (judge(outcomes).judgement is Judgement.SKIPPED) == clean
+
+
+@SCHEDULES
+def test_failure_names_a_culprit_and_never_one_that_was_stopped(scripts: list[Script], seed: int) -> None:
+    outcomes = play(scripts, seed).outcomes()
+    verdict = judge(outcomes)
+    if verdict.judgement is not Judgement.FAILED:
+        return
+    assert verdict.culprits
+    assert not set(verdict.culprits) & set(verdict.victims)
+    stopped = {outcome.rank for outcome in outcomes if outcome.ending is Ending.STOPPED}
+    assert not stopped & set(verdict.culprits)
+    by_themselves = {o.rank for o in outcomes if o.ending in (Ending.KILLED, Ending.EXITED, Ending.SILENT)}
+    if by_themselves:
+        assert by_themselves <= set(verdict.culprits)
+    assert f"rank {verdict.culprits[0]}" in verdict.summary or "ranks " in verdict.summary
