@@ -43,7 +43,8 @@ INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
 _TSAN_SLOWDOWN = 5
 _POLL_INTERVAL_S = 0.01
-_WORKER_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=\d+, name=([^)]+)\)")
+# torch's two ways to say where an error was raised: in a Python function, or while it served a message.
+_NODE_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=(\d+), name=|Error on Node (\d+):")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -146,7 +147,8 @@ def _remote_failures_named(caller: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        hops = [name for name in _WORKER_IN_MESSAGE.findall(str(error)) if name != caller]
+        nodes = (int(match[1] or match[2]) for match in _NODE_IN_MESSAGE.finditer(str(error)))
+        hops = [name for name in map(worker_name, nodes) if name != caller]
         if hops:
             line = f"The failure happened in a remote call on {hops[-1]}; {caller} only reports it."
             if sys.version_info >= (3, 11):
@@ -177,7 +179,7 @@ def noop() -> None:
 # What a caller sees when the agent at the other end goes away, while connecting, sending or waiting for the answer.
 _SHUTDOWN_ERRORS = {
     "TENSORPIPE": (
-        "EOF: end of file",
+        "(?i:eof)[: ]",
         "(?i:connection (reset|refused|closed))",
         "(?i:broken pipe)",
         "(pipe|context|listener) closed",

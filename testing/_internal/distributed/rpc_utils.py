@@ -17,7 +17,11 @@ from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import
     DdpComparisonTest,
     DdpUnderDistAutogradTest,
 )
+from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
+from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
+from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
 
 __all__ = [
     "FAULTY_AGENT_TESTS",
@@ -31,6 +35,10 @@ __all__ = [
 
 # Suites for every agent but the faulty one. They use no option or attribute that only some agents have.
 GENERIC_TESTS: list[type] = [
+    RpcCallTest,
+    AsyncExecutionTest,
+    RpcLifecycleTest,
+    RRefTest,
     DdpUnderDistAutogradTest,
     DdpComparisonTest,
 ]

@@ -43,6 +43,10 @@ class RpcAgentTestFixture(_MixedInLater):
         """Where a process group meets: a file apart, since agents and groups both keep their keys in theirs."""
         return f"{self.file_init_method}_pg"
 
+    def peer(self, distance: int = 1) -> str:
+        """Return the name of the worker ``distance`` places after this one, in a ring."""
+        return dist_utils.worker_name((self.rank + distance) % self.world_size)
+
     @property
     @abstractmethod
     def rpc_backend(self) -> Any:
