@@ -33,6 +33,7 @@ __all__ = [
     "get_timeout_error_regex",
     "initialize_pg",
     "noop",
+    "poll_until",
     "wait_until_node_failure",
     "wait_until_owners_and_forks_on_rank",
     "wait_until_pending_futures_and_users_flushed",
@@ -280,6 +281,18 @@ def _until(timeout: float) -> Iterator[None]:
     while time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
         yield
+
+
+def poll_until(condition: Callable[[], bool], otherwise: str, timeout: float = 20) -> None:
+    """Ask ``condition`` every few milliseconds until it holds.
+
+    Raises:
+        TimeoutError: it did not hold within ``timeout`` seconds; the message is ``otherwise``.
+    """
+    for _ in _until(timeout):
+        if condition():
+            return
+    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
 
 
 def get_function_event(function_events: Sequence[FunctionEvent], partial_event_name: str) -> FunctionEvent:

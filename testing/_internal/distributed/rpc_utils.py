@@ -18,6 +18,8 @@ from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import
     DdpUnderDistAutogradTest,
 )
 from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
+from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
+from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
 from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
@@ -39,12 +41,14 @@ GENERIC_TESTS: list[type] = [
     AsyncExecutionTest,
     RpcLifecycleTest,
     RRefTest,
+    DistAutogradTest,
+    DistOptimizerTest,
     DdpUnderDistAutogradTest,
     DdpComparisonTest,
 ]
 
 # The same, for suites that need an accelerator, of whatever type.
-GENERIC_CUDA_TESTS: list[type] = [CudaDdpComparisonTest]
+GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
 
 # Suites of what is TensorPipe's own.
 TENSORPIPE_TESTS: list[type] = []
