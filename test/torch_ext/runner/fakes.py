@@ -1,0 +1,75 @@
+"""Stand-ins for the half of the runner that starts processes, and a suite for them to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import Collected
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+
+Layout = Mapping[str, Sequence[str]]
+
+
+class FakeCollector:
+    """Answers from a table of file name to ``Class.method``; records every file that it was asked for."""
+
+    def __init__(self, layout: Layout, errors: Mapping[str, str] = {}, imported: Sequence[str] = ()) -> None:
+        self.layout = layout
+        self.errors = errors
+        self.imported = tuple(imported)
+        self.asked: list[str] = []
+        self.on_collect: Callable[[], object] = lambda: None
+
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        for file in reversed(files):
+            self.asked.append(file.name)
+            self.on_collect()
+            tests = tuple(TestName(file.name, *name.split(".")) for name in self.layout.get(file.name, ()))
+            if file.name in self.errors:
+                yield Collected(file, tests, error=self.errors[file.name])
+            elif file.name in self.layout:
+                yield Collected(file, tests, (str(file.path), *self.imported))
+
+
+class FakeEngine:
+    """Passes every test but those in ``endings``; a test that ends in None is never reported."""
+
+    def __init__(self, collector: FakeCollector, endings: Mapping[str, TestResult | None] = {}) -> None:
+        self.fake_collector = collector
+        self.endings = endings
+        self.plans: list[Plan] = []
+        self.options: list[Options] = []
+        self.interrupt_at = ""
+
+    def collector(self, options: Options) -> FakeCollector:
+        self.options.append(options)
+        return self.fake_collector
+
+    def run(self, plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
+        self.plans.append(plan)
+        self.options.append(options)
+        for test in plan.tests:
+            if test.id == self.interrupt_at:
+                raise KeyboardInterrupt
+            result = self.endings.get(test.id, TestResult(test, Status.PASSED, 0.25))
+            if result is not None:
+                sink(result)
+            if result is not None and options.failfast and result.status is Status.FAILED:
+                return
+
+    @property
+    def ran(self) -> list[str]:
+        return [test.id for plan in self.plans for test in plan.tests]
+
+
+def write_suite(root: Path, layout: Layout) -> Path:
+    """Create the files of ``layout`` below ``root``. Nothing imports them, so that they hold only a comment."""
+    for name in layout:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n", encoding="utf-8")
+    return root

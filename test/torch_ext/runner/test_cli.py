@@ -1,0 +1,370 @@
+"""The command from arguments to exit code, over an engine that starts no process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.runner.fakes import FakeCollector, FakeEngine, write_suite
+from torch_ext.runner.cli import main, main_for_file
+from torch_ext.runner.results import Status, TestName, TestResult
+
+LAYOUT = {
+    "distributed/fsdp/test_input.py": ["TestInput.test_dict", "TestInput.test_tuple", "TestMore.test_one"],
+    "distributed/rpc/test_rpc.py": ["TestRpc.test_call"],
+}
+INPUT, RPC = LAYOUT
+DICT, TUPLE, ONE = (f"{INPUT}::{name.replace('.', '::')}" for name in LAYOUT[INPUT])
+CALL = f"{RPC}::TestRpc::test_call"
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A suite, seen from the folder that holds it, with a cache of its own."""
+    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCH_EXT_DEVICE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    root = write_suite(tmp_path / "suites", LAYOUT)
+    for path in root.rglob("*.py"):
+        os.utime(path, (0, 0))
+    return root
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
+    engine = FakeEngine(FakeCollector(LAYOUT))
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", engine)
+    yield engine
+
+
+@pytest.fixture
+def command(root: Path, engine: FakeEngine) -> Callable[..., int]:
+    return lambda *arguments: main(["--root", "suites", *arguments])
+
+
+def failing(name: str) -> dict[str, TestResult | None]:
+    return {name: TestResult(TestName(*name.split("::")), Status.FAILED, 0.1, message="boom")}
+
+
+def test_everything_passes(command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    assert engine.ran == [DICT, TUPLE, ONE, CALL]
+    assert capsys.readouterr().out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped"
+
+
+def test_skips_alone_are_no_failure(command: Callable[..., int], engine: FakeEngine) -> None:
+    engine.endings = {CALL: TestResult(TestName(*CALL.split("::")), Status.SKIPPED, 0.0, reason="no")}
+    assert command("-i", CALL) == 0
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.UNEXPECTED_SUCCESS])
+def test_one_failure_is_exit_code_1(command: Callable[..., int], engine: FakeEngine, status: Status) -> None:
+    engine.endings = {TUPLE: TestResult(TestName(*TUPLE.split("::")), status, 0.1)}
+    assert command() == 1
+
+
+def test_a_test_that_vanishes_is_exit_code_1(
+    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.endings = {CALL: None}
+    assert command() == 1
+    assert f"Not run: 1 test, the first of them {CALL}" in capsys.readouterr().out
+
+
+def test_include_exclude_and_keywords_narrow_the_run(command: Callable[..., int], engine: FakeEngine) -> None:
+    assert command("-i", "distributed/fsdp", "TestRpc", "-x", "TestMore", "-x", "test_call", "-k", "not tuple") == 0
+    assert engine.ran == [DICT]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["suites/distributed/rpc", "./suites/distributed/rpc/test_rpc.py", "suites.distributed.rpc"]
+)
+def test_a_pattern_may_be_what_the_shell_completes(
+    command: Callable[..., int], engine: FakeEngine, pattern: str
+) -> None:
+    assert command("-i", pattern) == 0
+    assert engine.ran == [CALL]
+
+
+def test_the_printed_id_runs_again(
+    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.endings = failing(TUPLE)
+    assert command("--device", "cpu") == 1
+    found = re.search(r"^rerun: python run_test\.py (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert found is not None
+    arguments = found[1].split()
+    assert arguments == ["-i", TUPLE, "--root", "suites", "--device", "cpu"]
+    engine.plans.clear()
+    assert main(arguments) == 1
+    assert engine.ran == [TUPLE]
+
+
+@pytest.mark.parametrize(
+    ("started", "shown"),
+    [
+        ("run_test.py", "python run_test.py"),
+        ("../elsewhere/run_test.py", "python ../elsewhere/run_test.py"),
+        ("/checkout/torch_ext/__main__.py", "python -m torch_ext"),
+        ("/usr/bin/torch_ext", "torch_ext"),
+        ("/usr/bin/pytest", "python run_test.py"),
+    ],
+)
+def test_rerun_lines_start_the_runner_as_it_was_started(
+    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, started: str, shown: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+    command("-i", CALL)
+    assert engine.options[-1].command == shown
+
+
+def test_list_prints_ids_and_runs_nothing(
+    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--list", "-i", "distributed/fsdp") == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [DICT, TUPLE, ONE]
+    assert printed.err == "3 tests\n"
+    assert engine.plans == []
+
+
+def test_a_warm_list_needs_no_engine(
+    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("--list") == 0
+    assert sorted(engine.fake_collector.asked) == sorted(LAYOUT)
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", None)  # its import now fails
+    assert command("--list") == 0
+
+
+def test_names_are_remembered_for_each_device(
+    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("--list", "--device", "cpu")
+    monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
+    command("--list")
+    assert len(engine.fake_collector.asked) == 2
+    command("--list", "--device", "sim")
+    assert len(engine.fake_collector.asked) == 4
+
+
+def test_only_selected_modules_are_imported(command: Callable[..., int], engine: FakeEngine) -> None:
+    assert command("-i", CALL) == 0
+    assert engine.fake_collector.asked == [RPC]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-i", "distributed/fspd"], "'distributed/fspd' matches no folder, module, class or test; nearest: "),
+        (["-x", "TestRcp"], "nearest: TestRpc"),
+        (["-k", "test_dcit"], "none of 4 tests fits -k 'test_dcit'; nearest: TestInput.test_dict"),
+        (["-k", "a and"], "got -k 'a and', expected a name at the end"),
+        (["-i", "TestRpc", "-x", RPC], "'TestRpc' matches no"),
+        (["-i", RPC, "-x", "distributed"], "nothing selected: -x excludes every file"),
+        (["-i", CALL, "-x", "test_call"], f"nothing selected: no test in {RPC}"),
+        (["--timeout", "soon"], "got 'soon', expected a number of seconds above 0"),
+        (["--timeout", "-1"], "got '-1', expected"),
+        (["--timeout", "nan"], "got 'nan', expected"),
+        (["--root", "nowhere"], "nowhere, which is no folder"),
+        (["--start-method", "spawn"], "invalid choice"),
+        (["--no-such-option"], "unrecognized arguments"),
+        (["-v", "-q"], "not allowed with"),
+        (["-i"], "expected at least one argument"),
+    ],
+)
+def test_a_usage_error_is_exit_code_2_and_says_what_to_type(
+    command: Callable[..., int],
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    assert command(*arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""
+    assert engine.plans == []
+
+
+def test_a_root_without_tests_selects_nothing(
+    engine: FakeEngine, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "empty").mkdir()
+    assert main(["--root", "suites/empty"]) == 2
+    assert f"no test_*.py below {root / 'empty'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-h", "--version"])
+def test_help_and_version_are_no_errors(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_option_reaches_the_engine(command: Callable[..., int], engine: FakeEngine, root: Path) -> None:
+    command("-f", "--device", "cpu", "--timeout", "2.5", "--start-method", "interpreter", "--show-output", "-v")
+    options = engine.options[-1]
+    assert (options.root, options.failfast, options.device, options.timeout_s) == (root, True, "cpu", 2.5)
+    assert (options.start_method, options.show_output, options.verbosity) == ("interpreter", True, 1)
+    command("-q")
+    options = engine.options[-1]
+    assert (options.failfast, options.device, options.timeout_s, options.start_method, options.show_output) == (
+        False, "", None, "fork", False
+    )  # fmt: skip
+    assert options.verbosity == -1
+
+
+# --- files that cannot be imported ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(engine: FakeEngine) -> FakeEngine:
+    engine.fake_collector.errors = {RPC: "Traceback ...\nImportError: no module named nothing"}
+    return engine
+
+
+def test_a_broken_file_fails_the_run_and_the_others_still_run(
+    command: Callable[..., int], broken: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command() == 1
+    assert broken.ran == [DICT, TUPLE, ONE]
+    printed = capsys.readouterr().out
+    assert f"FAILED {RPC}  0.00 s\nTraceback ...\nImportError: no module named nothing\nrerun: " in printed
+    assert printed.splitlines()[-1] == "3 passed, 1 failed, 0 skipped"
+
+
+def test_a_broken_file_alone_is_a_failure_not_a_usage_error(command: Callable[..., int], broken: FakeEngine) -> None:
+    for arguments in (["-i", RPC], ["-i", CALL], ["-i", "TestRpc"], ["-k", "TestRpc"]):
+        assert command(*arguments) == 1
+    assert broken.plans == []
+
+
+def test_a_broken_file_that_was_not_asked_for_does_not_matter(command: Callable[..., int], broken: FakeEngine) -> None:
+    for arguments in (["-i", INPUT], ["-i", "TestInput"], ["-x", RPC]):
+        assert command(*arguments) == 0
+
+
+def test_a_broken_file_stops_a_run_that_stops_at_the_first_failure(
+    command: Callable[..., int], broken: FakeEngine
+) -> None:
+    assert command("-f") == 1
+    assert broken.plans == []
+
+
+def test_a_broken_file_fails_the_list(
+    command: Callable[..., int], broken: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--list") == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [DICT, TUPLE, ONE]
+    assert f"{RPC} cannot be imported:\nTraceback ...\nImportError" in printed.err
+
+
+# --- endings ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_prints_what_is_known(
+    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.interrupt_at = ONE
+    assert command() == 130
+    printed = capsys.readouterr().out
+    assert "Interrupted.\nNot run: 2 tests" in printed
+    assert printed.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
+
+
+def test_an_interrupt_while_importing(command: Callable[..., int], engine: FakeEngine) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    engine.fake_collector.on_collect = interrupt
+    assert command() == 130
+
+
+LEAVE = """
+import sys
+from test.torch_ext.runner.fakes import FakeCollector, FakeEngine
+from torch_ext.runner.cli import main
+
+file, *arguments = sys.argv[1:]
+collector = FakeCollector({file: ["TestA.test_1"]})
+collector.on_collect = sys.stdin.readline  # until the reader has left
+sys.modules["torch_ext.runner.execute"] = FakeEngine(collector)
+raise SystemExit(main(["--root", "suites", "-i", file, *arguments]))
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--list"]])
+def test_a_reader_that_leaves_is_an_interrupt_without_a_traceback(root: Path, arguments: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVE, RPC, *arguments],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, complaint = process.communicate("\n", timeout=60)
+    assert (process.returncode, complaint) == (130, "")
+
+
+# --- python some_test_file.py -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [DICT, TUPLE, ONE]),
+        (["TestInput"], [DICT, TUPLE]),
+        (["TestInput.test_tuple", "TestMore"], [TUPLE, ONE]),
+        (["-v", "TestInput.test_dict"], [DICT]),
+        (["-k", "tuple", "-k", "one"], [TUPLE, ONE]),
+    ],
+)
+def test_a_file_by_itself_takes_the_spellings_of_unittest(
+    root: Path, engine: FakeEngine, arguments: list[str], expected: list[str]
+) -> None:
+    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    assert main_for_file(root / INPUT, arguments) == 0
+    assert engine.ran == [name.removeprefix("distributed/fsdp/") for name in expected]
+
+
+def test_a_file_by_itself_reruns_by_itself(root: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    engine.endings = failing("test_input.py::TestMore::test_one")
+    assert main_for_file(str(root / INPUT), ["-f", "--device", "cpu"]) == 1
+    assert f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in capsys.readouterr().out
+    assert engine.options[-1].script == f"suites/{INPUT}"
+
+
+def test_a_file_by_itself_is_always_asked_anew(root: Path, engine: FakeEngine) -> None:
+    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    for _ in range(2):
+        assert main_for_file(root / INPUT, ["--list"]) == 0
+    assert engine.fake_collector.asked == ["test_input.py"] * 2
+
+
+def test_a_file_by_itself_refuses_what_it_does_not_hold(
+    root: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    assert main_for_file(root / INPUT, ["TestInptu"]) == 2
+    assert "'TestInptu' matches no folder, module, class or test; nearest: TestInput" in capsys.readouterr().err
+    assert main_for_file(root / INPUT, ["--root", "elsewhere"]) == 2
+
+
+def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(engine: FakeEngine) -> None:
+    own = Path(__file__).resolve()
+    engine.fake_collector.layout = {"torch_ext/runner/test_cli.py": ["TestA.test_1"]}
+    assert main_for_file(own, []) == 0
+    assert engine.ran == ["torch_ext/runner/test_cli.py::TestA::test_1"]

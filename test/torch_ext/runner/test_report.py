@@ -1,0 +1,197 @@
+"""What a user reads: on a pipe, character by character; on a terminal, that colours are all that is added."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.options import Options
+from torch_ext.runner.paper import Paper
+from torch_ext.runner.report import Report
+from torch_ext.runner.rerun import rerun_command
+from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.schedule import make_plan
+
+FILE = TestFile("fsdp/test_a.py", Path("/root/fsdp/test_a.py"), "fsdp.test_a", Path("/root"))
+ONE, TWO, THREE, OTHER = (
+    TestName(FILE.name, cls, method)
+    for cls, method in (("TestA", "test_1"), ("TestA", "test_2"), ("TestA", "test_3"), ("TestB", "test_1"))
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def passed(test: TestName) -> TestResult:
+    return TestResult(test, Status.PASSED, 1.5)
+
+
+def failed(test: TestName, message: str = "boom") -> TestResult:
+    return TestResult(test, Status.FAILED, 0.5, message=message)
+
+
+def skipped(test: TestName, reason: str = "needs 2 GPUs") -> TestResult:
+    return TestResult(test, Status.SKIPPED, 0.0, reason=reason)
+
+
+def report(
+    results: Sequence[TestResult],
+    planned: Sequence[TestName] | None = None,
+    *,
+    stream: io.StringIO | None = None,
+    interrupted: bool = False,
+    **options: object,
+) -> str:
+    """Everything that is printed for ``results``; the total time reads ``T s``, being the only one that varies."""
+    stream = io.StringIO() if stream is None else stream
+    plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
+    made = Report(plan, Options(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
+    for result in results:
+        made.add(result)
+    made.finish(interrupted=interrupted)
+    return re.sub(r"(Ran \d+ tests? in )\d+\.\d\d s", r"\1T s", stream.getvalue())
+
+
+def test_default_is_one_line_a_class_and_the_counts_last() -> None:
+    assert report([passed(ONE), skipped(TWO), passed(THREE), passed(OTHER)]) == (
+        "fsdp/test_a.py::TestA  2 passed, 1 skipped  3.00 s\n"
+        "fsdp/test_a.py::TestB  1 passed  1.50 s\n"
+        "Skipped:\n"
+        "     1  needs 2 GPUs\n"
+        "Ran 4 tests in T s\n"
+        "3 passed, 0 failed, 1 skipped\n"
+    )
+
+
+def test_verbose_is_one_line_a_test_with_the_reason_of_a_skip() -> None:
+    lines = report([passed(ONE), skipped(TWO)], verbosity=1).splitlines()
+    assert lines[:2] == [
+        "fsdp/test_a.py::TestA::test_1  passed  1.50 s",
+        "fsdp/test_a.py::TestA::test_2  skipped  0.00 s  needs 2 GPUs",
+    ]
+    assert not any(line.startswith("fsdp/test_a.py::TestA  ") for line in lines)
+
+
+def test_quiet_shows_failures_and_summary_only() -> None:
+    lines = report([passed(ONE), failed(TWO)], verbosity=-1).splitlines()
+    assert lines[:3] == ["", "FAILED fsdp/test_a.py::TestA::test_2  0.50 s", "boom"]
+    assert not any("1 passed, 1 failed  " in line for line in lines)
+    assert lines[-1] == "1 passed, 1 failed, 0 skipped"
+
+
+def test_a_failure_is_one_block_as_it_happens_and_named_again_at_the_end() -> None:
+    text = report([failed(ONE, "line 1\nline 2\n"), passed(TWO)])
+    block = (
+        "\nFAILED fsdp/test_a.py::TestA::test_1  0.50 s\nline 1\nline 2\n"
+        "rerun: python run_test.py -i fsdp/test_a.py::TestA::test_1\n\n"
+    )
+    assert text.startswith(block)
+    assert text.endswith(
+        "Failed:\n  fsdp/test_a.py::TestA::test_1\nRan 2 tests in T s\n1 passed, 1 failed, 0 skipped\n"
+    )
+
+
+NASTY = "[rank 0] [bold]x[/bold] [/] :smile: \x1b[31mred\x1b[0m\ttab \x07" + "long " * 200 + "\n\n  indented"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_message_is_printed_as_it_is(kind: type[io.StringIO]) -> None:
+    assert f"\n{NASTY}\nrerun: " in report([failed(ONE, NASTY)], stream=kind()).replace("\x1b[0m\nrerun", "\nrerun")
+
+
+def test_a_pipe_gets_no_escape_codes_and_no_broken_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    results = [passed(ONE), failed(TWO), skipped(THREE, "[rank 0] " + "long " * 100)]
+    text = report(results, verbosity=1)
+    assert "\x1b" not in text
+    assert f"skipped  0.00 s  {results[2].reason}\n" in text
+
+
+def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    results = [
+        passed(ONE),
+        failed(TWO, "[rank 0] x"),
+        skipped(THREE, "[rank 0] :smile: " + "long " * 30),
+        passed(OTHER),
+    ]
+    for verbosity in (-1, 0, 1):
+        coloured = report(results, stream=Terminal(), verbosity=verbosity)
+        assert "\x1b[" in coloured
+        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == report(results, verbosity=verbosity)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_the_stream_cannot_encode_is_escaped(terminal: bool) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    paper = Paper(stream)
+    paper.line("reason caf\xe9 \udcff")
+    paper.verbatim("message caf\xe9 \udcff")
+    stream.flush()
+    assert raw.getvalue() == b"reason caf\\xe9 \\udcff\nmessage caf\\xe9 \\udcff\n"
+
+
+def test_expected_failures_pass_and_unexpected_successes_fail() -> None:
+    results = [TestResult(ONE, Status.XFAIL, 0.0), TestResult(TWO, Status.UNEXPECTED_SUCCESS, 0.0)]
+    text = report(results, verbosity=1)
+    assert "test_1  expected failure" in text
+    assert "FAILED fsdp/test_a.py::TestA::test_2  0.00 s\nThe test is marked as an expected failure and passed" in text
+    assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
+
+
+def test_reasons_and_warnings_are_grouped_and_the_frequent_come_first() -> None:
+    results = [skipped(ONE, "rare"), skipped(TWO, "often"), skipped(THREE, "often"), skipped(OTHER, "")]
+    results += [TestResult(TestName(FILE.name, "TestC", "t"), Status.PASSED, 0.0, warnings=("old torch", "old torch"))]
+    text = report(results)
+    assert "Skipped:\n     2  often\n     1  rare\n     1  no reason given\nWarnings:\n     2  old torch\n" in text
+
+
+def test_a_run_of_skips_only_is_said_to_have_run_nothing() -> None:
+    said = "Nothing ran: every test was skipped."
+    assert said in report([skipped(ONE), skipped(TWO)])
+    assert said not in report([skipped(ONE), passed(TWO)])
+
+
+def test_a_planned_test_without_a_result_is_shown_and_is_no_pass() -> None:
+    text = report([passed(ONE)], [ONE, TWO, THREE])
+    assert "fsdp/test_a.py::TestA  1 passed, 2 not run  1.50 s\n" in text
+    assert f"Not run: 2 tests, the first of them {TWO.id}\n" in text
+    text = report([], [ONE], interrupted=True)
+    assert "Interrupted.\nNothing ran.\nNot run: 1 test, the first of them" in text
+    assert text.endswith("\n0 passed, 0 failed, 0 skipped\n")
+
+
+def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests() -> None:
+    text = report([failed(TestName(FILE.name, "TestA"), "setUpClass raised")], [ONE, TWO])
+    assert "rerun: python run_test.py -i fsdp/test_a.py::TestA\n" in text
+    assert "fsdp/test_a.py::TestA  1 failed, 2 not run  0.50 s\n" in text
+    text = report([passed(ONE), failed(TestName(FILE.name, "TestA"), "tearDownClass raised")], [ONE])
+    assert text.count("fsdp/test_a.py::TestA  1 passed  ") == 1
+    assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
+
+
+def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
+    options = Options(
+        Path("/x/my suites"), typed_root="my suites", device="cpu", timeout_s=7.5, start_method="interpreter"
+    )
+    assert rerun_command(options, ONE) == (
+        "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
+        "--root 'my suites' --device cpu --timeout 7.5 --start-method interpreter"
+    )
+    spaced = rerun_command(Options(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
+    assert spaced == "python run_test.py -i 'fsdp/test_a.py::TestA::test_[a b]'"
+    alone = Options(Path("/x"), script="my suites/test_a.py", device="cpu")
+    assert rerun_command(alone, ONE) == "python 'my suites/test_a.py' TestA.test_1 --device cpu"
+    assert rerun_command(alone, TestName(FILE.name)) == "python 'my suites/test_a.py' --device cpu"

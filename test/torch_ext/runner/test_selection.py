@@ -1,0 +1,279 @@
+"""What patterns mean, against hand-written cases and against a naive reference.
+
+A failure here means that a user runs other tests than the ones named, or none without being told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ext.runner.results import TestName
+from torch_ext.runner.selection import SelectionError, select_files, select_tests
+
+PREFIXES = ("test.", "test/", "/home/me.too/test/")
+INPUT = "distributed/fsdp/test_fsdp_input.py"
+OTHER = "distributed/fsdp/test_other.py"
+RPC = "distributed/rpc/test_rpc.py"
+RPC_INPUT = "distributed/rpc/test_fsdp_input.py"
+TOP = "test_top.py"
+TESTS = [
+    TestName(INPUT, "TestInput", "test_dict"),
+    TestName(INPUT, "TestInput", "test_tuple"),
+    TestName(INPUT, "TestMore", "test_dict"),
+    TestName(OTHER, "TestOther", "test_other"),
+    TestName(RPC, "TestRpc", "test_call"),
+    TestName(RPC_INPUT, "TestInput", "test_dict"),
+    TestName(TOP, "TestTop", "test_top"),
+]
+FILES = [INPUT, OTHER, RPC_INPUT, RPC, TOP]
+
+
+def choose(
+    include: Sequence[str] = (), exclude: Sequence[str] = (), tests: Sequence[TestName] = TESTS
+) -> tuple[list[str], list[str]]:
+    """The files that are imported, and the ids that are selected."""
+    files = sorted({test.file for test in tests})
+    selection = select_files(files, include, exclude, PREFIXES)
+    known = [test for test in tests if test.file in selection.files]
+    return list(selection.files), [test.id for test in select_tests(selection, known).tests]
+
+
+def ids(*numbers: int) -> list[str]:
+    return [TESTS[number].id for number in numbers]
+
+
+def test_no_pattern_selects_everything() -> None:
+    assert choose() == (FILES, [test.id for test in TESTS])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"),
+    [
+        *[(text, (0, 1, 2, 3)) for text in ("distributed/fsdp", "test/distributed/fsdp/", "test.distributed.fsdp")],
+        *[(text, (0, 1, 2, 3, 4, 5)) for text in ("distributed", "distributed/", "./distributed")],
+        *[(text, (0, 1, 2)) for text in (INPUT, INPUT[:-3], f"test/{INPUT}", INPUT[:-3].replace("/", "."))],
+        *[(text, (0, 1, 2)) for text in ("fsdp/test_fsdp_input", "fsdp.test_fsdp_input", f"/home/me.too/test/{INPUT}")],
+        *[(text, (0, 1, 2, 5)) for text in ("test_fsdp_input", "test_fsdp_input.py")],
+        *[(text, (0, 1, 2, 3, 4, 5, 6)) for text in ("test", "test/", ".")],
+        *[(text, (0, 1)) for text in (f"{INPUT}::TestInput", "fsdp.test_fsdp_input.TestInput")],
+        ("distributed.fsdp.test_fsdp_input::TestInput", (0, 1)),
+        *[(text, (0, 1, 5)) for text in ("TestInput", "test_fsdp_input.TestInput", "test_fsdp_input.py::TestInput")],
+        *[(text, (0, 5)) for text in ("TestInput.test_dict", "TestInput::test_dict")],
+        *[(text, (0, 2)) for text in (f"{INPUT}::test_dict", "fsdp.test_fsdp_input.test_dict")],
+        ("test_dict", (0, 2, 5)),
+        ("test_call", (4,)),
+        (f"{INPUT}::TestInput::test_dict", (0,)),
+        (f"test/{INPUT}::TestInput.test_dict", (0,)),
+        ("test.distributed.fsdp.test_fsdp_input.TestInput.test_dict", (0,)),
+        # A file wins over a test of the same name; its test is still within reach.
+        ("test_other", (3,)),
+        ("TestTop.test_top", (6,)),
+    ],
+)
+def test_every_spelling_selects_what_it_names(pattern: str, numbers: tuple[int, ...]) -> None:
+    assert choose([pattern])[1] == ids(*numbers)
+    rest = [number for number in range(len(TESTS)) if number not in numbers]
+    assert choose(exclude=[pattern])[1] == ids(*rest)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "files"),
+    [
+        (["distributed/fsdp"], [], [INPUT, OTHER]),
+        (["distributed/fsdp"], ["test_other.py"], [INPUT]),
+        (["distributed/fsdp"], ["TestOther"], [INPUT, OTHER]),
+        ([f"{INPUT}::TestInput::test_dict"], [], [INPUT]),
+        (["rpc.test_fsdp_input.TestInput"], [], [RPC_INPUT]),
+        (["TestInput"], [], FILES),
+        (["TestInput"], ["distributed/rpc"], [INPUT, OTHER, TOP]),
+        ([TOP, "distributed/rpc"], [], [RPC_INPUT, RPC, TOP]),
+    ],
+)
+def test_only_files_whose_names_are_needed_are_imported(
+    include: list[str], exclude: list[str], files: list[str]
+) -> None:
+    assert choose(include, exclude)[0] == files
+
+
+def test_several_patterns_add_up_and_exclusion_wins() -> None:
+    assert choose(["TestRpc", OTHER, "TestInput"], [f"{INPUT}::TestInput::test_tuple"])[1] == ids(0, 3, 4, 5)
+
+
+def test_order_is_that_of_the_tests_not_of_the_patterns() -> None:
+    assert choose([TOP, RPC, OTHER])[1] == ids(3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("distributed/fspd", "distributed/fsdp"),
+        ("test/distributed/fsdp/test_fsdp_inputs.py", INPUT),
+        ("TestInptu", "TestInput"),
+        ("TestInput.test_dcit", "TestInput.test_dict"),
+        ("testinput", "TestInput"),
+        (f"{INPUT}::TestInptu", "TestInput"),
+        (f"{INPUT}::TestInput::test_tupel", "TestInput.test_tuple"),
+        ("test_cal", "TestRpc.test_call"),
+    ],
+)
+def test_a_mistyped_pattern_is_named_with_what_comes_nearest(pattern: str, near: str) -> None:
+    for include, exclude in (([pattern], []), ([TOP, pattern], []), ([], [pattern])):
+        with pytest.raises(SelectionError) as raised:
+            choose(include, exclude)
+        said, _, nearest = str(raised.value).partition("; nearest: ")
+        assert repr(pattern) in said
+        assert near in nearest.split(", ")
+
+
+@pytest.mark.parametrize("pattern", ["", " ", "zzzzqqqq", f"{INPUT}::", f"{INPUT}::a::b::c", "fsdp/", "a::b/c"])
+def test_a_pattern_that_resembles_nothing_is_an_error(pattern: str) -> None:
+    with pytest.raises(SelectionError, match=re.escape(repr(pattern))):
+        choose([pattern])
+
+
+def test_a_path_that_does_not_exist_is_an_error_before_anything_is_imported() -> None:
+    for pattern in ("distributed/fspd", "test_nothing.py", "nowhere/test_rpc.TestRpc", "test_nothing.py::TestRpc"):
+        with pytest.raises(SelectionError):
+            select_files(FILES, [pattern], ())
+
+
+def test_excluding_names_of_files_that_are_not_run_is_no_error() -> None:
+    assert choose([INPUT], [f"{RPC}::TestRpc"])[1] == ids(0, 1, 2)
+    assert choose([INPUT], ["distributed/rpc"])[1] == ids(0, 1, 2)
+    with pytest.raises(SelectionError, match="TestRpc"):
+        choose([INPUT], ["TestRpc"])
+
+
+def test_including_names_of_excluded_files_selects_nothing_quietly() -> None:
+    assert choose([f"{RPC}::TestRpc", TOP], ["distributed"])[1] == ids(6)
+
+
+@pytest.mark.parametrize(
+    ("include", "suspected"),
+    [
+        ([], True),
+        (["distributed/rpc"], True),
+        ([f"{RPC}::TestRpc"], True),
+        (["TestRpc"], True),  # found nowhere else, so it may be in there
+        (["TestInput"], False),
+        ([INPUT], False),
+    ],
+)
+def test_a_broken_file_counts_only_where_it_could_hold_what_was_asked_for(include: list[str], suspected: bool) -> None:
+    selection = select_files(FILES, include, (), PREFIXES)
+    known = [test for test in TESTS if test.file in selection.files and test.file != RPC]
+    assert select_tests(selection, known, [RPC]).broken == ((RPC,) if suspected else ())
+
+
+# --- a naive reference ------------------------------------------------------------------------------------------------
+# Names of one kind never look like names of another here, so that each spelling has one meaning to check against.
+
+FOLDERS = st.lists(st.sampled_from(["f", "g", "f.x"]), max_size=3).map("/".join)
+STEMS = st.sampled_from(["test_m", "test_n", "test_long_m"])
+SUITES = st.sets(
+    st.builds(
+        lambda folder, stem, cls, method: TestName("/".join(filter(None, (folder, f"{stem}.py"))), cls, method),
+        FOLDERS,
+        STEMS,
+        st.sampled_from(["TestA", "TestB", "TestAB"]),
+        st.sampled_from(["test_1", "test_2", "test_12"]),
+    ),
+    min_size=1,
+    max_size=12,
+).map(lambda tests: sorted(tests, key=lambda test: test.id))
+
+Case = tuple[str, Callable[[TestName], bool]]
+
+
+def spellings(test: TestName, files: set[str]) -> list[Case]:
+    """Patterns that name ``test`` or something around it, each with what it means."""
+    folder, _, base = test.file.rpartition("/")
+    path = test.file.removesuffix(".py")
+    dotted = path.replace("/", ".")
+    cases: list[Case] = [
+        (test.id, lambda other: other == test),
+        (f"test/{test.file}", lambda other: other.file == test.file),
+        (
+            f"{dotted if '.' not in path else path}.{test.cls}",
+            lambda other: (other.file, other.cls) == (test.file, test.cls),
+        ),
+        (f"{path}.{test.cls}.{test.method}", lambda other: other == test),
+        (test.cls, lambda other: other.cls == test.cls),
+        (test.method, lambda other: other.method == test.method),
+        (f"{test.cls}.{test.method}", lambda other: (other.cls, other.method) == (test.cls, test.method)),
+    ]
+    if folder:
+        for spelling in (f"./{folder}", f"test/{folder}/"):
+            cases.append((spelling, lambda other: other.file.startswith(f"{folder}/")))
+    if base not in files:
+        cases.append((base, lambda other: other.file.split("/")[-1] == base))
+    return cases
+
+
+def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
+    tests = [TestName(f"{folder}/test_m.py", "TestA", "test_1") for folder in ("v1", "v1.2", "v1/2", "a/v1.2")]
+    for number, pattern in enumerate(("v1/test_m.py", "v1.2", "v1/2", "a/v1.2")):
+        assert choose([pattern], (), tests)[1] == [tests[number].id]
+    assert choose(["v1.2/test_m.TestA.test_1"], (), tests)[1] == [tests[1].id]
+    assert choose(["v1"], (), tests)[1] == [tests[0].id, tests[2].id]
+
+
+def test_a_suffix_or_a_slash_says_whether_a_file_or_a_folder_is_meant() -> None:
+    tests = [TestName(file, "TestA", "test_1") for file in ("test_a/test_b.py", "x/test_a.py", "test_a.py")]
+    for pattern, number in (("test_a.py", 2), ("test_a", 2), ("test_a/", 0)):
+        assert choose([pattern], (), tests)[1] == [tests[number].id]
+    for pattern, number in (("test_a.py", 1), ("test_a", 0), ("test_a/", 0)):
+        assert choose([pattern], (), tests[:2])[1] == [tests[number].id]
+
+
+@given(SUITES, st.data())
+def test_selection_agrees_with_a_naive_reference(tests: list[TestName], data: st.DataObject) -> None:
+    pool = [case for test in tests for case in spellings(test, {test.file for test in tests})]
+    include = data.draw(st.lists(st.sampled_from(pool), max_size=3), label="include")
+    exclude = data.draw(st.lists(st.sampled_from(pool), max_size=2), label="exclude")
+    expected = [
+        test.id
+        for test in tests
+        if (not include or any(means(test) for _, means in include)) and not any(means(test) for _, means in exclude)
+    ]
+    try:
+        chosen = choose([text for text, _ in include], [text for text, _ in exclude], tests)[1]
+    except SelectionError:
+        # A bare name that only excluded files hold is not found, because they are not imported.
+        left = [test for test in tests if not any(means(test) for _, means in exclude)]
+        assert any(not any(map(means, left)) for _, means in [*include, *exclude])
+        assert exclude
+    else:
+        assert chosen == expected
+
+
+# Files, folders, classes and tests that share their names, as hard to tell apart as can be.
+SAME = st.sampled_from(["test_a", "test_b"])
+TANGLES = st.sets(
+    st.builds(
+        lambda folders, stem, cls, method: TestName("/".join([*folders, f"{stem}.py"]), cls, method),
+        st.lists(st.sampled_from(["test_a", "test_b", "test"]), max_size=3),
+        SAME,
+        SAME,
+        SAME,
+    ),
+    min_size=1,
+    max_size=12,
+).map(lambda tests: sorted(tests, key=lambda test: test.id))
+
+
+@given(TANGLES)
+def test_an_id_selects_exactly_its_test_and_imports_only_its_file(tests: list[TestName]) -> None:
+    for test in tests:
+        assert choose([test.id], (), tests) == ([test.file], [test.id])
+
+
+@given(TANGLES)
+def test_the_path_of_a_file_selects_exactly_its_tests(tests: list[TestName]) -> None:
+    for file in {test.file for test in tests}:
+        assert choose([file], (), tests) == ([file], [test.id for test in tests if test.file == file])

@@ -1,0 +1,82 @@
+"""What runs in a rank around a test's body: how it ends is turned into a receipt, in the harness's own words."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as c10d
+
+from torch_ext.testing._internal._distributed.skips import skip_reason
+from torch_ext.world import rank as world_rank
+from torch_ext.world.outcome import Receipt, Said
+
+__unittest = True
+
+__all__ = ["TEST_ERROR_EXIT_CODE", "end_group_unless_released", "passed", "receipt_of", "run_rank", "skipped"]
+
+# A rank whose test raised ends with this code. It is upstream's.
+TEST_ERROR_EXIT_CODE = 10
+
+_wants_group_ended = False
+
+
+def passed() -> Receipt:
+    return Receipt(Said.PASSED, time.monotonic())
+
+
+def skipped(reason: str) -> Receipt:
+    return Receipt(Said.SKIPPED, time.monotonic(), reason=reason)
+
+
+def receipt_of(error: BaseException) -> Receipt | None:
+    """Return the receipt of a test that raised ``error``; None if it is an exit that says nothing about the test."""
+    if isinstance(error, unittest.SkipTest):
+        return skipped(str(error))
+    if isinstance(error, SystemExit):
+        reason = skip_reason(error.code)
+        return skipped(reason) if reason else None
+    return world_rank.failure(error)
+
+
+def run_rank(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Body of a rank: call ``run``, a class's ``_run``, and hand in a receipt.
+
+    An exit that is no skip goes through without one.
+    """
+    rank = world_rank.current()
+    if rank is None:
+        raise AssertionError("run_rank() runs in a rank only")
+    try:
+        run(*args, **kwargs)
+    except BaseException as error:
+        if rank.handed_in:
+            raise
+        receipt = receipt_of(error)
+        if receipt is None:
+            raise
+        rank.hand_in(receipt)
+        sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
+    if rank.handed_in:
+        return
+    if os.environ.get("TORCH_EXT_TEARDOWN") == "full":
+        end_group()
+        rank.hand_in(passed())
+    elif not rank.hand_in(passed()):
+        end_group()
+
+
+def end_group_unless_released() -> None:
+    """Have the process groups destroyed at the end, unless all ranks end together; see Note [Life of a rank]."""
+    global _wants_group_ended
+    _wants_group_ended = True
+
+
+def end_group() -> None:
+    """Destroy all process groups if that was asked for and the test has not done it."""
+    if _wants_group_ended and c10d.is_initialized():
+        c10d.destroy_process_group()

@@ -1,0 +1,275 @@
+"""``MultiProcContinuousTest``: one set of ranks, and one process group, for all tests of a class."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import tempfile
+import time
+import types
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+
+from torch_ext import accelerator
+from torch_ext.compat.c10d import _get_default_group
+from torch_ext.compat.testing import set_rng_seed
+from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
+from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.world import access
+from torch_ext.world import rank as world_rank
+from torch_ext.world.outcome import Outcome, Said
+from torch_ext.world.parent import Body, RankProcess, World
+from torch_ext.world.rank import Inherited
+from torch_ext.world.watch import Limits
+
+__unittest = True
+
+__all__ = ["MultiProcContinuousTest"]
+
+
+_UNSET = -2
+
+
+class MultiProcContinuousTest(TestCase):
+    """A test case whose ranks, with their process group, live as long as the class.
+
+    Shared between the tests of a class: processes, process group, and whatever a test leaves behind in them. Fresh in
+        every test: the
+    instance and the random seed. A test that fails, or a rank that dies, costs no other test: the next one gets fresh
+    ranks.
+
+    Class attributes for subclasses: ``world_size`` (unset: as many as the device type has devices), ``timeout``;
+        methods:
+    ``backend_str``, ``device_type``, ``opts``.
+    """
+
+    MAIN_PROCESS_RANK = -1
+
+    world_size: Any = _UNSET
+    rank: int = _UNSET
+    rdvz_file: str | None = None
+    timeout: timedelta = timedelta(seconds=120)
+    # Upstream sets it after a failure and skips the rest of the class; kept for subclasses that do so themselves.
+    poison_pill: bool = False
+
+    pg: ClassVar[c10d.ProcessGroup]
+    processes: ClassVar[list[RankProcess]] = []
+    _world: ClassVar[World | None] = None
+
+    @classmethod
+    def backend_str(cls) -> str | None:
+        """Return the process group's backend; None has torch choose by the device of each tensor."""
+        return None
+
+    @classmethod
+    def device_type(cls) -> str:
+        """Return the device type under test."""
+        return accelerator.device_type()
+
+    @classmethod
+    def opts(cls, high_priority_stream: bool = False) -> Any:
+        """Return the process group's options, if its backend takes any."""
+        return None
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        name = methodName if methodName != "runTest" else method_name
+        super().__init__(name)
+        if world_rank.current() is None:
+            access.prepare(type(self).__module__)
+        function = getattr(self, name, None)
+        if function is not None:
+            setattr(self, name, self._worker_run_main_wait(function))
+        elif methodName != "runTest":
+            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+
+    def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
+        """Return what takes the place of test method ``fn``: it waits on the parent half and runs in ranks."""
+
+        @wraps(fn)
+        def wrapper(self: MultiProcContinuousTest) -> None:
+            if self.rank == self.MAIN_PROCESS_RANK:
+                self._wait_for_ranks()
+            else:
+                fn()
+
+        return types.MethodType(wrapper, self)
+
+    # The parent half
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls._end_ranks()
+        super().tearDownClass()
+
+    def setUp(self) -> None:
+        super().setUp()
+        cls = type(self)
+        if cls.poison_pill:
+            raise unittest.SkipTest(f"an earlier test of {cls.__name__} failed and asked for the rest to be skipped")
+        cls._ensure_processes_spawned()
+        self.rank = self.MAIN_PROCESS_RANK
+        world = cls._world
+        if world is None:
+            raise AssertionError("no ranks were started")
+        world.new_round()
+        for process in world.processes:
+            with contextlib.suppress(OSError):  # it died between two tests; its ending will tell
+                process.connections[0].send(self.id())
+
+    @classmethod
+    def _ensure_processes_spawned(cls) -> None:
+        """Start the ranks if none run.
+
+        Not done in ``setUpClass``, which device-generic classes call before they are complete.
+        """
+        if cls._world is not None:
+            return
+        cls.world_size = cls._get_world_size(cls._device_type_name())
+        backend = cls.backend_str() if callable(cls.backend_str) else cls.backend_str
+        if backend is not None and ":" not in backend and not c10d.is_backend_available(backend):
+            raise unittest.SkipTest(f"this torch has no backend {backend!r}")
+        cls._spawn_processes(cls.world_size)
+
+    @classmethod
+    def _device_type_name(cls) -> str:
+        # Subclasses in the wild define it as a class method, a property or a plain string.
+        found = inspect.getattr_static(cls, "device_type")
+        if isinstance(found, property) and found.fget is not None:
+            return str(found.fget(cls))
+        value = cls.device_type
+        return str(value() if callable(value) else value)
+
+    @classmethod
+    def _get_world_size(cls, device_type: str) -> int:
+        found = inspect.getattr_static(cls, "world_size", _UNSET)
+        if isinstance(found, property) and found.fget is not None:
+            found = found.fget(object.__new__(cls))
+        if found != _UNSET:
+            return int(found)
+        count = torch.get_device_module(device_type).device_count()
+        if not count:
+            raise unittest.SkipTest(f"no {device_type} device is available; set world_size on {cls.__name__}")
+        return int(count)
+
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        descriptor, cls.rdvz_file = tempfile.mkstemp(dir=access.scratch())
+        os.close(descriptor)
+        arguments = (int(world_size), cls.rdvz_file, Inherited(0))
+        cls._world = start_ranks(
+            cls.__module__,
+            [Body(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
+        )
+        cls.processes = cls._world.processes
+
+    @classmethod
+    def _end_ranks(cls) -> None:
+        """Ask the ranks to end, and wait for it; then let go of them."""
+        world, cls._world, cls.processes = cls._world, None, []
+        if world is None:
+            return
+        try:
+            for process in world.processes:
+                with contextlib.suppress(OSError):
+                    process.connections[0].send(None)
+            world.new_round()
+            world.wait(Limits(test_s=15.0), any_exit=True)
+        finally:
+            world.close()
+            if cls.rdvz_file is not None and os.path.exists(cls.rdvz_file):
+                os.remove(cls.rdvz_file)
+
+    def _wait_for_ranks(self) -> None:
+        cls = type(self)
+        world = cls._world
+        if world is None:
+            raise AssertionError("no ranks were started")
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = world.wait(Limits(test_s=timeout_of(self)), keep=True)
+        finally:
+            if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
+                cls._drop_ranks()
+        raise_verdict(outcomes, time.monotonic() - world.started_s)
+
+    @classmethod
+    def _drop_ranks(cls) -> None:
+        """Give up ranks of which one failed; what the others still wait for will not come.
+
+        The next test gets fresh ones.
+        """
+        world, cls._world, cls.processes = cls._world, None, []
+        if world is not None:
+            world.close()
+
+    # In a rank
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        os.environ["LOCAL_RANK"] = str(rank)  # as a launcher would, so that init_device_mesh() knows the device
+        store = c10d.FileStore(rdvz_file, world_size)
+        c10d.init_process_group(
+            backend=cls.backend_str(),
+            world_size=world_size,
+            rank=rank,
+            store=store,
+            pg_options=cls.opts(),
+            timeout=cls.timeout,
+        )
+        cls.pg = _get_default_group()
+
+    @classmethod
+    def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
+        name = test_id.rpartition(".")[2]
+        self = cls(name)
+        self.rank = cls.rank
+        self.world_size = cls.world_size
+        set_rng_seed()
+        getattr(self, name)(**kwargs)
+
+    @classmethod
+    def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
+        """Run the tests whose ids arrive on ``tests`` until None does, with one receipt each."""
+        me = world_rank.current()
+        if me is None:
+            raise AssertionError("_rank_main() runs in a rank only")
+        cls.rank, cls.world_size = rank, world_size
+        no_group: BaseException | None = None
+        try:
+            cls._init_pg(rank, world_size, rdvz_file)
+        except (Exception, SystemExit) as error:
+            no_group = error
+        while (test_id := _next_test(tests)) is not None:
+            try:
+                if no_group is not None:
+                    raise no_group
+                cls._run_test_given_id(test_id)
+            except BaseException as error:
+                receipt = bodies.receipt_of(error)
+                if receipt is None:
+                    raise
+                me.report(receipt)
+                if receipt.said is Said.FAILED:
+                    return
+            else:
+                me.report(bodies.passed())
+        if no_group is None:
+            bodies.end_group_unless_released()
+
+
+def _next_test(tests: Connection) -> str | None:
+    try:
+        test_id: str | None = tests.recv()
+    except EOFError:  # the parent half is gone
+        return None
+    return test_id

@@ -1,0 +1,247 @@
+"""``MultiProcessTestCase``: one set of fresh ranks for every test."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import types
+import unittest
+from collections.abc import Callable, Sequence
+from functools import wraps
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch_ext.compat.testing import set_rng_seed
+from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.world import access
+from torch_ext.world import rank as world_rank
+from torch_ext.world.outcome import Outcome, Said
+from torch_ext.world.parent import Body, RankProcess, World, ZygoteLostError, start_world
+from torch_ext.world.rank import Inherited
+from torch_ext.world.render import render
+from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.watch import Limits
+
+__unittest = True
+
+__all__ = ["DEFAULT_WORLD_SIZE", "MultiProcessTestCase", "WorldFailure", "raise_verdict", "start_ranks"]
+
+DEFAULT_WORLD_SIZE = 4
+
+
+class WorldFailure(RuntimeError):
+    """A test failed in its ranks. The message tells what became of each; ``outcomes`` holds the same."""
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+def start_ranks(module: str, ranks: Sequence[Body]) -> World:
+    """Start the ranks of a test class that ``module`` defines, in the way that the environment asks for."""
+    zygote = access.zygote_for(module)
+    try:
+        world = start_world(
+            zygote,
+            ranks,
+            interpreter=access.interpreter_wanted(),
+            spares=access.spares_wanted(len(ranks)),
+            show=os.environ.get("TORCH_EXT_SHOW_OUTPUT") == "1",
+        )
+    except ZygoteLostError:
+        access.forget(zygote)
+        raise
+    if world.why_interpreter:
+        access.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+    return world
+
+
+def raise_verdict(
+    outcomes: Sequence[Outcome], took_s: float, expected_exit: int | None = None, any_exit: bool = False
+) -> None:
+    """Return if the outcomes amount to a pass.
+
+    Raises:
+        WorldFailure: they amount to a failure.
+        unittest.SkipTest: all ranks skipped.
+    """
+    verdict = judge(outcomes, expected_exit, any_exit)
+    if verdict.judgement is Judgement.SKIPPED:
+        raise unittest.SkipTest(verdict.summary)
+    if verdict.judgement is Judgement.FAILED:
+        raise WorldFailure(render(outcomes, verdict, took_s), outcomes)
+    for outcome in outcomes:
+        for command in outcome.left_behind:
+            print(f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {command}", file=sys.stderr)
+
+
+class MultiProcessTestCase(TestCase):
+    """A test case whose methods run in ``world_size`` ranks, each a fresh process.
+
+    Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on an instance of its own
+    with ``rank`` and ``file_name`` (an empty file, for a rendezvous) set; the instance that called ``setUp`` has rank
+    -1 and waits. A test passes only if every rank says so. A rank that fails or dies gives its peers a second to do the
+    same and then stops them; a test that takes longer than its time limit (see ``timeout_of``) fails with the stacks of
+    its ranks.
+
+    Fresh in every test: processes, environment as it is when the ranks are started, file. Shared: nothing.
+    """
+
+    MAIN_PROCESS_RANK = -1
+    TEST_ERROR_EXIT_CODE = bodies.TEST_ERROR_EXIT_CODE
+
+    rank: int
+    file_name: str
+    processes: list[RankProcess]
+    pid_to_pipe: dict[int, Connection]
+    special_return_code_checks: dict[Any, int]
+    skip_return_code_checks: list[Any]
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        name = methodName if methodName != "runTest" else method_name
+        super().__init__(name)
+        if world_rank.current() is None:
+            access.prepare(type(self).__module__)
+        function = getattr(self, name, None)
+        if function is not None:
+            setattr(self, name, self.join_or_run(function))
+        elif methodName != "runTest":
+            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+
+    # Whether the harness destroys the process groups that a test leaves initialized.
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        return True
+
+    @property
+    def world_size(self) -> int:
+        return DEFAULT_WORLD_SIZE
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    def _should_stop_test_suite(self) -> bool:
+        return False
+
+    def _current_test_name(self) -> str:
+        return self.id().rpartition(".")[2]
+
+    def join_or_run(self, fn: Callable[[], Any]) -> Any:
+        """Return what takes the place of test method ``fn`` on this instance: it waits on the parent half and runs in
+        ranks.
+        """
+
+        @wraps(fn)
+        def wrapper(self: MultiProcessTestCase) -> None:
+            if self.rank == self.MAIN_PROCESS_RANK:
+                self._join_processes(fn)
+            else:
+                fn()
+
+        return types.MethodType(wrapper, self)
+
+    # The parent half
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.special_return_code_checks = {}
+        self.skip_return_code_checks = []
+        self.processes = []
+        self.pid_to_pipe = {}
+        self.rank = self.MAIN_PROCESS_RANK
+        self._world: World | None = None
+        descriptor, self.file_name = tempfile.mkstemp(dir=access.scratch())
+        os.close(descriptor)
+        self.addCleanup(self._clean_up, self.file_name)
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        self._end_world()
+
+    def _clean_up(self, file_name: str) -> None:
+        # Also where a subclass's tearDown does not call ours, or setUp raised.
+        self._end_world()
+        if os.path.exists(file_name):
+            os.remove(file_name)
+
+    def _end_world(self) -> None:
+        if self._world is not None:
+            self._world.close()
+        self._world, self.processes, self.pid_to_pipe = None, [], {}
+
+    def _spawn_processes(self) -> None:
+        """Start the ranks; each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
+        self._end_world()
+        arguments = (self._current_test_name(), self.file_name, Inherited(0))
+        kwargs = {"fake_pg": getattr(self, "fake_pg", False)}
+        self._world = start_ranks(
+            type(self).__module__,
+            [
+                Body(bodies.run_rank, (type(self)._run, rank, *arguments), kwargs, connections=1)
+                for rank in range(int(self.world_size))
+            ],
+        )
+        self.processes = self._world.processes
+        self.pid_to_pipe = {
+            process.pid: process.connections[0] for process in self.processes if process.pid is not None
+        }
+
+    def _join_processes(self, fn: Any) -> None:
+        if self._world is None:
+            raise unittest.SkipTest(
+                "no ranks were started: setUp() of the test class did not call self._spawn_processes()"
+            )
+        zygote = access.zygote_for(type(self).__module__)
+        try:
+            self._outcomes = self._world.wait(
+                Limits(test_s=timeout_of(self)),
+                self.special_return_code_checks.get(fn),
+                fn in self.skip_return_code_checks,
+            )
+        except ZygoteLostError:
+            access.forget(zygote)
+            raise
+        self._check_return_codes(fn, time.monotonic() - self._world.started_s)
+
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+        """Judge the ranks' outcomes; see :func:`raise_verdict`."""
+        raise_verdict(
+            self._outcomes, elapsed_time, self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
+        )
+
+    # In a rank
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Connection, **kwargs: Any) -> None:
+        self = cls(test_name)
+        self.rank = rank
+        self.file_name = file_name
+        self.run_test(test_name, parent_pipe)
+
+    def run_test(self, test_name: str, parent_pipe: Connection) -> None:
+        """Run the test method; a failure goes to the parent half at once, and to ``parent_pipe`` as text.
+
+        Raises:
+            SystemExit: the test failed or skipped. Code that must run all the same belongs in a ``finally``.
+        """
+        set_rng_seed()
+        try:
+            getattr(self, test_name)()
+        except BaseException as error:
+            receipt = bodies.receipt_of(error)
+            rank = world_rank.current()
+            if receipt is None or rank is None:
+                raise
+            if receipt.said is Said.FAILED:
+                parent_pipe.send(receipt.trace)
+            rank.hand_in(receipt)
+            sys.exit(self.TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
+        finally:
+            parent_pipe.close()
+        if self.destroy_pg_upon_exit:
+            bodies.end_group_unless_released()

@@ -1,0 +1,250 @@
+"""``MultiThreadedTestCase``: ranks that are threads of the parent half, over torch's threaded process group."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch.distributed as c10d
+
+from torch_ext.compat.c10d import _set_thread_isolation_mode
+from torch_ext.compat.testing import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
+from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
+from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
+from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
+
+__unittest = True
+
+__all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
+
+
+_Failure = tuple[int, tuple[Any, Any, Any]]  # rank, sys.exc_info()
+_ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPPED: Ending.SKIPPED}
+
+
+def _run_rank(
+    rank: int, world_size: int, store: c10d.Store, failures: queue.Queue[_Failure], body: Callable[[], Any]
+) -> None:
+    """Run ``body`` in this thread as ``rank`` of a fresh threaded group; an exception goes to ``failures`` and wakes
+    the peers.
+    """
+    c10d.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
+    try:
+        body()
+    except BaseException as error:
+        failures.put((rank, sys.exc_info()))
+        ProcessLocalGroup.exception_handle(error)
+    finally:
+        c10d.destroy_process_group()
+
+
+def _start(world_size: int, target: Callable[[int], None]) -> list[threading.Thread]:
+    # Daemons: a rank that hangs for ever must not keep the process from ending.
+    threads = [
+        threading.Thread(target=target, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _stacks_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or -1)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+class _TimedOut(TimeoutError):
+    """A rank's thread did not end in time. ``stacks`` is where it was."""
+
+    def __init__(self, seconds: float, stacks: str) -> None:
+        super().__init__(f"did not end within {seconds:g} seconds")
+        self.stacks = stacks
+
+
+def _outcome(rank: int, failure: tuple[Any, Any, Any] | None) -> Outcome:
+    if failure is None:
+        return Outcome(rank, Ending.PASSED)
+    error = failure[1]
+    if isinstance(error, _TimedOut):
+        return Outcome(rank, Ending.TIMED_OUT, stacks=error.stacks)
+    # An exit with a code that means nothing to us fails like an exception: there is no process that it could end.
+    receipt = bodies.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
+    return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt)
+
+
+class MultiThreadedTestCase(TestCase):
+    """A test case whose methods run in ``world_size`` threads of this process.
+
+    Call ``self._spawn_threads()`` in ``setUp``. Each thread has an instance, a rank and a default process group of its
+    own; all else, global state and the CPU's random generator included, is shared. Per-rank preparation belongs in
+    ``perThreadSetUp`` and ``perThreadTearDown``. A rank that fails wakes its peers from their collectives; one that
+    hangs fails the test at its time limit and is left behind, since threads cannot be ended.
+    """
+
+    MAIN_THREAD_RANK = -1
+
+    exception_queue: ClassVar[queue.Queue[_Failure]] = queue.Queue()
+    global_store: ClassVar[c10d.Store]
+
+    rank: int
+    threads: list[threading.Thread]
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        name = methodName if methodName != "runTest" else method_name
+        super().__init__(name)
+        function = getattr(self, name, None)
+        if function is not None:
+            setattr(self, name, self.join_or_run(function))
+        elif methodName != "runTest":
+            raise ValueError(f"{type(self).__name__} has no test method {methodName!r}")
+
+    @property
+    def world_size(self) -> int:
+        return DEFAULT_WORLD_SIZE
+
+    @property
+    def _current_test_name(self) -> str:
+        return self.id().rpartition(".")[2]
+
+    def join_or_run(self, fn: Callable[[], Any]) -> Any:
+        """Return what takes the place of test method ``fn``: it waits in the main thread and runs in the others."""
+
+        @wraps(fn)
+        def wrapper(self: MultiThreadedTestCase) -> None:
+            if self.rank == self.MAIN_THREAD_RANK:
+                self._join_threads(self.threads, fn, timeout_of(self))
+            else:
+                fn()
+
+        return types.MethodType(wrapper, self)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.rank = self.MAIN_THREAD_RANK
+        self.threads = []
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        self.threads = []
+
+    def perThreadSetUp(self) -> None:
+        """Runs in every rank before its test, in place of ``setUp``."""
+
+    def perThreadTearDown(self) -> None:
+        """Runs in every rank after its test, in place of ``tearDown``."""
+
+    def _spawn_threads(self) -> None:
+        """Start one thread a rank; call it in ``setUp``."""
+        cls, name, size = type(self), self._current_test_name, int(self.world_size)
+        _set_thread_isolation_mode(True)
+        _install_threaded_pg()
+        cls.global_store = c10d.HashStore()
+        self.threads = _start(size, lambda rank: cls._run(name, rank, size))
+
+    @classmethod
+    def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:
+        self = cls(test_name)
+        self.rank = rank
+        if hasattr(self, "_tls"):
+            # Tolerances that a test overrides live in thread-local storage: each rank needs its own.
+            self._tls = threading.local()
+            self._tls.precision = TestCase._precision
+            self._tls.rel_tol = TestCase._rel_tol
+        self.run_test_with_threaded_pg(test_name, rank, world_size)
+
+    def run_test_with_threaded_pg(self, test_name: str, rank: int, world_size: int) -> None:
+        """Run the test method as ``rank`` in this thread."""
+
+        def body() -> None:
+            self.perThreadSetUp()
+            try:
+                getattr(self, test_name)()
+            finally:
+                self.perThreadTearDown()
+
+        _run_rank(rank, world_size, type(self).global_store, self.exception_queue, body)
+
+    @classmethod
+    def _join_threads(cls, threads: Sequence[threading.Thread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
+        started = time.monotonic()
+        try:
+            for rank, thread in enumerate(threads):
+                thread.join(max(0.0, started + timeout - time.monotonic()))
+                if thread.is_alive():
+                    timed_out = _TimedOut(timeout, _stacks_of(thread))
+                    cls.exception_queue.put((rank, (type(timed_out), timed_out, None)))
+            ProcessLocalGroup.reset()
+            failures = dict(_drain(cls.exception_queue))
+        finally:
+            _uninstall_threaded_pg()
+            _set_thread_isolation_mode(False)
+        cls._check_return_codes(
+            [_outcome(rank, failures.get(rank)) for rank in range(len(threads))], time.monotonic() - started, fn
+        )
+
+    @classmethod
+    def _check_return_codes(cls, outcomes: Sequence[Outcome], elapsed_time: float, fn: Any) -> None:
+        raise_verdict(outcomes, elapsed_time)
+
+    def assertEqualOnRank(self, x: Any, y: Any, msg: Any = None, *, rank: int = 0) -> None:
+        """Compare on one rank only: all threads share the CPU's random generator, so random values differ from run to
+        run on the others.
+        """
+        if self.rank == rank:
+            self.assertEqual(x, y, msg)
+
+    def assertNotEqualOnRank(self, x: Any, y: Any, msg: Any = None, *, rank: int = 0) -> None:
+        """The opposite of :meth:`assertEqualOnRank`."""
+        if self.rank == rank:
+            self.assertNotEqual(x, y, msg)
+
+
+def _drain(failures: queue.Queue[_Failure]) -> list[_Failure]:
+    """Take everything out; of several failures of one rank the first counts."""
+    found: dict[int, tuple[Any, Any, Any]] = {}
+    while True:
+        try:
+            rank, failure = failures.get_nowait()
+        except queue.Empty:
+            return list(found.items())
+        found.setdefault(rank, failure)
+
+
+def spawn_threads_and_init_comms(
+    func: Callable[..., Any] | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = DEFAULT_WORLD_SIZE
+) -> Callable[..., Any]:
+    """Run a test method in ``world_size`` threads, each with a rank and a default process group; usable with and
+    without arguments.
+
+    Args:
+        timeout: seconds until ranks that have not ended fail the test.
+        world_size: how many threads.
+
+    Raises (from the decorated method):
+        WorldFailure: a rank failed; the message tells what became of each.
+        unittest.SkipTest: all ranks skipped.
+    """
+    if func is None:
+        return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
+
+    @wraps(func)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        _set_thread_isolation_mode(True)
+        _install_threaded_pg()
+        store, failures = c10d.HashStore(), MultiThreadedTestCase.exception_queue
+        threads = _start(
+            world_size, lambda rank: _run_rank(rank, world_size, store, failures, lambda: func(self, *args, **kwargs))
+        )
+        MultiThreadedTestCase._join_threads(threads, func, timeout)
+
+    return wrapper

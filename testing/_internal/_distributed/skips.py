@@ -1,0 +1,189 @@
+"""Reasons to skip: the table of exit codes by which a rank says so, and the decorators that ask for hardware or
+backends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as c10d
+
+from torch_ext import accelerator
+from torch_ext.compat import testing as torch_testing
+
+__all__ = [
+    "ACCELERATOR_DIST_BACKENDS",
+    "TEST_SKIPS",
+    "TestSkip",
+    "at_least_x_gpu",
+    "get_required_world_size",
+    "requires_accelerator_dist_backend",
+    "requires_gloo",
+    "requires_nccl",
+    "requires_world_size",
+    "skip_if_lt_x_gpu",
+    "skip_if_no_gpu",
+    "skip_if_rocm_multiprocess",
+    "skip_reason",
+]
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+ACCELERATOR_DIST_BACKENDS = ["nccl", "xccl", "hccl"]
+
+
+class TestSkip(NamedTuple):
+    """An exit code that means "skipped", and the reason it stands for."""
+
+    exit_code: int
+    message: str
+
+
+TestSkip.__test__ = False  # type: ignore[attr-defined]  # its name makes pytest look for tests in it
+
+
+# The codes are upstream's: test classes in the wild call sys.exit() with them.
+TEST_SKIPS = {
+    "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
+    "small_worldsize": TestSkip(73, "The world size is too small for this test."),
+    "odd_worldsize": TestSkip(87, "The world size is odd."),
+    "no_cuda": TestSkip(74, "No accelerator is available. Run with --device sim to use the simulated one."),
+    "nccl": TestSkip(76, "This torch is built without NCCL."),
+    "skipIfRocm": TestSkip(78, "The test does not work on ROCm."),
+    "no_peer_access": TestSkip(79, "The GPUs cannot access each other's memory."),
+    "generic": TestSkip(86, "A rank skipped the test; its output says why."),
+    "importerror": TestSkip(88, "A module that the test needs cannot be imported."),
+    "no_accelerator": TestSkip(89, "No accelerator is available. Run with --device sim to use the simulated one."),
+    **{
+        f"multi-gpu-{count}": TestSkip(
+            code,
+            f"Needs {count} accelerator device{'s' if count > 1 else ''}. Run with --device sim to use simulated ones.",
+        )
+        for count, code in enumerate((75, 77, 80, 81, 82, 83, 84, 85), start=1)
+    },
+}
+
+
+def skip_reason(exit_code: object) -> str:
+    """Return the reason that ``exit_code`` stands for, upstream's newer codes included; empty if it does not mean
+    "skipped".
+    """
+    for table in (TEST_SKIPS, torch_testing.TEST_SKIPS):
+        for skip in table.values():
+            if skip.exit_code == exit_code:
+                return str(skip.message)
+    return ""
+
+
+def at_least_x_gpu(x: int) -> bool:
+    """Whether the device under test is an accelerator with at least ``x`` devices."""
+    return accelerator.is_accelerator() and accelerator.device_count() >= x
+
+
+def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
+    """Skip a test, in its ranks, unless the device under test has at least ``x`` devices.
+
+    Args:
+        x: how many devices the test needs, from 1 to 8.
+        allow_cpu: run on plain ``cpu`` all the same, for bodies that need no memory apart from the host's.
+    """
+
+    def decorator(function: _Test) -> _Test:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if at_least_x_gpu(x) or (allow_cpu and not accelerator.is_accelerator()):
+                return function(*args, **kwargs)
+            return _skip(args, f"multi-gpu-{x}")
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorator
+
+
+def skip_if_no_gpu(function: _Test) -> _Test:
+    """Skip a test, in its ranks, unless each rank can have a device of its own; reads ``WORLD_SIZE`` from the
+    environment.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not accelerator.is_accelerator():
+            return _skip(args, "no_cuda")
+        world_size = int(os.environ["WORLD_SIZE"])
+        if not at_least_x_gpu(world_size):
+            return _skip(args, f"multi-gpu-{world_size}")
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _skip(args: Sequence[Any], name: str) -> None:
+    """Skip in the way the test's class understands: through its own handler if it has one, else by exit code."""
+    handler = getattr(args[0], "_handle_test_skip", None) if args else None
+    if handler is None:
+        sys.exit(TEST_SKIPS[name].exit_code)
+    handler(TEST_SKIPS[name].message)
+
+
+def requires_world_size(n: int) -> Callable[[_Test], _Test]:
+    """Ask the harness for ``n`` ranks in this test; skip it where an accelerator is under test that has fewer devices.
+
+    The simulated accelerator and plain ``cpu`` offer as many ranks as are asked for.
+    """
+
+    def decorator(function: _Test) -> _Test:
+        function._required_world_size = n  # type: ignore[attr-defined]
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if accelerator.is_accelerator() and not at_least_x_gpu(n):
+                raise unittest.SkipTest(
+                    f"requires {n} devices, found {accelerator.device_count()} of {accelerator.device_type()}"
+                )
+            return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorator
+
+
+def get_required_world_size(obj: Any, default: int) -> int:
+    """Return the world size that :func:`requires_world_size` asks for on the current test, else ``default``."""
+    name = getattr(obj, "_testMethodName", "")
+    current = getattr(obj, "_current_test_name", None)
+    if current is not None:
+        name = current() if callable(current) else current
+    return int(getattr(getattr(type(obj), name, None), "_required_world_size", default))
+
+
+def requires_gloo() -> Callable[[_Test], _Test]:
+    """Skip unless this torch has the gloo backend."""
+    return unittest.skipUnless(c10d.is_gloo_available(), "This torch is built without gloo.")
+
+
+def requires_nccl() -> Callable[[_Test], _Test]:
+    """Skip unless this torch has the NCCL backend."""
+    return unittest.skipUnless(c10d.is_nccl_available(), TEST_SKIPS["nccl"].message)
+
+
+def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:
+    """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is.
+
+    The backend of the device under test counts whatever its name is, so that a new accelerator needs no entry here.
+    """
+    wanted = list(backends or ACCELERATOR_DIST_BACKENDS)
+    available = any(c10d.is_backend_available(name) for name in wanted) or (
+        backends is None and accelerator.is_accelerator() and c10d.is_backend_available(accelerator.backend())
+    )
+    return unittest.skipUnless(available, f"This torch has none of the backends {', '.join(wanted)}.")
+
+
+def skip_if_rocm_multiprocess(function: _Test) -> _Test:
+    """Skip on ROCm builds."""
+    return unittest.skipIf(torch.version.hip is not None, TEST_SKIPS["skipIfRocm"].message)(function)

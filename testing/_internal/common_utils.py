@@ -1,0 +1,85 @@
+"""What test files import beside the distributed base classes. A name that is not defined here is torch's own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.testing._internal import common_utils as _upstream
+from torch.testing._internal.common_utils import (
+    FILE_SCHEMA,
+    TestCase,
+    find_free_port,
+    instantiate_parametrized_tests,
+    parametrize,
+    set_rng_seed,
+    subtest,
+)
+
+from torch_ext import accelerator
+
+# Torch's advice on how to rerun a test is for its own checkout; our runner gives one that works here.
+_upstream.PRINT_REPRO_ON_FAILURE = False
+
+__all__ = [
+    "FILE_SCHEMA",
+    "TestCase",
+    "find_free_port",
+    "get_cycles_per_ms",
+    "instantiate_parametrized_tests",
+    "parametrize",
+    "run_tests",
+    "set_rng_seed",
+    "subtest",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_upstream, name)
+
+
+def run_tests(argv: Sequence[str] | None = None) -> None:
+    """Run the tests of the file that is ``__main__`` and exit: 0 all passed, 1 a test failed, 2 usage or nothing
+    selected, 130 interrupted.
+
+    Does nothing where the file was only loaded: in a zygote, a rank, or under another runner.
+    """
+    main = sys.modules["__main__"]
+    if main.__name__ != "__main__" or not getattr(main, "__file__", None):
+        return
+    from torch_ext.runner.cli import main_for_file  # on use: files that are only imported need no runner
+
+    raise SystemExit(main_for_file(str(main.__file__), sys.argv[1:] if argv is None else argv))
+
+
+@functools.cache
+def get_cycles_per_ms() -> float:
+    """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured once with the device's own
+    events.
+
+    Raises:
+        RuntimeError: the device under test cannot sleep; ask ``accelerator.capabilities().device_sleep`` first.
+    """
+    if not accelerator.capabilities().device_sleep:
+        raise RuntimeError(f"{accelerator.device_type()} has no _sleep; sleep on the host instead")
+    module, cycles = accelerator.device_module(), 1_000_000
+    samples = []
+    for _ in range(9):  # the first ones pay for start-up; the median drops them
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        start.record()
+        module._sleep(cycles)
+        end.record()
+        end.synchronize()
+        samples.append(cycles / max(start.elapsed_time(end), 1e-6))
+    return sorted(samples)[len(samples) // 2]
+
+
+def sleep_on_device(milliseconds: float) -> None:
+    """Keep the device busy for ``milliseconds`` where it can sleep; else hold up this thread."""
+    if accelerator.capabilities().device_sleep:
+        accelerator.device_module()._sleep(int(milliseconds * get_cycles_per_ms()))
+    else:
+        time.sleep(milliseconds / 1000)

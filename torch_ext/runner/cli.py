@@ -1,0 +1,173 @@
+"""The command ``run_test.py``, and what ``python some_test_file.py`` does: from arguments to an exit code.
+
+Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, or was planned and has no result;
+2 a usage error, or nothing selected; 130 interrupted, by the keyboard or by a reader that closed the pipe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from torch_ext.runner.discovery import TestFile, describe, find_test_files
+from torch_ext.runner.keywords import keyword_filter
+from torch_ext.runner.names import Collected, Collector, NameCache, cache_folder, collect_names, surroundings
+from torch_ext.runner.options import Options, parse, parse_for_file
+from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan, make_plan
+from torch_ext.runner.selection import SelectionError, select_files, select_tests
+
+__all__ = ["INTERRUPTED", "Engine", "main", "main_for_file"]
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Engine(Protocol):
+    """The half of the runner that starts processes: the module ``torch_ext.runner.execute``."""
+
+    def collector(self, options: Options) -> Collector:
+        """Return what imports test files. Called at most once, on the main thread, and only if names are needed."""
+        ...
+
+    def run(self, plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
+        """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
+
+        Called once, on the main thread; blocks until every process it started is gone, also when it is interrupted.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one skipped result
+        for each of its tests: a planned test without a result counts as not run, and fails the command.
+        """
+        ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the arguments of this process) and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return _exit_code(lambda: _discover_and_run(parse(arguments)))
+
+
+def main_for_file(path: str | os.PathLike[str], argv: Sequence[str] | None = None) -> int:
+    """Run the tests of one file that was started by itself, and return the exit code.
+
+    Args:
+        path: the file; it need not be called ``test_*.py``.
+        argv: arguments behind the file's name, in unittest's spellings; default: those of this process.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    return _exit_code(lambda: _run_file(Path(path).resolve(), arguments))
+
+
+def _exit_code(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except SystemExit as ending:  # argparse, which has printed what it has to say
+        return OK if not ending.code else USAGE
+    except SelectionError as error:
+        return _usage_error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out, and would complain about the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED
+
+
+def _usage_error(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return USAGE
+
+
+def _engine() -> Engine:
+    # Not imported above: a warm list needs no processes, and must not pay for their machinery.
+    return cast(Engine, importlib.import_module("torch_ext.runner.execute"))
+
+
+def _discover_and_run(options: Options) -> int:
+    files = find_test_files(options.root)
+    if not files:
+        return _usage_error(f"nothing selected: no test_*.py below {options.root}")
+    device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
+    return _select_and_run(options, files, NameCache(cache_folder(), surroundings(device)))
+
+
+def _run_file(path: Path, arguments: Sequence[str]) -> int:
+    options = parse_for_file(path, arguments)
+    file = describe(path, options.root)
+    # As __main__ the file may define other tests than when it is imported, so nothing is remembered.
+    return _select_and_run(options, [file], NameCache(None, None))
+
+
+def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache) -> int:
+    keywords = _keywords(options)
+    selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
+    wanted = [file for file in files if file.name in set(selection.files)]
+    collected = collect_names(wanted, cache, lambda: _engine().collector(options))
+    broken = {one.file.name: one for one in collected if one.error}
+    names = [test for one in collected if not one.error for test in one.tests]
+    selected = select_tests(selection, names, broken)
+    tests = [test for test in selected.tests if keywords(test)]
+    failures = [_import_failure(broken[name]) for name in selected.broken]
+    if not tests and not failures:
+        return _usage_error(_nothing_selected(options, wanted, selected.tests))
+    if options.list_only:
+        return _list(tests, failures)
+    return _run(options, make_plan(wanted, tests), failures)
+
+
+def _keywords(options: Options) -> Callable[[TestName], bool]:
+    try:
+        return keyword_filter(options.keywords)
+    except ValueError as error:
+        raise SelectionError(str(error)) from None
+
+
+def _prefixes(options: Options) -> list[str]:
+    """How a pattern may spell the root before it spells what lies below, as completion by the shell does."""
+    roots = {options.root.name, str(options.root), os.path.relpath(options.root), options.typed_root.rstrip("/")}
+    return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]
+
+
+def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
+    if not files:
+        return "nothing selected: -x excludes every file that -i selects"
+    if not tests:
+        return f"nothing selected: no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
+    from torch_ext.runner.nearest import nearest, spellings
+
+    typed = " ".join(options.keywords)
+    near = nearest(typed, spellings((), tests))
+    advice = f"; nearest: {', '.join(near)}" if near else ""
+    return f"nothing selected: none of {len(tests)} tests fits -k {typed!r}{advice}"
+
+
+def _import_failure(collected: Collected) -> TestResult:
+    return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, message=collected.error)
+
+
+def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
+    sys.stdout.writelines(f"{test.id}\n" for test in tests)
+    sys.stdout.flush()
+    for failure in failures:
+        print(f"{failure.test.id} cannot be imported:\n{failure.message}", file=sys.stderr)
+    print(f"{len(tests)} test{'s' * (len(tests) != 1)}", file=sys.stderr)
+    return FAILED if failures else OK
+
+
+def _run(options: Options, plan: Plan, failures: Sequence[TestResult]) -> int:
+    from torch_ext.runner.report import Report
+
+    report = Report(plan, options, sys.stdout)
+    for failure in failures:
+        report.add(failure)
+    try:
+        if plan.batches and not (failures and options.failfast):
+            _engine().run(plan, options, report.add)
+    except KeyboardInterrupt:
+        report.finish(interrupted=True)
+        return INTERRUPTED
+    report.finish()
+    return OK if report.tally.passed else FAILED

@@ -1,0 +1,85 @@
+"""The ``-k`` option: words that a test's name contains, joined by ``and``, ``or``, ``not`` and parentheses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from torch_ext.runner.results import TestName
+
+__all__ = ["keyword_filter"]
+
+_Filter = Callable[[TestName], bool]
+_OPERATORS = frozenset({"and", "or", "not", "(", ")"})
+
+
+def keyword_filter(expressions: Sequence[str]) -> _Filter:
+    """Return a function that tells whether a test fits one of ``expressions``; none at all lets every test through.
+
+    A word fits as a substring of the id or of unittest's dotted name, and with ``*``, ``?`` or ``[`` as a glob over
+    either of them, the class or the method. Case matters.
+
+    Raises:
+        ValueError: an expression is incomplete.
+
+    >>> fits = keyword_filter(["TestA and not slow", "test_[xy]"])
+    >>> [fits(TestName("test_m.py", "TestA", method)) for method in ("test_1", "test_slow", "test_x")]
+    [True, False, True]
+    """
+    filters = [_Parser(text).parse() for text in expressions]
+    return lambda test: not filters or any(fits(test) for fits in filters)
+
+
+def _word(word: str) -> _Filter:
+    if not any(sign in word for sign in "*?["):
+        return lambda test: word in test.id or word in test.dotted
+    return lambda test: any(fnmatchcase(name, word) for name in (test.id, test.dotted, test.cls, test.method))
+
+
+class _Parser:
+    """Recursive descent, one method a level: ``or`` binds weakest, ``not`` strongest."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = re.findall(r"[()]|[^\s()]+", text)
+
+    def parse(self) -> _Filter:
+        found = self.alternatives()
+        if self.tokens:
+            raise self.error(f"'and' or 'or' before {self.tokens[0]!r}")
+        return found
+
+    def alternatives(self) -> _Filter:
+        filters = [self.conjunction()]
+        while self.take("or"):
+            filters.append(self.conjunction())
+        return lambda test: any(fits(test) for fits in filters)
+
+    def conjunction(self) -> _Filter:
+        filters = [self.term()]
+        while self.take("and"):
+            filters.append(self.term())
+        return lambda test: all(fits(test) for fits in filters)
+
+    def term(self) -> _Filter:
+        if self.take("not"):
+            inner = self.term()
+            return lambda test: not inner(test)
+        if self.take("("):
+            inner = self.alternatives()
+            if not self.take(")"):
+                raise self.error("a closing parenthesis")
+            return inner
+        if not self.tokens or self.tokens[0] in _OPERATORS:
+            raise self.error(f"a name before {self.tokens[0]!r}" if self.tokens else "a name at the end")
+        return _word(self.tokens.pop(0))
+
+    def take(self, token: str) -> bool:
+        if self.tokens[:1] == [token]:
+            del self.tokens[0]
+            return True
+        return False
+
+    def error(self, expected: str) -> ValueError:
+        return ValueError(f"got -k {self.text!r}, expected {expected}")

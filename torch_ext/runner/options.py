@@ -1,0 +1,160 @@
+"""The command line: what may be typed, and the options that come of it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch_ext
+
+__all__ = ["Options", "default_root", "parse", "parse_for_file"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. Everything below the command line takes its orders from here.
+
+    Attributes:
+        root: absolute folder that holds the suites.
+        include: patterns of ``-i``; none: everything.
+        exclude: patterns of ``-x``.
+        keywords: expressions of ``-k``; a test that fits one of them is selected.
+        verbosity: -1 quiet, 0 one line a class, 1 one line a test.
+        failfast: stop after the first failure.
+        list_only: print the selected tests and run none.
+        device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
+        timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
+        start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
+        show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        typed_root: the argument of ``--root`` as typed; empty if it was not given.
+        script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
+        command: how this runner was started, as a user would type it.
+    """
+
+    root: Path
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    verbosity: int = 0
+    failfast: bool = False
+    list_only: bool = False
+    device: str = ""
+    timeout_s: float | None = None
+    start_method: str = "fork"
+    show_output: bool = False
+    typed_root: str = ""
+    script: str = ""
+    command: str = "python run_test.py"
+
+
+def default_root() -> Path:
+    """Return the ``test`` folder of the checkout that this package belongs to."""
+    return Path(torch_ext.__file__).resolve().parents[1] / "test"
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read the arguments of ``run_test.py``.
+
+    Raises:
+        SystemExit: after ``-h`` or ``--version`` (0), or a usage error (2), with its text already printed.
+    """
+    parser = argparse.ArgumentParser(
+        prog=_command().removeprefix("python "),
+        description="Run distributed tests on this machine.",
+        epilog="PATTERN: a folder, a module, a class or a test, spelt as a path, with dots or as an id "
+        "(distributed/fsdp, test_a.py, TestA, TestA.test_b, distributed/test_a.py::TestA::test_b). "
+        "Exit codes: 0 all passed, 1 a test failed, 2 usage or nothing selected, 130 interrupted.",
+    )
+    for flags, text in ((("-i", "--include"), "run these only"), (("-x", "--exclude"), "do not run these")):
+        parser.add_argument(*flags, nargs="+", action="extend", default=[], metavar="PATTERN", help=text)
+    parser.add_argument("--root", default="", metavar="DIR", help="folder of the suites (default: test)")
+    _add_common(parser)
+    given = parser.parse_args(argv)
+    root = Path(given.root).resolve() if given.root else default_root()
+    if not root.is_dir():
+        parser.error(f"got the root {root}, which is no folder; give the one that holds the suites with --root DIR")
+    return _options(given, root=root, include=given.include, exclude=given.exclude, typed_root=given.root)
+
+
+def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
+    """Read the arguments of the test file ``path`` (absolute), started by itself, in unittest's spellings.
+
+    Raises:
+        SystemExit: as :func:`parse`.
+    """
+    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    parser = argparse.ArgumentParser(prog=shown, description="Run the tests of this file.")
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="run these only: TestClass, TestClass.test_name")
+    _add_common(parser)
+    given = parser.parse_args(argv)
+    root = default_root() if path.is_relative_to(default_root()) else path.parent
+    return _options(given, root=root, include=given.tests, script=shown)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-k", action="append", default=[], metavar="WORDS", help="of these, run tests whose name fits WORDS: a part of "
+        "it, a glob, or several with and/or/not; given twice, either may fit")  # fmt: skip
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument("-v", "--verbose", action="store_true", help="print a line for each test")
+    loudness.add_argument("-q", "--quiet", action="store_true", help="print failures and the summary only")
+    add("-f", "--failfast", action="store_true", help="stop after the first failure")
+    add("--list", action="store_true", help="print the ids of the tests and run none")
+    add("--device", default="", metavar="TYPE", help="device type to test, such as cpu (default: TORCH_EXT_DEVICE, or "
+        "the best that this machine has)")  # fmt: skip
+    add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
+    add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
+    add("--show-output", action="store_true", help="show what ranks print, as it comes")
+    add("--version", action="version", version=f"torch_ext {torch_ext.__version__}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
+    return seconds
+
+
+def _options(
+    given: argparse.Namespace,
+    *,
+    root: Path,
+    include: Sequence[str],
+    exclude: Sequence[str] = (),
+    typed_root: str = "",
+    script: str = "",
+) -> Options:
+    return Options(
+        root=root,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        keywords=tuple(given.k),
+        verbosity=given.verbose - given.quiet,
+        failfast=given.failfast,
+        list_only=given.list,
+        device=given.device,
+        timeout_s=given.timeout,
+        start_method=given.start_method,
+        show_output=given.show_output,
+        typed_root=typed_root,
+        script=script,
+        command=_command(),
+    )
+
+
+def _command() -> str:
+    """How this process was started, for the lines that tell users what to type."""
+    started = Path(sys.argv[0])
+    if started.name == "run_test.py":
+        return f"python {os.path.relpath(started)}"
+    if started.name == "__main__.py" and started.parent.name == "torch_ext":
+        return "python -m torch_ext"
+    return "torch_ext" if started.name == "torch_ext" else "python run_test.py"

@@ -1,0 +1,52 @@
+"""Where the report is written: plain text to files and pipes, colours on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Paper"]
+
+
+class Paper:
+    """Writes lines to ``stream``.
+
+    Rich is used only for the colours of a terminal: a pipe gets the text and nothing else, and the import (0.1 s) is
+    spared. What a failed test says never passes through rich, which would expand tabs and drop control characters.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console: Console | None = None
+        if stream.isatty():
+            from rich.console import Console
+
+            self._console = Console(file=stream)
+
+    def line(self, *parts: str | tuple[str, str]) -> None:
+        """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
+        styled = [(self._encodable(text), style) for text, style in map(_styled, parts)]
+        if self._console is None:
+            self.verbatim("".join(text for text, _ in styled))
+            return
+        from rich.text import Text
+
+        # Text, unlike a string, is never read as markup: "[rank 0]" stays. The terminal itself wraps long lines, since
+        # an id that was cut or broken cannot be copied.
+        self._console.print(Text.assemble(*styled), soft_wrap=True)
+
+    def verbatim(self, text: str) -> None:
+        """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
+        text = self._encodable(text)
+        self._stream.write(text if text.endswith("\n") else f"{text}\n")
+        self._stream.flush()
+
+    def _encodable(self, text: str) -> str:
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
+    return (part, "") if isinstance(part, str) else part

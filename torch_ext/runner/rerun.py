@@ -1,0 +1,38 @@
+"""The command that runs exactly one test again."""
+
+from __future__ import annotations
+
+import shlex
+
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import TestName
+
+__all__ = ["rerun_command"]
+
+
+def rerun_command(options: Options, test: TestName) -> str:
+    """Return what to type to run ``test`` (or its class, or its file) again under the same conditions.
+
+    >>> from pathlib import Path
+    >>> rerun_command(Options(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
+    'python run_test.py -i a/test_b.py::TestC::test_d --device cpu'
+    >>> rerun_command(Options(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
+    'python a/test_b.py TestC.test_d'
+    """
+    return " ".join([_start(options, test), *_conditions(options)])
+
+
+def _start(options: Options, test: TestName) -> str:
+    if options.script:
+        name = ".".join(part for part in (test.cls, test.method) if part)
+        return shlex.join(["python", options.script, *([name] if name else [])])
+    return f"{options.command} -i {shlex.quote(test.id)}"
+
+
+def _conditions(options: Options) -> list[str]:
+    given = [("--root", options.typed_root), ("--device", options.device)]
+    if options.timeout_s is not None:
+        given.append(("--timeout", f"{options.timeout_s:g}"))
+    if options.start_method != "fork":
+        given.append(("--start-method", options.start_method))
+    return [shlex.join(pair) for pair in given if pair[1]]

@@ -1,0 +1,176 @@
+"""Every operating-system call that the world makes beyond what Python offers on all systems.
+
+Runs in the supervisor, in zygotes and in ranks; imports the standard library only. On Linux everything here works;
+elsewhere the functions say so through :data:`CAN_FORK` or return nothing, and ranks are fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import threading
+from typing import IO
+
+__all__ = [
+    "CAN_FORK",
+    "SUPPORTED",
+    "adopt_orphans",
+    "children_of",
+    "collapse_memory",
+    "command_line",
+    "die_with_parent",
+    "end_process",
+    "environment_at_start",
+    "signal_name",
+    "task_names",
+    "tasks",
+    "unnamed_file",
+    "watch_exit",
+]
+
+SUPPORTED = sys.platform != "win32"
+CAN_FORK = sys.platform == "linux"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the thread that started it ends; exit now if ``parent`` is gone already."""
+    if CAN_FORK:
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that leftovers can be found and reaped."""
+    if CAN_FORK:
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of the live and unreaped children of ``pid``; empty if it is gone or the system cannot tell."""
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as stream:
+                found.extend(int(child) for child in stream.read().split())
+    except OSError:
+        pass
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of ``pid``, or an empty string if it is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as stream:
+            return stream.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def tasks() -> int:
+    """Return how many threads, native ones included, this process has."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def task_names() -> list[str]:
+    """Return the kernel's names of this process's threads, the main thread's first."""
+    names = []
+    for task in sorted(os.listdir("/proc/self/task"), key=int):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as stream:
+            names.append(stream.read().strip())
+    return names
+
+
+def environment_at_start() -> dict[str, str]:
+    """Return the environment that this process's program was started with, whatever has been set since."""
+    try:
+        with open("/proc/self/environ", "rb") as stream:
+            entries = stream.read().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def watch_exit(pid: int) -> int:
+    """Return a descriptor that becomes readable when child ``pid`` ends. The caller closes it and reaps the child."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, name=f"exit of {pid}", daemon=True).start()
+    return reader
+
+
+def end_process(pid: int, how: int = signal.SIGKILL) -> None:
+    """Send ``how`` to ``pid``, a child of this process that it has not reaped; no error if it is a zombie."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal.
+
+    >>> signal_name(11)
+    'SIGSEGV'
+    >>> signal_name(200)
+    'signal 200'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def unnamed_file() -> IO[bytes]:
+    """Open a temporary file that has no name, so that nothing is left behind however its holders end. Writes append."""
+    file = tempfile.TemporaryFile(prefix="torch_ext-", buffering=0)  # noqa: SIM115  # the caller closes it
+    if SUPPORTED:
+        import fcntl
+
+        # Writers share one position with the reader otherwise, and its looking back would make them overwrite.
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
+
+
+def collapse_memory() -> int:
+    """Gather this process's heap in huge pages; return how many. Forking and being forked then copies fewer page
+    tables.
+
+    Best effort: kernels before 6.1, or without huge pages, refuse and nothing changes.
+    """
+    if not CAN_FORK:
+        return 0
+    libc, collapsed = _libc(), 0
+    with open("/proc/self/maps") as stream:
+        areas = [line.split() for line in stream]
+    for area in areas:
+        if area[1] != "rw-p" or (len(area) > 5 and area[5] != "[heap]"):
+            continue
+        start, end = (int(bound, 16) for bound in area[0].split("-"))
+        start = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        for page in range(start, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+            refused = libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
+            collapsed += not refused
+    return collapsed

@@ -1,0 +1,96 @@
+"""Reading the collectives that ranks were last in, and finding the first one that does not match. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ext.world.verdict import ranks_phrase
+
+__all__ = ["Collective", "first_mismatch", "read_record"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of a rank's record.
+
+    Attributes:
+        group: the process group's name, with its description.
+        sequence: the how manyth collective of its group it is, from 1; point-to-point operations are counted apart.
+        operation: such as ``"gloo:all_reduce"``.
+        shapes: input sizes and types, such as ``"[3] Float"``.
+        finished: whether it was over on this rank, be it by an error.
+    """
+
+    group: str
+    sequence: int
+    operation: str
+    shapes: str
+    finished: bool
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.operation, self.shapes
+
+
+def read_record(record: str) -> list[Collective]:
+    """Read a flight record as a rank sends it; point-to-point operations are left out.
+
+    Empty input gives an empty list.
+    """
+    entries = json.loads(record) if record else []
+    return [_read_entry(entry) for entry in entries if not entry.get("is_p2p")]
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Collective:
+    name, description = [*entry.get("process_group", ["?"]), ""][:2]
+    sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
+    shapes = ", ".join(f"{list(size)} {type_}" for size, type_ in zip(sizes, types, strict=False))
+    finished = bool(entry.get("retired")) or entry.get("state") == "completed"
+    group = f"{name} ({description})" if description else str(name)
+    return Collective(
+        group, int(entry.get("collective_seq_id", 0)), str(entry.get("profiling_name", "?")), shapes, finished
+    )
+
+
+def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> str:
+    """Return a sentence on the first collective in which the ranks differ or wait for each other; empty if there is
+    none.
+
+    Args:
+        records: for each rank, its collectives, oldest first.
+    """
+    groups = dict.fromkeys(each.group for record in records.values() for each in record)
+    found = [sentence for group in groups if (sentence := _mismatch_in({r: _of(records[r], group) for r in records}))]
+    return found[0] if found else ""
+
+
+def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
+    return {each.sequence: each for each in record if each.group == group}
+
+
+def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> str:
+    # Every rank belongs to the default group; of other groups only those ranks are known to that called something in
+    # them.
+    everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
+    members = {rank: record for rank, record in records.items() if record or everyone}
+    for sequence in sorted({number for record in members.values() for number in record}):
+        here = {rank: record[sequence] for rank, record in members.items() if sequence in record}
+        missing = [rank for rank, record in members.items() if max(record, default=0) < sequence]
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for rank, each in here.items():
+            kinds.setdefault(each.kind, []).append(rank)
+        if len(kinds) > 1:
+            parts = [
+                f"{ranks_phrase(ranks)} called {operation}({shapes})" for (operation, shapes), ranks in kinds.items()
+            ]
+            return f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
+        if missing:
+            called = next(iter(here.values()))
+            return f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
+    return ""

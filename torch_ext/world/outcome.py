@@ -1,0 +1,129 @@
+"""What became of one rank: the typed endings, and the receipt by which a rank says how its body ended. Standard library
+only.
+
+Glossary
+~~~~~~~~
+- *world*: the set of ranks of one test. *World size*: how many there are.
+- *rank*: one of these processes (or threads), and its number.
+- *body*: what a rank is told to run.
+- *receipt*: the rank's own statement about its body, handed in before it ends.
+- *ending*: what became of the rank, as established from its receipt and from how its process ended.
+- *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
+- *supervisor*: the process that runs tests and owns no torch. *Zygote*: a process that has loaded what ranks need and
+  forks them.
+- *parent half*: the part of a test that runs beside its ranks and waits for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch_ext.world._os import signal_name
+
+__all__ = ["Ending", "Outcome", "Receipt", "Said"]
+
+
+class Said(Enum):
+    """What a receipt says."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A rank's statement about its body.
+
+    Attributes:
+        said: how the body ended.
+        time_s: when, by ``time.monotonic``, which all processes of a machine share.
+        reason: the reason of a skip, or the last line of a failure (``"ValueError: no"``).
+        trace: the traceback of a failure, without the harness's own frames.
+    """
+
+    said: Said
+    time_s: float
+    reason: str = ""
+    trace: str = ""
+
+
+class Ending(Enum):
+    """The state in which a rank ended; each is told apart from all others."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    EXITED = "exited"
+    KILLED = "killed"
+    SILENT = "left without a receipt"
+    TIMED_OUT = "timed out"
+    STOPPED = "stopped by the harness"
+
+
+@dataclass
+class Outcome:
+    """Everything known about one rank at its end.
+
+    Attributes:
+        rank: its number.
+        ending: the state in which it ended.
+        exit_code: of its process; negative for a signal; None if it was never started.
+        time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
+        receipt: what it said, if anything.
+        stacks: Python stacks of its threads, taken before it was stopped.
+        collectives: its record of collectives, as :class:`~torch_ext.world.rank.Collectives` carries it, taken at the
+            same time.
+        output: the end of its own stdout and stderr.
+        left_behind: command lines of processes that it left running.
+    """
+
+    rank: int
+    ending: Ending
+    exit_code: int | None = None
+    time_s: float = 0.0
+    receipt: Receipt | None = None
+    stacks: str = ""
+    collectives: str = ""
+    output: str = ""
+    left_behind: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.ending in (Ending.PASSED, Ending.SKIPPED)
+
+    def describe(self) -> str:
+        """Say in a few words how the rank ended.
+
+        >>> Outcome(1, Ending.KILLED, exit_code=-11).describe()
+        'was killed by SIGSEGV'
+        >>> Outcome(0, Ending.EXITED, exit_code=3).describe()
+        'exited with code 3 without a receipt'
+        """
+        reason = _shorten(self.receipt.reason) if self.receipt else ""
+        after = f" after its test had {self.receipt.said.value}" if self.receipt else ""
+        if self.ending is Ending.PASSED:
+            return "passed"
+        if self.ending is Ending.FAILED:
+            return f"failed with {reason}"
+        if self.ending is Ending.SKIPPED:
+            return f"skipped: {reason}"
+        if self.ending is Ending.KILLED:
+            return f"was killed by {signal_name(-(self.exit_code or 0))}{after}"
+        if self.ending is Ending.EXITED:
+            return f"exited with code {self.exit_code}{after or ' without a receipt'}"
+        if self.ending is Ending.SILENT:
+            return "left with code 0 without a receipt: something ended the process before its test was over"
+        if self.ending is Ending.TIMED_OUT:
+            return "timed out"
+        return f"was stopped by the harness{after or ' while its test was running'}"
+
+
+def _shorten(text: str, limit: int = 160) -> str:
+    """Keep the beginning of a long line; the whole of it stands in the traceback.
+
+    >>> _shorten("x" * 10, 5)
+    'xxxxx...'
+    """
+    return text if len(text) <= limit else text[:limit].rstrip() + "..."

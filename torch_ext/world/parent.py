@@ -1,0 +1,368 @@
+"""The parent half's side of a world: start ranks through a zygote, follow them, collect what became of each.
+
+Runs wherever a test's parent half runs; imports the standard library and its own layer only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from torch_ext.world.outcome import Outcome, Receipt
+from torch_ext.world.output import Capture, open_capture
+from torch_ext.world.rank import STACK_SIGNAL, Ask, Collectives, RankOrder
+from torch_ext.world.watch import Act, Limits, Watch
+from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.zygote import Ended, LeftBehind, Order, Send, Start, Started
+
+__all__ = ["Body", "RankProcess", "World", "ZygoteLostError", "start_world"]
+
+# How long a rank has to write its stacks once asked, and how long the pipe must be quiet to be taken for done, in
+# seconds.
+_STACKS_S, _QUIET_S = 3.0, 0.2
+
+
+class ZygoteLostError(RuntimeError):
+    """The process that starts and reaps ranks is gone, and with it the ranks and all knowledge about them."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """What one rank runs: ``function(*args, **kwargs)``, all pickled by reference as in multiprocessing.
+
+    ``connections`` pipes are made for it; the rank finds its ends where ``args`` hold
+    :class:`~torch_ext.world.rank.Inherited`.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    connections: int = 0
+
+
+class RankProcess:
+    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started."""
+
+    def __init__(self, world: World, rank: int, name: str, channel: Channel, capture: Capture, stacks: int) -> None:
+        self.rank = rank
+        self.name = name
+        self.pid: int | None = None
+        self.connections: list[Connection] = []
+        self._world = world
+        self._channel = channel
+        self._capture = capture
+        self._stacks = stacks
+        self._exit_code: int | None = None
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self._exit_code is None:
+            self._world.pump(0)
+        return self._exit_code
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, at most ``timeout`` seconds."""
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while self._exit_code is None and (left := end - time.monotonic()) > 0:
+            self._world.pump(None if left == float("inf") else left)
+
+    def terminate(self) -> None:
+        self._world.send_signal(self.rank, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._world.send_signal(self.rank, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Nothing is held for a single rank; the world closes as one."""
+
+
+class World:
+    """The ranks of one test, from their start until :meth:`close`, which ends those that still live.
+
+    Not thread-safe. Owns its descriptors: close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self, zygote: Channel, bodies: Sequence[Body], *, interpreter: bool, spares: int, show: bool, name: str
+    ) -> None:
+        self.started_s = time.monotonic()
+        self.why_interpreter = ""
+        self.processes: list[RankProcess] = []
+        self._receipts: dict[int, Receipt] = {}
+        self._collectives: dict[int, str] = {}
+        self._ended: dict[int, Ended] = {}
+        self._left_behind: list[LeftBehind] = []
+        self._listeners: list[Watch] = []
+        self._selector = selectors.DefaultSelector()
+        self._brood, theirs = channel_pair()
+        request, descriptors = self._prepare(bodies, interpreter, spares, show, name)
+        try:
+            zygote.send(request, [theirs.fileno(), *descriptors])
+        except ChannelClosedError as error:
+            self.close()
+            raise ZygoteLostError("the zygote is gone: no ranks can be started") from error
+        finally:
+            theirs.close()
+            close_all(descriptors)
+        self._selector.register(self._brood, selectors.EVENT_READ, self._on_brood)
+        while self.processes and self.processes[0].pid is None:
+            self.pump(None)
+
+    def _prepare(
+        self, bodies: Sequence[Body], interpreter: bool, spares: int, show: bool, name: str
+    ) -> tuple[Start, list[int]]:
+        environment, orders, descriptors = dict(os.environ), [], []
+        umask = os.umask(0)
+        os.umask(umask)
+        threads = _threads_per_rank(len(bodies))
+        for rank, body in enumerate(bodies):
+            order = RankOrder(
+                rank, len(bodies), f"{name} {rank}", pickle.dumps((body.function, body.args, dict(body.kwargs))),
+                environment, os.getcwd(), umask, tuple(sys.argv), threads,
+            )  # fmt: skip
+            own = self._open_rank(rank, order.name, body.connections, show)
+            orders.append(Order("torch_ext.world.rank:main", order, len(own)))
+            descriptors += own
+        return Start(tuple(orders), environment, interpreter, spares), descriptors
+
+    def _open_rank(self, rank: int, name: str, connections: int, show: bool) -> list[int]:
+        ours, theirs = channel_pair()
+        stacks, stacks_writer = os.pipe()
+        capture, output = open_capture(rank, show)
+        process = RankProcess(self, rank, name, ours, capture, stacks)
+        self.processes.append(process)
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_rank(process))
+        if capture.live is not None:
+            self._selector.register(capture.live, selectors.EVENT_READ, lambda: self._on_output(process))
+        given = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer]
+        theirs.close()
+        for _ in range(connections):
+            here, there = Pipe()
+            process.connections.append(here)
+            given.append(os.dup(there.fileno()))
+            there.close()
+        return given
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Events
+
+    def pump(self, timeout_s: float | None) -> None:
+        """Take in what has happened; wait for at most ``timeout_s`` for something to happen, or for ever if None.
+
+        Raises:
+            ZygoteLostError: the zygote died while ranks were running.
+        """
+        if self._selector.get_map():
+            for key, _ in self._selector.select(timeout_s):
+                key.data()
+
+    def _on_brood(self) -> None:
+        try:
+            message, _ = self._brood.receive()
+        except ChannelClosedError:
+            self._selector.unregister(self._brood)
+            if len(self._ended) < len(self.processes):
+                self.close()
+                raise ZygoteLostError(
+                    "the zygote was killed while ranks were running; they ended with it, and their fate is not known"
+                ) from None
+            return
+        if isinstance(message, Started):
+            self.why_interpreter = message.why_interpreter
+            for process, pid in zip(self.processes, message.pids, strict=True):
+                process.pid = pid
+        elif isinstance(message, Ended):
+            self._on_end(message)
+
+    def _on_end(self, message: Ended) -> None:
+        process = self.processes[message.index]
+        self._drain(process)  # its last words may have come together with its end
+        process._exit_code = message.exit_code
+        self._ended[message.index] = message
+        self._left_behind += message.left_behind
+        for watch in self._listeners:
+            watch.ended(message.index, message.exit_code, message.time_s)
+
+    def _drain(self, process: RankProcess) -> None:
+        while not process._channel.closed and process._channel.poll():
+            self._on_rank(process)
+        self._on_output(process)
+
+    def _on_rank(self, process: RankProcess) -> None:
+        try:
+            message, _ = process._channel.receive()
+        except ChannelClosedError:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(process._channel)
+            process._channel.close()
+            return
+        if isinstance(message, Receipt):
+            self._receipts[process.rank] = message
+            for watch in self._listeners:
+                watch.received(process.rank, message)
+        elif isinstance(message, Collectives):
+            self._collectives[process.rank] = message.json
+
+    def _on_output(self, process: RankProcess) -> None:
+        live = process._capture.live
+        if live is not None and not process._capture.pass_through():
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(live)
+
+    # Waiting
+
+    def new_round(self) -> None:
+        """Begin another test on ranks that live on: what they handed in so far counts no longer."""
+        self.started_s = time.monotonic()
+        self._receipts.clear()
+        self._collectives.clear()
+
+    def wait(
+        self, limits: Limits, expected_exit: int | None = None, any_exit: bool = False, keep: bool = False
+    ) -> list[Outcome]:
+        """Wait until every rank has ended, stopping those that must be stopped; return what became of each.
+
+        With ``keep``, wait only until each has handed in a receipt or ended. The other arguments are :class:`Watch`'s.
+
+        Raises:
+            ZygoteLostError: the zygote died meanwhile.
+        """
+        watch = Watch(len(self.processes), limits, self.started_s, expected_exit, any_exit, keep)
+        for rank, receipt in self._receipts.items():
+            watch.received(rank, receipt)
+        for ended in self._ended.values():
+            watch.ended(ended.index, ended.exit_code, ended.time_s)
+        self._listeners.append(watch)
+        stacks: dict[int, str] = {}
+        try:
+            while not watch.done:
+                for step in watch.advance(time.monotonic()):
+                    self._take(step.act, step.ranks, stacks)
+                if not watch.done:
+                    left = watch.deadline_s - time.monotonic()
+                    self.pump(None if left == float("inf") else max(0.0, left))
+        finally:
+            self._listeners.remove(watch)
+        return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
+
+    def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
+        for rank in ranks:
+            if act is Act.RELEASE:
+                self._tell(rank, Ask.RELEASE)
+            elif act is Act.STOP:
+                self.send_signal(rank, signal.SIGKILL)
+        if act is Act.INSPECT:
+            self._inspect(ranks, stacks)
+
+    def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
+        for rank in ranks:
+            self._tell(rank, Ask.COLLECTIVES)
+            self.send_signal(rank, STACK_SIGNAL)
+        stacks.update(_read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
+        end = time.monotonic() + _STACKS_S
+        waiting = [rank for rank in ranks if rank not in self._collectives]
+        while waiting and (left := end - time.monotonic()) > 0:
+            self.pump(left)
+            waiting = [rank for rank in waiting if rank not in self._collectives and rank not in self._ended]
+
+    def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
+        outcome.stacks = stacks.get(outcome.rank, "")
+        outcome.collectives = self._collectives.get(outcome.rank, "")
+        outcome.output = self.processes[outcome.rank]._capture.tail()
+        outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
+        return outcome
+
+    def _tell(self, rank: int, message: str) -> None:
+        channel = self.processes[rank]._channel
+        with contextlib.suppress(ChannelClosedError, OSError):
+            if not channel.closed:
+                channel.send(message)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank; nothing happens if it has ended or the world is closed."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            if not self._brood.closed and rank not in self._ended:
+                self._brood.send(Send(rank, number))
+
+    def close(self) -> None:
+        """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
+        self._brood.close()
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        for process in self.processes:
+            process._channel.close()
+            process._capture.close()
+            if process._stacks >= 0:
+                os.close(process._stacks)
+                process._stacks = -1
+            for connection in process.connections:
+                connection.close()
+
+
+def start_world(
+    zygote: Channel,
+    bodies: Sequence[Body],
+    *,
+    interpreter: bool = False,
+    spares: int = 0,
+    show: bool = False,
+    name: str = "process",
+) -> World:
+    """Start one rank a body and return when all their processes exist.
+
+    Args:
+        zygote: a command channel to the zygote that has loaded what the bodies need.
+        interpreter: give every rank an interpreter of its own instead of forking it.
+        spares: how many processes the zygote is to fork ahead for the next call.
+        show: pass the ranks' output through, line by line with the rank in front, instead of only keeping it.
+        name: process names are this with the rank.
+
+    Raises:
+        ZygoteLostError: the zygote is gone.
+    """
+    return World(zygote, bodies, interpreter=interpreter, spares=spares, show=show, name=name)
+
+
+def _threads_per_rank(world_size: int) -> int:
+    asked = os.environ.get("TORCH_EXT_THREADS", "")
+    if asked.isdigit() and int(asked):
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, world_size))
+
+
+def _read_stacks(pipes: Mapping[int, int]) -> dict[int, str]:
+    """Read what faulthandler writes into each pipe until all have been quiet for a moment."""
+    texts = dict.fromkeys(pipes, b"")
+    end = time.monotonic() + _STACKS_S
+    with selectors.DefaultSelector() as ready:
+        for rank, pipe in pipes.items():
+            ready.register(pipe, selectors.EVENT_READ, rank)
+        while ready.get_map() and (left := end - time.monotonic()) > 0:
+            events = ready.select(min(left, _QUIET_S) if all(texts.values()) else left)
+            if not events:
+                break
+            for key, _ in events:
+                part = os.read(key.fd, 1 << 16)
+                texts[key.data] += part
+                if not part:
+                    ready.unregister(key.fd)
+    return {rank: text.decode(errors="replace") for rank, text in texts.items()}

@@ -1,0 +1,159 @@
+"""The decisions of whoever waits for a world: when to release, when to ask for stacks, when to stop whom. No I/O, no
+clock.
+
+Feed it what happened (:meth:`Watch.received`, :meth:`Watch.ended`) and what time it is (:meth:`Watch.advance`), and do
+what it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
+
+__all__ = ["Act", "Limits", "Step", "Watch"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what, in seconds.
+
+    Attributes:
+        test_s: from the start until every rank has ended.
+        grace_s: for the peers of the first rank that failed or died, to fail by themselves and tell how.
+        exit_s: from the receipt of the last rank until the last process has ended.
+    """
+
+    test_s: float
+    grace_s: float = 1.0
+    exit_s: float = 15.0
+
+
+class Act(Enum):
+    """What the watch wants done to some ranks."""
+
+    RELEASE = "tell the rank that it may end"
+    INSPECT = "collect stacks and collectives"
+    STOP = "kill the process"
+
+
+@dataclass(frozen=True)
+class Step:
+    act: Act
+    ranks: tuple[int, ...]
+
+
+class Watch:
+    """Follows one world from its start to its last ending.
+
+    Args:
+        world_size: how many ranks there are.
+        limits: how long to wait.
+        started_s: when they were started, by the clock that :meth:`advance` is given.
+        expected_exit: an exit code with which ranks are meant to end without a receipt; such an ending is no trouble.
+        any_exit: no ending without a receipt is trouble.
+        keep: the ranks live on after this test: it is over when each has handed in a receipt or ended.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        limits: Limits,
+        started_s: float,
+        expected_exit: int | None = None,
+        any_exit: bool = False,
+        keep: bool = False,
+    ) -> None:
+        self._world_size = world_size
+        self._keep = keep
+        self._limits = limits
+        self._expected_exit = expected_exit
+        self._any_exit = any_exit
+        self._receipts: dict[int, Receipt] = {}
+        self._ended: dict[int, tuple[int, float]] = {}
+        self._stopped: dict[int, Ending] = {}
+        self._released = False
+        self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
+
+    def received(self, rank: int, receipt: Receipt) -> None:
+        """Rank ``rank`` handed in ``receipt``."""
+        self._receipts.setdefault(rank, receipt)
+
+    def ended(self, rank: int, exit_code: int, time_s: float) -> None:
+        """The process of ``rank`` ended."""
+        self._ended.setdefault(rank, (exit_code, time_s))
+
+    @property
+    def done(self) -> bool:
+        return len(self._ended) == self._world_size or (self._keep and self._all_settled())
+
+    @property
+    def deadline_s(self) -> float:
+        """When :meth:`advance` wants to be called again if nothing happens until then."""
+        return self._deadline_s
+
+    def advance(self, now_s: float) -> list[Step]:
+        """Return what is to be done now, in order. Call it after every event and at :attr:`deadline_s`."""
+        steps = []
+        if not self._keep and not self._released and self._all_settled():
+            self._released = True
+            waiting = tuple(rank for rank in self._alive() if self._receipts[rank].said is not Said.FAILED)
+            if waiting:
+                steps.append(Step(Act.RELEASE, waiting))
+            self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
+        if self._trouble():
+            self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED)
+        if now_s >= self._deadline_s and not self.done:
+            steps += self._stop_the_living()
+            self._deadline_s = float("inf")
+        return steps
+
+    def outcomes(self) -> list[Outcome]:
+        """Return what became of each rank. Call it when :attr:`done`."""
+        return [self._outcome(rank) for rank in range(self._world_size)]
+
+    def _bring_forward(self, deadline_s: float, ending: Ending) -> None:
+        if deadline_s < self._deadline_s:
+            self._deadline_s, self._deadline_ending = deadline_s, ending
+
+    def _alive(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank not in self._ended]
+
+    def _all_settled(self) -> bool:
+        return all(rank in self._receipts for rank in self._alive())
+
+    def _trouble(self) -> bool:
+        """Whether some rank failed or died, so that its peers may wait for it in vain."""
+        if any(receipt.said is Said.FAILED for receipt in self._receipts.values()):
+            return True
+        return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
+
+    def _expected(self, rank: int, code: int) -> bool:
+        return (rank in self._receipts and code == 0) or self._any_exit or code == self._expected_exit
+
+    def _stop_the_living(self) -> list[Step]:
+        alive = tuple(rank for rank in self._alive() if not (self._keep and rank in self._receipts))
+        for rank in alive:
+            self._stopped.setdefault(rank, self._deadline_ending)
+        return [Step(Act.INSPECT, alive), Step(Act.STOP, alive)]
+
+    def _outcome(self, rank: int) -> Outcome:
+        code, time_s = self._ended.get(rank, (None, 0.0))
+        receipt = self._receipts.get(rank)
+        return Outcome(
+            rank, self._ending(rank, code or 0, receipt), code, receipt.time_s if receipt else time_s, receipt
+        )
+
+    def _ending(self, rank: int, code: int, receipt: Receipt | None) -> Ending:
+        if receipt is not None and receipt.said is Said.FAILED:
+            return Ending.FAILED
+        if rank in self._stopped:
+            return self._stopped[rank]
+        if code < 0:
+            return Ending.KILLED
+        if code > 0:
+            return Ending.EXITED
+        if receipt is None:
+            return Ending.SILENT
+        return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED

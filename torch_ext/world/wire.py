@@ -1,0 +1,134 @@
+"""Messages with descriptors between the processes of a world, over a Unix stream socket.
+
+A frame is an 8-byte header (payload length in bytes, then the number of descriptors, each an unsigned 32-bit integer,
+network order) followed by the pickled payload; the descriptors ride on the header in groups, since the kernel takes at
+most 253 a message. Messages are pickled, so both ends must be ours; no channel ever leaves the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Channel", "ChannelClosedError", "channel_pair"]
+
+_HEADER = struct.Struct("!II")
+_GROUP = 200
+
+
+class ChannelClosedError(ConnectionError):
+    """The process at the other end of a channel is gone, or has closed it."""
+
+
+class Channel:
+    """One end of a connection. Owns its socket; not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    @classmethod
+    def from_descriptor(cls, descriptor: int) -> Channel:
+        """Adopt an inherited or received descriptor, which the channel then owns."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def poll(self) -> bool:
+        """Whether :meth:`receive` would find something, be it the end, without waiting for its first byte."""
+        return _readable(self._socket.fileno())
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send one message. Blocks while the peer's buffer is full.
+
+        Raises:
+            ChannelClosedError: the peer is gone.
+        """
+        payload = pickle.dumps(message)
+        header = _HEADER.pack(len(payload), len(descriptors))
+        try:
+            first, rest = descriptors[:_GROUP], descriptors[_GROUP:]
+            if first:
+                socket.send_fds(self._socket, [header], list(first))
+            else:
+                self._socket.sendall(header)
+            while rest:
+                group, rest = rest[:_GROUP], rest[_GROUP:]
+                socket.send_fds(self._socket, [b"+"], list(group))
+            self._socket.sendall(payload)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosedError("the process at the other end is gone") from error
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Return the next message and its descriptors, which the caller owns. Blocks until it is complete.
+
+        Raises:
+            ChannelClosedError: the peer closed the channel or is gone.
+        """
+        descriptors: list[int] = []
+        try:
+            header, received = self._read_with_descriptors(_HEADER.size)
+            descriptors += received
+            length, count = _HEADER.unpack(header)
+            while len(descriptors) < count:
+                _, received = self._read_with_descriptors(1)
+                descriptors += received
+            return pickle.loads(self._read(length)), descriptors
+        except ConnectionResetError as error:
+            close_all(descriptors)
+            raise ChannelClosedError("the process at the other end is gone") from error
+        except BaseException:
+            close_all(descriptors)
+            raise
+
+    def _read_with_descriptors(self, size: int) -> tuple[bytes, list[int]]:
+        data, descriptors, _, _ = socket.recv_fds(self._socket, size, _GROUP + 1)
+        if not data:
+            raise ChannelClosedError("the process at the other end is gone")
+        if len(data) < size:
+            data += self._read(size - len(data))
+        return data, list(descriptors)
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = self._socket.recv(min(size, 1 << 20))
+            if not part:
+                raise ChannelClosedError("the process at the other end is gone")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """Return two connected channels; descriptors of both are closed on exec."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(one), Channel(other)
+
+
+def _readable(descriptor: int) -> bool:
+    if not hasattr(select, "poll"):
+        return bool(select.select([descriptor], [], [], 0)[0])
+    ready = select.poll()  # unlike select(), it takes descriptors above 1023
+    ready.register(descriptor, select.POLLIN)
+    return bool(ready.poll(0))
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors, ignoring those that are closed already."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
