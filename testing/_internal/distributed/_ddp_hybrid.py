@@ -188,7 +188,9 @@ class Trainer:
             self.hybrid_module = DistributedDataParallel(model, process_group=self.trainer_group)
 
     def destroy_pg(self) -> None:
-        """Destroy the trainers' group, if there is one."""
+        """Destroy the trainers' group, if there is one, and the module that uses it; the trainer is then of no use."""
+        # The module first: see Note [DDP dies before its group] in ddp_under_dist_autograd_test.
+        del self.hybrid_module, self.ddp_params, self.non_ddp_params
         if self.trainer_group is not None:
             dist.destroy_process_group(self.trainer_group)
             self.trainer_group = None

@@ -59,8 +59,6 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-
-
 class DistOptimizerTest(RpcAgentTestFixture):
     """Two layers on two other workers are trained from here, and beside them two layers in this process."""
 
