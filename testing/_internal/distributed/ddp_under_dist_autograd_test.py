@@ -159,6 +159,9 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        # The master is connected before the others have left init_process_group, and its first call to a trainer that
+        # has not would find no default group there.
+        dist.barrier()
         yield
         dist.destroy_process_group()
 
