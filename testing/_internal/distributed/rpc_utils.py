@@ -20,10 +20,19 @@ from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import
 from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
 from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
+from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
+    FaultyAgentDistAutogradTest,
+    FaultyAgentRpcTest,
+)
+from torch_ext.testing._internal.distributed.rpc.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
 from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
 from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import TensorPipeAgentRpcTest
 
 __all__ = [
     "FAULTY_AGENT_TESTS",
@@ -43,6 +52,8 @@ GENERIC_TESTS: list[type] = [
     RRefTest,
     DistAutogradTest,
     DistOptimizerTest,
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
     DdpUnderDistAutogradTest,
     DdpComparisonTest,
 ]
@@ -51,11 +62,11 @@ GENERIC_TESTS: list[type] = [
 GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
 
 # Suites of what is TensorPipe's own.
-TENSORPIPE_TESTS: list[type] = []
+TENSORPIPE_TESTS: list[type] = [TensorPipeAgentRpcTest]
 TENSORPIPE_CUDA_TESTS: list[type] = []
 
 # Suites of what happens when messages are lost or late; the only ones for the faulty agent.
-FAULTY_AGENT_TESTS: list[type] = []
+FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTest]
 
 
 class SpawnHelper(MultiProcessTestCase):

@@ -42,7 +42,7 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        return rpc.BackendType["FAULTY_TENSORPIPE"]
+        return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
