@@ -21,11 +21,13 @@ import torch.distributed as dist
 
 __all__ = [
     "DEVICE_VARIABLE",
+    "HOST",
     "Capabilities",
     "UnknownDeviceError",
     "backend",
     "capabilities",
     "current_device",
+    "default_world_size",
     "device_count",
     "device_module",
     "device_type",
@@ -34,6 +36,12 @@ __all__ = [
 ]
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
+
+# The device type that is no accelerator.
+HOST = "cpu"
+
+# Ranks of a test that names no world size: what the host carries, and where more devices only cost time.
+_HOST_RANKS, _MOST_RANKS = 4, 8
 
 # Packages that register an out-of-tree device when they are imported: torch's own backend autoload list is an
 # entry-point group (``torch.backends``) that names no device type, so the types are spelt out here.
@@ -111,6 +119,11 @@ def device_module() -> ModuleType:
 def device_count() -> int:
     """Return how many devices a test may use: the accelerator's count, and 1 on plain ``cpu``."""
     return int(device_module().device_count()) if is_accelerator() else 1
+
+
+def default_world_size() -> int:
+    """Return how many ranks a test gets that names no world size: 4 on plain ``cpu``, else one a device, at most 8."""
+    return min(device_count(), _MOST_RANKS) if is_accelerator() else _HOST_RANKS
 
 
 def backend() -> str:

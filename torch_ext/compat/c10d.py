@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _set_thread_isolation_mode
+    from collections.abc import Callable
+
     from torch.distributed.distributed_c10d import _get_default_group
+
+    _set_thread_isolation_mode: Callable[[bool], None]  # torch's stubs do not list it
 
 __all__ = ["_get_default_group", "_set_thread_isolation_mode"]
 

@@ -8,7 +8,7 @@ from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
     from torch.testing._internal.common_distributed import TEST_SKIPS
-    from torch.testing._internal.common_utils import FILE_SCHEMA, find_free_port, set_rng_seed
+    from torch.testing._internal.common_utils import FILE_SCHEMA, find_free_port
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
@@ -24,7 +24,6 @@ __all__ = [
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
     "find_free_port",
-    "set_rng_seed",
 ]
 
 _UTILS = "torch.testing._internal.common_utils"
@@ -41,6 +40,5 @@ __getattr__ = lazy_names(
         "_install_threaded_pg": (f"{_THREADED}:_install_threaded_pg",),
         "_uninstall_threaded_pg": (f"{_THREADED}:_uninstall_threaded_pg",),
         "find_free_port": (f"{_UTILS}:find_free_port",),
-        "set_rng_seed": (f"{_UTILS}:set_rng_seed",),
     },
 )

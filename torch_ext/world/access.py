@@ -20,7 +20,16 @@ from torch_ext.world.loading import ModuleOrder, become_zygote
 from torch_ext.world.tree import ModuleZygote, RootZygote
 from torch_ext.world.wire import Channel, channel_pair
 
-__all__ = ["announce", "interpreter_wanted", "prepare", "scratch", "spares_wanted", "use", "zygote_for"]
+__all__ = [
+    "announce",
+    "interpreter_wanted",
+    "prepare",
+    "scratch",
+    "spares_wanted",
+    "start_no_ranks",
+    "use",
+    "zygote_for",
+]
 
 INTERPRETER_VARIABLE = "TORCH_EXT_START_METHOD"
 SPARES_VARIABLE = "TORCH_EXT_SPARES"
@@ -32,6 +41,7 @@ class _Access:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.given: Channel | None = None
+        self.starts_no_ranks = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
         self.loaded: dict[str, Channel] = {}
@@ -57,6 +67,11 @@ def use(channel: Channel, scratch_folder: str) -> None:
     access.given, access.scratch = channel, scratch_folder
 
 
+def start_no_ranks() -> None:
+    """Have :func:`prepare` do nothing in this process: it looks at tests and runs none."""
+    _mine().starts_no_ranks = True
+
+
 def zygote_for(module: str) -> Channel:
     """Return a command channel to a zygote that has loaded ``module``, starting one if need be."""
     access = _mine()
@@ -79,7 +94,8 @@ def prepare(module: str) -> None:
     """
     access = _mine()
     known = (
-        access.given is not None
+        access.starts_no_ranks
+        or access.given is not None
         or (access.forked is not None and module in access.forked[1])
         or module in access.loaded
     )

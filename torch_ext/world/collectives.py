@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ext.world.verdict import ranks_phrase
+from torch_ext.world.phrases import ranks_phrase
 
-__all__ = ["Collective", "first_mismatch", "read_record"]
+__all__ = ["Collective", "Mismatch", "first_mismatch", "read_record"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class Collective:
         return self.operation, self.shapes
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective in which ranks differ: a sentence on it, and the ranks that did what most did not."""
+
+    sentence: str
+    ranks: tuple[int, ...]
+
+
 def read_record(record: str) -> list[Collective]:
     """Read a flight record as a rank sends it; point-to-point operations are left out.
 
@@ -58,23 +66,22 @@ def _read_entry(entry: Mapping[str, Any]) -> Collective:
     )
 
 
-def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> str:
-    """Return a sentence on the first collective in which the ranks differ or wait for each other; empty if there is
-    none.
+def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective in which the ranks differ or wait for each other; None if there is none.
 
     Args:
         records: for each rank, its collectives, oldest first.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
-    found = [sentence for group in groups if (sentence := _mismatch_in({r: _of(records[r], group) for r in records}))]
-    return found[0] if found else ""
+    found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
 
 
 def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
     return {each.sequence: each for each in record if each.group == group}
 
 
-def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> str:
+def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
     # Every rank belongs to the default group; of other groups only those ranks are known to that called something in
     # them.
     everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
@@ -89,8 +96,11 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> str:
             parts = [
                 f"{ranks_phrase(ranks)} called {operation}({shapes})" for (operation, shapes), ranks in kinds.items()
             ]
-            return f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
+            fewest = min(kinds.values(), key=len)
+            odd = tuple(fewest) if 2 * len(fewest) < len(here) else ()
+            return Mismatch(f"the ranks differ in collective #{sequence}: {', '.join(parts)}", odd)
         if missing:
             called = next(iter(here.values()))
-            return f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
-    return ""
+            sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
+            return Mismatch(sentence, tuple(missing))
+    return None

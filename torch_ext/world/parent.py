@@ -24,7 +24,7 @@ from torch_ext.world.watch import Act, Limits, Watch
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.zygote import Ended, LeftBehind, Order, Send, Start, Started
 
-__all__ = ["Body", "RankProcess", "World", "ZygoteLostError", "start_world"]
+__all__ = ["Body", "RankProcess", "World", "ZygoteLostError", "read_stacks", "start_world"]
 
 # How long a rank has to write its stacks once asked, and how long the pipe must be quiet to be taken for done, in
 # seconds.
@@ -172,7 +172,8 @@ class World:
         """
         if self._selector.get_map():
             for key, _ in self._selector.select(timeout_s):
-                key.data()
+                if self._selector.get_map().get(key.fd) == key:  # an earlier event of this round may have closed it
+                    key.data()
 
     def _on_brood(self) -> None:
         try:
@@ -276,7 +277,7 @@ class World:
         for rank in ranks:
             self._tell(rank, Ask.COLLECTIVES)
             self.send_signal(rank, STACK_SIGNAL)
-        stacks.update(_read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
+        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
         end = time.monotonic() + _STACKS_S
         waiting = [rank for rank in ranks if rank not in self._collectives]
         while waiting and (left := end - time.monotonic()) > 0:
@@ -349,7 +350,7 @@ def _threads_per_rank(world_size: int) -> int:
     return max(1, cores // max(1, world_size))
 
 
-def _read_stacks(pipes: Mapping[int, int]) -> dict[int, str]:
+def read_stacks(pipes: Mapping[int, int]) -> dict[int, str]:
     """Read what faulthandler writes into each pipe until all have been quiet for a moment."""
     texts = dict.fromkeys(pipes, b"")
     end = time.monotonic() + _STACKS_S

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 
 from torch_ext.world.collectives import first_mismatch, read_record
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.verdict import Verdict, ranks_phrase
+from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.verdict import Verdict
 
 __all__ = ["render"]
 
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
-# faulthandler's frames from where a rank's body was called outwards, and its list of extension modules: the same in
-# every dump.
-_OUTER_FRAMES = re.compile(
-    r'^  File "[^"]*/multiprocessing/process\.py", line \d+ in run\n(?:  File "[^"]*", line \d+ in .*\n?)*'
+# In faulthandler's dumps, the same every time: the thread that listens to the parent half, the frames from where a
+# rank's body was called outwards, and the list of extension modules.
+_FRAME = r'  File "[^"]*", line \d+ in .*\n'
+_FRAMES_OF_HARNESS = re.compile(
+    rf'^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?  File "[^"]*/world/rank\.py", line \d+ in _listen\n(?:{_FRAME})*\n?'
+    r'|^  File "[^"]*/testing/_internal/_distributed/\w+\.py", line \d+ in (?:wrapper|run_test|_run|run_rank)\n'
+    rf'|^  File "[^"]*/world/rank\.py", line \d+ in _body\n(?:{_FRAME})*'
     r"|^Extension modules: .*\n?",
     re.MULTILINE,
 )
@@ -31,7 +35,7 @@ def render(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
     mismatch = first_mismatch({o.rank: read_record(o.collectives) for o in outcomes if o.collectives})
     parts = [verdict.summary]
     if mismatch:
-        parts.append(f"Collectives: {mismatch}.")
+        parts.append(f"Collectives: {mismatch.sentence}.")
     parts.append(_endings(outcomes, verdict, took_s))
     parts += _by_rank(outcomes, verdict)
     return "\n\n".join(parts)
@@ -79,7 +83,7 @@ def _output(outcome: Outcome) -> str:
 
 def trim_stacks(text: str) -> str:
     """Leave out of faulthandler's dumps the frames between the start of the process and the rank's body."""
-    return _OUTER_FRAMES.sub("", text)
+    return _FRAMES_OF_HARNESS.sub("", text)
 
 
 def _indent(text: str) -> str:

@@ -17,7 +17,7 @@ from torch_ext.world.loading import Loaded, ModuleOrder, NotLoaded, RootOrder
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair
 from torch_ext.world.zygote import AddClient, Ended, Order, Send, Start, Started
 
-__all__ = ["Child", "LoadError", "ModuleZygote", "RootZygote", "ZygoteDiedError"]
+__all__ = ["Child", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
 
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from torch_ext.world.loading import main; main()"
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -85,34 +85,11 @@ class Child:
         self._brood.close()
 
 
-class ModuleZygote:
-    """A zygote that has loaded one test module. Loading goes on beside the caller until :meth:`wait_loaded`."""
+class ZygoteClient:
+    """A command channel to a zygote that has loaded a test module, for starting children in it."""
 
-    def __init__(self, root: Channel, order: ModuleOrder) -> None:
-        self.order = order
-        self.channel, theirs = channel_pair()
-        zygote_order = Order("torch_ext.world.loading:load_module", order, 1)
-        # The root compares environments to decide whether a child may be forked; a module zygote always may.
-        self.process = Child(root, zygote_order, [theirs.fileno()], os.environ, interpreter=False)
-        theirs.close()
-        self.imported: tuple[str, ...] | None = None
-
-    def wait_loaded(self) -> None:
-        """Wait until the module is imported.
-
-        Raises:
-            LoadError: it cannot be.
-            ZygoteDiedError: the process ended while importing it.
-        """
-        if self.imported is not None:
-            return
-        try:
-            message, _ = self.channel.receive()
-        except ChannelClosedError as error:
-            raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
-        if isinstance(message, NotLoaded):
-            raise LoadError(message.trace)
-        self.imported = message.imported
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
 
     def start(
         self,
@@ -141,6 +118,37 @@ class ModuleZygote:
         descriptor = os.dup(ours.fileno())
         ours.close()
         return descriptor
+
+
+class ModuleZygote(ZygoteClient):
+    """A zygote that has loaded one test module. Loading goes on beside the caller until :meth:`wait_loaded`."""
+
+    def __init__(self, root: Channel, order: ModuleOrder) -> None:
+        ours, theirs = channel_pair()
+        super().__init__(ours)
+        self.order = order
+        zygote_order = Order("torch_ext.world.loading:load_module", order, 1)
+        # The root compares environments to decide whether a child may be forked; a module zygote always may.
+        self.process = Child(root, zygote_order, [theirs.fileno()], os.environ, interpreter=False)
+        theirs.close()
+        self.imported: tuple[str, ...] | None = None
+
+    def wait_loaded(self) -> None:
+        """Wait until the module is imported.
+
+        Raises:
+            LoadError: it cannot be.
+            ZygoteDiedError: the process ended while importing it.
+        """
+        if self.imported is not None:
+            return
+        try:
+            message, _ = self.channel.receive()
+        except ChannelClosedError as error:
+            raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
+        if isinstance(message, NotLoaded):
+            raise LoadError(message.trace)
+        self.imported = message.imported
 
     def close(self) -> None:
         """End the zygote and all its children."""

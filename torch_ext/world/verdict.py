@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from torch_ext.world.collectives import first_mismatch, read_record
 from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.phrases import ranks_phrase
 
 __all__ = ["Judgement", "Verdict", "judge"]
 
@@ -94,6 +96,8 @@ def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None)
     if not own:
         own = sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s))[:1]
     victims = tuple(o.rank for o in bad if o not in own)
+    if all(o.ending is Ending.TIMED_OUT for o in own):
+        return _hang(own, victims, world_size)
     first = own[0]
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
     alike = [o.rank for o in own if o.describe() == first.describe()]
@@ -106,6 +110,18 @@ def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None)
     return Verdict(Judgement.FAILED, summary, tuple(o.rank for o in own), victims)
 
 
+def _hang(hung: Sequence[Outcome], victims: tuple[int, ...], world_size: int) -> Verdict:
+    """Judge a world that ran out of time: if the ranks' collectives tell who kept whom waiting, those are to blame."""
+    mismatch = first_mismatch({o.rank: read_record(o.collectives) for o in hung if o.collectives})
+    ranks = [o.rank for o in hung]
+    guilty = [rank for rank in mismatch.ranks if rank in ranks] if mismatch else []
+    summary = f"{ranks_phrase(ranks)} of {world_size} timed out"
+    if guilty:
+        summary += f"; look at {ranks_phrase(guilty)} first"
+        victims += tuple(rank for rank in ranks if rank not in guilty)
+    return Verdict(Judgement.FAILED, summary, tuple(guilty or ranks), victims)
+
+
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
     reason = skipped[0].receipt.reason if skipped[0].receipt else ""
     summary = (
@@ -113,25 +129,3 @@ def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verd
         f"{ranks_phrase([o.rank for o in others])} did not. Make the condition the same on every rank."
     )
     return Verdict(Judgement.FAILED, summary, tuple(o.rank for o in skipped))
-
-
-def ranks_phrase(ranks: Sequence[int]) -> str:
-    """Name some ranks in words.
-
-    >>> ranks_phrase([2])
-    'rank 2'
-    >>> ranks_phrase([0, 1, 2, 3, 6])
-    'ranks 0-3, 6'
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return "ranks " + ", ".join(
-        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" if len(run) > 2 else f"{run[0]}, {run[1]}"
-        for run in runs
-    )

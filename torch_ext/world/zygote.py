@@ -21,12 +21,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import linecache
 import os
 import selectors
 import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -45,8 +47,8 @@ _READ_AT_LOAD = (
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-# Set by the world itself for its zygotes, and put back in every rank.
-_OWN_VARIABLES = frozenset({"OPENBLAS_NUM_THREADS"})
+# Of these, set by the world itself for its zygotes and put back in every rank; and read whenever it is needed.
+_READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
 # Forking costs about a third less once the heap lies in huge pages, but gathering it costs as much as some fifteen
 # worlds.
@@ -128,6 +130,23 @@ class Send:
     number: int
 
 
+# Modules in whose frames torch formats stacks while nothing is wrong: every seeding on a build that knows CUDA does so,
+# and would read these files in every rank, which takes longer than forking it.
+_SOURCES = (
+    "multiprocessing.process", "torch._compile", "torch._dynamo.eval_frame", "torch.cuda", "torch.cuda.random",
+    "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
+    "torch.testing._internal.common_utils", "unittest.case",
+)  # fmt: skip
+
+
+def _read_sources() -> None:
+    wanted = [name for name in sys.modules if name in _SOURCES or name.startswith("torch_ext.")]
+    files = {getattr(sys.modules[name], "__file__", None) or "" for name in wanted}
+    files |= {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+    for file in files:
+        linecache.getlines(file)
+
+
 @dataclass
 class _Brood:
     channel: Channel
@@ -175,6 +194,7 @@ class Zygote:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # the terminal sends it to all; the supervisor ends the run in order
+        _read_sources()
         gc.collect()
         gc.freeze()
         self._watch(self._command, self._on_command)
@@ -237,7 +257,7 @@ class Zygote:
         return ""
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
-        if not name.startswith(_READ_AT_LOAD) or name in _OWN_VARIABLES:
+        if not name.startswith(_READ_AT_LOAD) or name in _READ_LATER:
             return False
         # What a module set while it was imported holds here too, and whoever reads it later in a fork reads the same.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))

@@ -20,11 +20,10 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
-from torch_ext.compat.testing import set_rng_seed
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
-from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Outcome, Said

@@ -13,10 +13,9 @@ from functools import wraps
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.compat.testing import set_rng_seed
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
-from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Outcome, Said

@@ -60,7 +60,12 @@ def _start(world_size: int, target: Callable[[int], None]) -> list[threading.Thr
 
 def _stacks_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or -1)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+    if frame is None:
+        return ""
+    shown = traceback.StackSummary.extract(traceback.walk_stack(frame))
+    shown.reverse()
+    own = [number for number, each in enumerate(shown) if each.filename == __file__]
+    return "".join(traceback.StackSummary.from_list(shown[own[-1] + 1 :] if own else shown).format())
 
 
 class _TimedOut(TimeoutError):

@@ -1,0 +1,182 @@
+"""What a harness costs a test: one process group and one barrier per test, nothing else.
+
+    python benchmarks/harness_overhead.py [--tests 40] [--released-tests 3]
+
+Compares, in one run on one machine, the installed torch's own classes with ours, at world sizes 2, 4 and 8. Prints
+medians per test and ratios, with the isolation level beside each figure. Every row runs in a process of its own, so
+that none inherits another's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import unittest
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ROW_VARIABLE = "TORCH_EXT_BENCHMARK_ROW"
+
+
+def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
+    """Return a test case class of ``tests`` equal tests on the named harness."""
+    import torch.distributed as dist
+
+    if base.startswith("ours"):
+        from torch_ext.testing._internal import common_distributed as harness
+    else:
+        from torch.testing._internal import common_distributed as harness
+
+    def group_and_barrier(self: unittest.TestCase) -> None:
+        store = dist.FileStore(self.file_name, world_size)
+        dist.init_process_group("gloo", rank=self.rank, world_size=world_size, store=store)
+        dist.barrier()
+
+    def new_group_and_barrier(self: unittest.TestCase) -> None:
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    continuous = base.endswith("continuous")
+    body = new_group_and_barrier if continuous else group_and_barrier
+    members = {f"test_{number:03}": body for number in range(tests)}
+    if continuous:
+        members |= {"world_size": world_size, "backend_str": classmethod(lambda cls: "gloo")}
+        return type("Suite", (harness.MultiProcContinuousTest,), {**members, "__module__": __name__})
+
+    def setUp(self: unittest.TestCase) -> None:
+        harness.MultiProcessTestCase.setUp(self)
+        self._spawn_processes()
+
+    members |= {"world_size": world_size, "setUp": setUp}
+    return type("Suite", (harness.MultiProcessTestCase,), {**members, "__module__": __name__})
+
+
+if ROW_VARIABLE in os.environ and "bare" not in os.environ[ROW_VARIABLE]:
+    # At module level: ranks that the released harness spawns import this file to find the class.
+    Suite = suite(**json.loads(os.environ[ROW_VARIABLE]))
+
+
+def bare_fork(world_size: int, tests: int) -> None:
+    """Fork, rendezvous, barrier, exit, with no harness around it: what this machine charges for fresh processes.
+
+    Prints as run_row().
+    """
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+
+    from torch_ext.testing._internal import common_distributed  # noqa: F401  # as much to fork as the other rows have
+
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(tests):
+        with tempfile.NamedTemporaryFile() as file:
+            started, pids = time.perf_counter(), []
+            for rank in range(world_size):
+                pid = os.fork()
+                if pid == 0:
+                    store = dist.FileStore(file.name, world_size)
+                    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+                    dist.barrier()
+                    dist.destroy_process_group()
+                    os._exit(0)
+                pids.append(pid)
+            if any(os.waitpid(pid, 0)[1] for pid in pids):
+                raise SystemExit("a bare fork failed")
+            seconds.append(time.perf_counter() - started)
+    print(json.dumps({"tests": seconds, "class": sum(seconds)}))
+
+
+class _Timed(unittest.TestResult):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._from = time.perf_counter()
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        super().stopTest(test)
+        self.seconds.append(time.perf_counter() - self._from)
+
+
+def run_row() -> None:
+    """Run this process's suite and print seconds per test, and for the whole class, as JSON."""
+    result, started = _Timed(), time.perf_counter()
+    unittest.defaultTestLoader.loadTestsFromTestCase(Suite).run(result)
+    whole = time.perf_counter() - started
+    if not result.wasSuccessful() or result.skipped:
+        raise SystemExit(f"the suite did not pass: {result.errors or result.failures or result.skipped}")
+    print(json.dumps({"tests": result.seconds, "class": whole}))
+
+
+def measure(base: str, world_size: int, tests: int) -> dict[str, float]:
+    """Return the median, the worst and the amortized milliseconds per test of one row."""
+    row = json.dumps({"base": base, "world_size": world_size, "tests": tests})
+    environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    environment["TORCH_EXT_SPARES"] = "0" if base == "ours, nothing ahead" else "1"
+    command = [sys.executable, str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    told = json.loads(done.stdout.splitlines()[-1])
+    seconds = told["tests"]
+    return {
+        "median": 1e3 * statistics.median(seconds),
+        "worst": 1e3 * max(seconds),
+        "amortized": 1e3 * told["class"] / len(seconds),
+    }
+
+
+ROWS = (
+    ("bare fork", "none: no harness, no verdict"),
+    ("released", "fresh processes per test, spawned"),
+    ("released continuous", "processes shared by the class, new group per test"),
+    ("ours", "fresh processes per test, next ones forked ahead"),
+    ("ours, nothing ahead", "fresh processes per test"),
+    ("ours continuous", "processes shared by the class, new group per test"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tests", type=int, default=40, help="tests a class, except of the slow row")
+    parser.add_argument("--released-tests", type=int, default=3, help="tests of the row that spawns interpreters")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8])
+    options = parser.parse_args()
+    import torch
+
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds per test")
+    for world_size in options.world_sizes:
+        print(f"\nworld size {world_size:<25} {'median':>8} {'worst':>8} {'amortized':>10}  isolation")
+        found = {}
+        for base, isolation in ROWS:
+            tests = options.released_tests if base == "released" else options.tests
+            found[base] = row = measure(base, world_size, tests)
+            print(
+                f"  {base:<34} {row['median']:8.1f} {row['worst']:8.1f} {row['amortized']:10.1f}  {isolation}",
+                flush=True,
+            )
+        print(f"  ratio released / ours: {found['released']['median'] / found['ours']['median']:.1f}")
+        print(f"  ratio ours / bare fork: {found['ours']['median'] / found['bare fork']['median']:.2f}")
+        shared = found["released continuous"]["amortized"] / found["ours"]["amortized"]
+        print(f"  ratio released continuous / ours, amortized over {options.tests} tests: {shared:.2f}")
+
+
+if __name__ == "__main__":
+    row = json.loads(os.environ.get(ROW_VARIABLE, "{}"))
+    if row.get("base") == "bare fork":
+        bare_fork(row["world_size"], row["tests"])
+    elif row:
+        run_row()
+    else:
+        main()

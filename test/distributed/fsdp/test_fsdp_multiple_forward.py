@@ -1,0 +1,88 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP1 with several forwards of one wrapped module before a single backward, beside DDP.
+
+A module that runs twice is unsharded twice but reduces its gradient once, when both uses have contributed. Reducing
+after the first would lose the second; reducing twice would count it double. Both show in the parameters.
+"""
+
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params, rank_device
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+NUM_STEPS = 3
+
+
+class Model(nn.Module):
+    """Runs its inner layer ``num_inner`` times in each forward, every time on another input."""
+
+    def __init__(self, wrap, num_inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = wrap(nn.Linear(4, 4))
+        self.outer = nn.Linear(4, 5)
+        self.num_inner = num_inner
+
+    def forward(self, x):
+        return self.outer(sum(self.inner(x + use) for use in range(self.num_inner)))
+
+
+class TestMultiForward(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return rank_device(self.rank)
+
+    def _fsdp(self, module):
+        return FSDP(module.to(self.device), device_id=self.device)
+
+    def _dist_train(self, model, num_root):
+        """Train with ``num_root`` forwards of the whole model per backward; return the gradient of the input."""
+        optim = torch.optim.SGD(model.parameters(), lr=0.01)
+        torch.manual_seed(1 + self.rank)
+        in_data = torch.rand(8, 4, device=self.device, requires_grad=True)
+        for _ in range(NUM_STEPS):
+            outputs = [model((use + 1) * in_data) for use in range(num_root)]
+            sum(output.square().sum() for output in outputs).backward()
+            optim.step()
+            optim.zero_grad()
+        return in_data.grad
+
+    def _test_multi_forward(self, num_inner, num_root):
+        ddp_model = DDP(Model(lambda module: module, num_inner).to(self.device))
+        fsdp_model = self._fsdp(Model(self._fsdp, num_inner))
+        before = get_full_params(fsdp_model)
+        ddp_grad = self._dist_train(ddp_model, num_root)
+        fsdp_grad = self._dist_train(fsdp_model, num_root)
+        self.assertEqual(fsdp_grad, ddp_grad)
+        after = get_full_params(fsdp_model)
+        self.assertEqual(after, list(ddp_model.parameters()))
+        self.assertNotEqual(after, before)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_multi_forward(self):
+        """A submodule used several times within one forward."""
+        self.run_subtests({"num_inner": [2, 3], "num_root": [1]}, self._test_multi_forward)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_multi_root_forward(self):
+        """The root used several times before one backward, its submodule once or twice in each."""
+        self.run_subtests({"num_inner": [1, 2], "num_root": [2, 3]}, self._test_multi_forward)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,562 @@
+# Owner(s): ["oncall: distributed"]
+"""``FSDP.summon_full_params``: what is exposed, what is written back, what is freed again, and what is refused.
+
+Where the device has no memory of its own, two kinds of sub-cases are left out, and the output says how many.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel.distributed import DistributedDataParallel as DDP
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    TransformerWithSharedParams,
+    get_full_params,
+    leave_out_without_accelerator,
+    rank_device,
+)
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+HOST = torch.device("cpu")
+
+# What NestedWrappedModule leaves outside FSDP: its first and its last layer.
+UNMANAGED_NAMES = {f"module.{index}.{kind}" for index in (0, 3) for kind in ("weight", "bias")}
+
+PRECISIONS = [MixedPrecision(param_dtype=torch.float16), None]
+OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+def leave_out_parameter_offload(cpu_offload: CPUOffload) -> None:
+    if cpu_offload.offload_params:
+        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+
+
+def leave_out_offload_of_flat_parameter(offload_to_cpu: bool, use_orig_params: bool) -> None:
+    # FSDP frees the unsharded storage that it still holds views of when the "copy" to the host is no copy.
+    if offload_to_cpu and not use_orig_params:
+        leave_out_without_accelerator(
+            "summon_full_params(offload_to_cpu=True) with use_orig_params=False needs memory apart from the host's"
+        )
+
+
+class TestUnshardParamsBase(FSDPTest):
+    """What the sharded and the unsharded cases have in common."""
+
+    @property
+    def device(self) -> torch.device:
+        return rank_device(self.rank)
+
+    def _fsdp(self, module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
+        return FSDP(module, device_id=self.device, **fsdp_kwargs)
+
+    def _linear(self, features_in: int, features_out: int) -> nn.Linear:
+        return nn.Linear(features_in, features_out, bias=False, device=self.device)
+
+    def _two_level_model(self, **fsdp_kwargs: Any) -> FSDP:
+        """A root with one parameter of 15 elements, and inside it an FSDP module with one of 25."""
+        inner = self._fsdp(self._linear(5, 5), **fsdp_kwargs)
+        return self._fsdp(nn.Sequential(inner, self._linear(5, 3)), **fsdp_kwargs)
+
+    def _test_unshard_params_writeback(
+        self,
+        writeback: bool,
+        check_outer: bool,
+        cpu_offload: CPUOffload,
+        **fsdp_kwargs: Any,
+    ):
+        leave_out_parameter_offload(cpu_offload)
+        model = self._two_level_model(cpu_offload=cpu_offload, **fsdp_kwargs)
+        uses_sharded_strategy = model.sharding_strategy != ShardingStrategy.NO_SHARD
+        # The root's own parameter comes last with original parameters, and first as a flat parameter.
+        outer, inner = next(iter(model.parameters())), next(iter(model.module[0].parameters()))
+        if fsdp_kwargs["use_orig_params"]:
+            outer = model.module[1].weight
+        param = outer if check_outer else inner
+        self.assertIsNot(outer, inner)
+        with torch.no_grad():
+            param.fill_(self.rank + 2)
+
+        with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
+            for full_param in model.parameters():
+                full_param.zero_()
+
+        # Without sharding the full parameter is the parameter itself, unless it was brought from the host.
+        persists = writeback or (not uses_sharded_strategy and not cpu_offload.offload_params)
+        values = self._without_padding(param)
+        self.assertEqual(values, torch.full_like(values, 0 if persists else self.rank + 2))
+        self.assertGreater(values.numel(), 0)
+        if cpu_offload.offload_params:
+            for local_param in model.parameters():
+                self.assertEqual(local_param.device, HOST)
+
+    def _without_padding(self, param: FlatParameter | nn.Parameter) -> torch.Tensor:
+        padding = param._shard_numel_padded if isinstance(param, FlatParameter) else 0
+        return param.detach()[: len(param) - padding]
+
+    def _get_test_unshard_params_writeback_config(self) -> dict[str, list[Any]]:
+        return {
+            "writeback": [True, False],
+            "check_outer": [True, False],
+            "mixed_precision": PRECISIONS,
+            "cpu_offload": OFFLOADS,
+            "use_orig_params": [True, False],
+        }
+
+    def _test_unshard_params_param_data(
+        self,
+        rank0_only: bool,
+        offload_to_cpu: bool,
+        cpu_offload: CPUOffload,
+        mixed_precision: MixedPrecision | None,
+        use_orig_params: bool,
+    ):
+        leave_out_parameter_offload(cpu_offload)
+        leave_out_offload_of_flat_parameter(offload_to_cpu, use_orig_params)
+        local_model = self._nested(FSDPInitMode.NO_FSDP)
+        fsdp_model = self._nested(
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            use_orig_params=use_orig_params,
+        )
+        # The root is none of FSDP's, so each of its FSDP submodules is a root of its own.
+        self.assertNotIsInstance(fsdp_model, FSDP)
+        with FSDP.summon_full_params(
+            fsdp_model,
+            rank0_only=rank0_only,
+            writeback=not rank0_only,
+            offload_to_cpu=offload_to_cpu,
+        ):
+            if rank0_only and self.rank != 0:
+                self._check_resharded(fsdp_model)
+            else:
+                self._check_exposed(local_model, fsdp_model, offload_to_cpu)
+        self.assertGreater(sum(bool(state._is_root) for state in traversal_utils._get_fsdp_states(fsdp_model)), 1)
+
+    def _nested(self, fsdp_init_mode: FSDPInitMode, **fsdp_kwargs: Any) -> nn.Module:
+        return NestedWrappedModule.init(
+            self.process_group,
+            fsdp_init_mode,
+            DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs=fsdp_kwargs,
+            deterministic=True,
+        )
+
+    def _check_exposed(self, local_model: nn.Module, fsdp_model: nn.Module, offload_to_cpu: bool):
+        for (local_name, local_param), (fsdp_name, fsdp_param) in itertools.zip_longest(
+            local_model.named_parameters(), fsdp_model.named_parameters(), fillvalue=("missing", None)
+        ):
+            name = clean_tensor_name(fsdp_name)
+            self.assertEqual(name, local_name)
+            self.assertIsInstance(fsdp_param, nn.Parameter)
+            offloaded = offload_to_cpu and name not in UNMANAGED_NAMES
+            self.assertEqual(fsdp_param.device, HOST if offloaded else local_param.device)
+            # Full precision, also where FSDP computes in a lower one.
+            self.assertEqual(fsdp_param.dtype, local_param.dtype)
+            self.assertEqual(fsdp_param.shape, local_param.shape)
+            if offloaded and not fsdp_param.untyped_storage().size():
+                # Where moving to the host is no copy, FSDP has freed what it exposes; to read it would be fatal.
+                self.leave_out_check("values: offload_to_cpu=True exposes freed storage on plain host memory")
+            else:
+                self.assertEqual(fsdp_param, local_param, exact_device=False)
+
+    def _check_resharded(self, fsdp_model: nn.Module):
+        handles = traversal_utils._get_fsdp_handles(fsdp_model)
+        self.assertGreater(len(handles), 0)
+        for handle in handles:
+            flat_param = handle.flat_param
+            local_size = (
+                flat_param._sharded_size if handle.uses_sharded_strategy else flat_param._unpadded_unsharded_size
+            )
+            self.assertEqual(flat_param.shape, local_size)
+
+    def _get_test_unshard_params_param_data_config(self) -> dict[str, list[Any]]:
+        return {
+            "rank0_only": [False, True],
+            "offload_to_cpu": [False, True],
+            "cpu_offload": OFFLOADS,
+            "mixed_precision": PRECISIONS,
+            "use_orig_params": [True, False],
+        }
+
+
+class TestUnshardParams(TestUnshardParamsBase):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_writeback(self):
+        """``writeback`` decides whether changes outlive the context."""
+        self.run_subtests(
+            self._get_test_unshard_params_writeback_config(),
+            self._test_unshard_params_writeback,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_param_data(self):
+        """Below a root that is none of FSDP's, all parameters are exposed in full with their data."""
+        self.run_subtests(
+            self._get_test_unshard_params_param_data_config(),
+            self._test_unshard_params_param_data,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_singleton_param_writeback(self):
+        """A parameter of one element is written back on the rank that has it; padding elsewhere is left as it was."""
+        model = self._fsdp(self._linear(1, 1))
+        flat_param = model._handle.flat_param
+        self.assertEqual(flat_param.numel(), 1)
+        with torch.no_grad():
+            flat_param[0] = self.rank + 2  # rank 1 writes to padding
+        with FSDP.summon_full_params(model, writeback=True):
+            self.assertEqual(flat_param.numel(), 1)
+            with torch.no_grad():
+                flat_param.zero_()
+        # Keeping padding is not needed for correctness; it shows that nothing was written to it.
+        self.assertEqual(flat_param[0], 0 if self.rank == 0 else self.rank + 2)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_respects_reshard(self):
+        """
+        What FSDP keeps unsharded between forward and backward stays so, and what it freed stays freed.
+
+        Mixed precision is the exception: the context unshards in full precision, so a low-precision parameter that
+        was kept would be stale, and is freed.
+        """
+        self.run_subtests(
+            {
+                "rank0_only": [False, True],
+                "offload_to_cpu": [False, True],
+                "mixed_precision": PRECISIONS,
+                "use_orig_params": [False, True],
+            },
+            self._test_unshard_params_respects_reshard,
+        )
+
+    def _test_unshard_params_respects_reshard(
+        self,
+        rank0_only: bool,
+        offload_to_cpu: bool,
+        mixed_precision: MixedPrecision | None,
+        use_orig_params: bool,
+    ):
+        """NOTE: This method depends on FSDP internals."""
+        leave_out_offload_of_flat_parameter(offload_to_cpu, use_orig_params)
+        model = self._two_level_model(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
+        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+        unsharded_numel = outer.numel() * self.world_size
+
+        def check_unsharded(expected_outer: int) -> None:
+            self.assertEqual(self._unsharded_storage_numel(outer), expected_outer)
+            self.assertEqual(self._unsharded_storage_numel(inner), 0)
+
+        def unshard_and_reshard() -> None:
+            # Without no_grad, bringing parameters back from the host leaves autograd history on FSDP's own buffer.
+            with (
+                torch.no_grad(),
+                FSDP.summon_full_params(
+                    model,
+                    rank0_only=rank0_only,
+                    writeback=not rank0_only,
+                    offload_to_cpu=offload_to_cpu,
+                ),
+            ):
+                pass
+
+        def forward() -> torch.Tensor:
+            return model(torch.zeros(5, device=self.device))
+
+        # By itself the root stays unsharded after forward and other modules do not; after backward none does.
+        output = forward()
+        check_unsharded(unsharded_numel)
+        output.sum().backward()
+        check_unsharded(0)
+
+        output = forward()
+        unshard_and_reshard()
+        check_unsharded(0 if mixed_precision else unsharded_numel)
+        output.sum().backward()
+        unshard_and_reshard()
+        check_unsharded(0)
+
+    def _unsharded_storage_numel(self, flat_param: FlatParameter) -> int:
+        unsharded = flat_param._full_param_padded
+        return unsharded.untyped_storage().size() // unsharded.element_size()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_recurse(self):
+        """``recurse`` decides whether FSDP modules below the given one are unsharded too."""
+        self.run_subtests(
+            {
+                "recurse": [False, True],
+                "unshard_outer": [False, True],
+                "mixed_precision": PRECISIONS,
+                "use_orig_params": [False, True],
+            },
+            self._test_unshard_params_recurse,
+        )
+
+    def _test_unshard_params_recurse(
+        self,
+        recurse: bool,
+        unshard_outer: bool,
+        mixed_precision: MixedPrecision | None,
+        use_orig_params: bool,
+    ):
+        """NOTE: This method depends on FSDP internals."""
+        model = self._two_level_model(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
+        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+
+        def shard_numel(numel: int) -> int:
+            return -(-numel // self.world_size)
+
+        def full_numel(numel: int) -> int:
+            # With original parameters the flat parameter includes the padding that divides it among the ranks.
+            return shard_numel(numel) * self.world_size if use_orig_params else numel
+
+        self.assertEqual(inner.numel(), shard_numel(25))
+        self.assertEqual(outer.numel(), shard_numel(15))
+        with FSDP.summon_full_params(model if unshard_outer else model.module[0], recurse=recurse):
+            self.assertEqual(outer.numel(), full_numel(15) if unshard_outer else shard_numel(15))
+            self.assertEqual(inner.numel(), full_numel(25) if recurse or not unshard_outer else shard_numel(25))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_named_parameters_and_buffers(self):
+        """Under a wrapped root, names and values are those of the same module without FSDP."""
+        self.run_subtests(
+            {"prefix": ["", "test_prefix"], "recurse": [False, True]},
+            self._test_named_parameters_and_buffers,
+        )
+
+    def _test_named_parameters_and_buffers(self, prefix: str, recurse: bool):
+        model = self._nested(FSDPInitMode.NO_FSDP)
+        # A root outside FSDP would leave FSDP's own prefixes in the names.
+        fsdp_model = self._fsdp(self._nested(FSDPInitMode.NO_FSDP), process_group=self.process_group)
+        for owner in (model, fsdp_model):
+            owner.register_buffer("buffer", torch.ones(1, device=self.device))
+        with FSDP.summon_full_params(fsdp_model):
+            for call in ("named_parameters", "named_buffers"):
+                expected, actual = (
+                    list(getattr(owner, call)(prefix=prefix, recurse=recurse)) for owner in (model, fsdp_model)
+                )
+                self.assertEqual([name for name, _ in actual], [name for name, _ in expected])
+                self.assertEqual([tensor for _, tensor in actual], [tensor for _, tensor in expected])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_with_grads_core(self):
+        """``with_grads=True`` exposes the gradients that DDP computes, and writes changes to them back."""
+        self.run_subtests(
+            {
+                "writeback": [False, True],
+                "offload_to_cpu": [False, True],
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [True],
+            },
+            self._test_with_grads_core,
+        )
+
+    def _test_with_grads_core(
+        self,
+        writeback: bool,
+        offload_to_cpu: bool,
+        sharding_strategy: ShardingStrategy,
+        use_orig_params: bool,
+    ):
+        ddp_model = DDP(self._transformer(FSDPInitMode.NO_FSDP))
+        fsdp_model = self._transformer(
+            FSDPInitMode.RECURSIVE, use_orig_params=use_orig_params, sharding_strategy=sharding_strategy
+        )
+        optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp_model, fsdp_model)]
+
+        def full_params(**kwargs: Any):
+            return FSDP.summon_full_params(fsdp_model, with_grads=True, **kwargs)
+
+        if offload_to_cpu:
+            with self.assertRaisesRegex(NotImplementedError, "is not supported"):
+                with full_params(writeback=writeback, offload_to_cpu=True):
+                    pass
+            return
+
+        for _ in range(2):
+            for model in (ddp_model, fsdp_model):
+                self._backward(model)
+            with full_params(writeback=writeback):
+                self._check_params_and_grads(ddp_model, fsdp_model)
+                for param in fsdp_model.parameters():
+                    param.grad.mul_(3)
+            # Without sharding the gradient that was exposed is the gradient itself.
+            if writeback or sharding_strategy == ShardingStrategy.NO_SHARD:
+                for param in ddp_model.parameters():
+                    param.grad.mul_(3)
+            with full_params(writeback=False):
+                self._check_params_and_grads(ddp_model, fsdp_model)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            self.assertEqual(get_full_params(fsdp_model), list(ddp_model.parameters()))
+
+    def _transformer(self, fsdp_init_mode: FSDPInitMode, **fsdp_kwargs: Any) -> nn.Module:
+        return TransformerWithSharedParams.init(
+            self.process_group,
+            fsdp_init_mode,
+            DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs=fsdp_kwargs,
+            deterministic=True,
+        )
+
+    def _backward(self, model: nn.Module):
+        source, target = model.module.get_input(self.device)
+        # Ranks differ, so that a gradient which was not reduced shows.
+        output = model((source + self.rank) % 23, target)
+        model.module.get_loss((source, target), output).backward()
+
+    def _check_params_and_grads(self, ddp_model: nn.Module, fsdp_model: nn.Module):
+        expected = {name: (param.detach(), param.grad) for name, param in ddp_model.module.named_parameters()}
+        actual = {
+            clean_tensor_name(name): (param.detach(), param.grad) for name, param in fsdp_model.named_parameters()
+        }
+        self.assertEqual(list(actual), list(expected))
+        for name, (param, grad) in expected.items():
+            self.assertIsNotNone(grad, name)
+            self.assertIsNotNone(actual[name][1], name)
+            self.assertEqual(actual[name], (param, grad))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_with_grads_none_grads(self):
+        """Before any backward, ``with_grads=True`` shows no gradient anywhere."""
+        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
+
+    def _test_with_grads_none_grads(self, sharding_strategy: ShardingStrategy):
+        fsdp_model = self._transformer(
+            FSDPInitMode.RECURSIVE, use_orig_params=True, sharding_strategy=sharding_strategy
+        )
+        handles = [module._handle for module in FSDP.fsdp_modules(fsdp_model) if module._handle]
+        self.assertGreater(len(handles), 1)
+        for handle in handles:
+            self.assertIsNone(handle.flat_param.grad)
+        with FSDP.summon_full_params(fsdp_model, with_grads=True):
+            for param in fsdp_model.parameters():
+                self.assertIsNone(param.grad)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_submodule(self):
+        """A submodule can be unsharded alone; it then shows its own parameters, and its sibling still a flat one."""
+        pairs = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
+        model = self._fsdp(nn.Sequential(*pairs).to(self.device), auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
+        unsharded, sibling = model.module
+        with FSDP.summon_full_params(unsharded):
+            names = [name for name, _ in unsharded.named_parameters()]
+            self.assertEqual([clean_tensor_name(name) for name in names], ["0.weight", "0.bias", "1.weight", "1.bias"])
+            self.assertFalse(any(FLAT_PARAM in name for name in names))
+            self.assertEqual([param.shape for param in unsharded.parameters()], 2 * [(16, 16), (16,)])
+            self.assertTrue(all(FLAT_PARAM in name for name, _ in sibling.named_parameters()))
+
+
+class TestUnshardParamsNoShard(TestUnshardParamsBase):
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_unshard_params_writeback_no_shard(self):
+        """``writeback`` where one rank holds everything."""
+        self.run_subtests(
+            self._get_test_unshard_params_writeback_config(),
+            self._test_unshard_params_writeback,
+        )
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_unshard_params_param_data_no_shard(self):
+        """All parameters are exposed where one rank holds everything; offloading is refused there, so not tried."""
+        config = self._get_test_unshard_params_param_data_config()
+        config["offload_to_cpu"] = [False]
+        self.run_subtests(config, self._test_unshard_params_param_data)
+
+
+class TestUnshardParamsErrors(TestUnshardParamsBase):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_from_forward_raises(self):
+        """A module may not unshard its own FSDP wrapper while that runs forward."""
+
+        class MyModule(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Parameter(torch.zeros(5))
+
+            def forward(self, fsdp_module):
+                with fsdp_module.summon_full_params(fsdp_module):
+                    pass
+
+        model = self._fsdp(MyModule().to(self.device))
+        with self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward"):
+            model(model)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unshard_params_from_backward_raises(self):
+        """A hook may not unshard an FSDP module while that runs backward."""
+        model = self._fsdp(nn.Linear(2, 1, device=self.device))
+        output = model(torch.ones(2, device=self.device))
+
+        def unsharding_hook(*args, **kwargs):
+            with FSDP.summon_full_params(model):
+                pass
+
+        self.assertTrue(output.requires_grad)
+        output.register_hook(unsharding_hook)
+        with self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward"):
+            output.backward()
+
+    def _check_refused(self, message: str, sharding_strategy: ShardingStrategy, **kwargs: Any):
+        model = self._nested(FSDPInitMode.RECURSIVE, sharding_strategy=sharding_strategy)
+        with self.assertRaisesRegex(NotImplementedError, message):
+            with FSDP.summon_full_params(model, **kwargs):
+                pass
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_rank0_only_with_writeback_raises(self):
+        """Rank 0 cannot write back what the other ranks hold."""
+        self._check_refused(
+            "rank0_only=True is not supported", ShardingStrategy.FULL_SHARD, rank0_only=True, writeback=True
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_offload_to_cpu_no_shard_raises(self):
+        """An unsharded parameter is in use on the device and cannot be offloaded."""
+        for rank0_only in (False, True):
+            self._check_refused(
+                "NO_SHARD is not supported",
+                ShardingStrategy.NO_SHARD,
+                offload_to_cpu=True,
+                rank0_only=rank0_only,
+                writeback=not rank0_only,
+            )
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,103 @@
+"""The device is asked for on use, through names that a test file may patch."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from torch_ext import accelerator
+from torch_ext.testing._internal import common_fsdp
+from torch_ext.testing._internal._fsdp import delays, device
+
+
+def test_importing_the_helpers_chooses_no_device_and_loads_no_compiler():
+    program = (
+        "import sys; from torch_ext import accelerator; import torch_ext.testing._internal.common_fsdp; "
+        "assert accelerator._chosen is None, accelerator._chosen; "
+        "assert 'torch._inductor.compile_fx' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_names_default_to_what_accelerator_says():
+    assert accelerator.device_type() == common_fsdp.DEVICE_TYPE
+    assert accelerator.device_count() == common_fsdp.DEVICE_COUNT
+    assert accelerator.backend() == common_fsdp.DISTRIBUTED_BACKEND
+    assert accelerator.default_world_size() == device.default_world_size()
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="DEVICE_KIND"):
+        common_fsdp.DEVICE_KIND  # noqa: B018
+
+
+def test_patched_names_are_obeyed_and_forgotten():
+    with (
+        mock.patch.object(common_fsdp, "DEVICE_TYPE", "meta"),
+        mock.patch.object(common_fsdp, "DEVICE_COUNT", 2),
+        mock.patch.object(common_fsdp, "DISTRIBUTED_BACKEND", "fake"),
+    ):
+        assert common_fsdp.get_devtype() == torch.device("meta")
+        assert common_fsdp.rank_device(3) == torch.device("meta", 1)
+        assert device.distributed_backend() == "fake"
+        assert device.default_world_size() == 2
+        moved = common_fsdp._move_to_device(torch.nn.Linear(1, 1), True)
+        assert moved.weight.is_meta
+        # An accelerator is left for FSDP to find.
+        assert device.with_compute_device({}) == {}
+        common_fsdp.leave_out_without_accelerator("unused")
+    assert accelerator.device_type() == common_fsdp.DEVICE_TYPE
+    assert device.default_world_size() == accelerator.default_world_size()
+
+
+def test_host_is_named_to_fsdp_unless_the_caller_did():
+    with mock.patch.object(common_fsdp, "DEVICE_TYPE", accelerator.HOST):
+        host = torch.device(accelerator.HOST)
+        assert common_fsdp.rank_device(3) == host
+        assert device.with_compute_device({"forward_prefetch": True}) == {"device_id": host, "forward_prefetch": True}
+        assert device.with_compute_device({"device_id": 7}) == {"device_id": 7}
+
+
+@pytest.mark.parametrize(("count", "expected"), [(None, 4), (1, 1), (4, 4), (8, 8), (16, 8)])
+def test_default_world_size(count, expected):
+    with (
+        mock.patch.object(accelerator, "is_accelerator", return_value=count is not None),
+        mock.patch.object(accelerator, "device_count", return_value=count),
+    ):
+        assert accelerator.default_world_size() == expected
+
+
+def test_delay_sleeps_on_a_device_that_can():
+    slept = []
+    module = SimpleNamespace(_sleep=slept.append)
+    with (
+        mock.patch.object(delays, "_device_sleeps", return_value=True),
+        mock.patch.object(torch, "get_device_module", return_value=module),
+        mock.patch("torch_ext.testing._internal.common_utils.get_cycles_per_ms", return_value=1000.0),
+        mock.patch.object(delays.time, "sleep") as host_sleep,
+    ):
+        delays.delay(3)
+        delays.delay(0)
+        delays.delay(-1)
+    assert slept == [3000]
+    host_sleep.assert_not_called()
+
+
+def test_delay_sleeps_in_the_host_otherwise():
+    with (
+        mock.patch.object(delays, "_device_sleeps", return_value=False),
+        mock.patch.object(delays.time, "sleep") as host_sleep,
+    ):
+        delays.delay(3)
+        delays.delay(0)
+    assert host_sleep.call_args_list == [mock.call(0.003)]
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_device_sleep_is_asked_of_the_capabilities(can_sleep):
+    capabilities = accelerator.Capabilities(True, True, True, device_sleep=can_sleep)
+    with mock.patch.object(accelerator, "capabilities", return_value=capabilities):
+        assert delays._device_sleeps() is can_sleep

@@ -1,0 +1,129 @@
+"""Every name of the two source documents exists where upstream has it."""
+
+import importlib
+
+import pytest
+
+HELPERS = """
+FSDPInitMode: NO_FSDP, RECURSIVE
+DEVICEInitMode: DEVICE_BEFORE, DEVICE_AFTER, DEVICE_NEVER
+CUDAInitMode: CUDA_BEFORE, CUDA_AFTER, CUDA_NEVER
+FSDPTestModel: get_input, get_loss, run_backward, init
+_assert_module_states
+_zero_model
+_get_state_dict
+subtest_name
+_broadcast_state_dict
+get_full_params
+get_devtype
+DEVICE_TYPE
+DEVICE_COUNT
+DISTRIBUTED_BACKEND
+_move_to_device
+_maybe_cuda
+_maybe_wrap_fsdp
+DummyProcessGroup: rank, size, allreduce
+TransformerWithSharedParams: get_input, forward, get_loss, run_backward, init, get_ignored_modules
+NestedWrappedModule: get_input, forward, get_loss, run_backward, init
+AlwaysWrapNestedWrappedModule: init
+NonUniformReqGradNWM: _set_nonuniform_req_grad, init
+ModuleWithDelay: get_input, forward, get_loss, run_backward, init
+NestedWrappedModuleWithDelay: init
+DummyDDP: forward
+MixtureOfExperts: forward, run_backward, init
+MLP: forward, reset_parameters
+MLPStack: parallelize
+DoubleLinear: forward
+patch_all_gather
+patch_reduce_scatter
+patch_all_reduce
+patch_foreach_all_gather
+patch_foreach_reduce
+patch_unshard
+patch_reshard
+patch_post_backward
+patch_register_post_backward_hook_backward
+reduce_scatter_with_assert
+check_sharded_parity
+FSDPTestMultiThread: world_size, setUp, run_subtests, perThreadSetUp, perThreadTearDown
+FSDPTestMixin: _check_cpu_offload, _check_backward_prefetch, _check_forward_prefetch, run_subtests, _run,\
+ _train_for_several_steps, _test_fsdp_parity
+FSDPTest: setUp, world_size, process_group, init_method, _check_cpu_offload, _check_backward_prefetch,\
+ _check_forward_prefetch, run_subtests, _run, _train_for_several_steps, _test_fsdp_parity
+FSDPTestContinuous: world_size, backend_str, device_type, process_group, run_subtests, _train_for_several_steps
+compiled_fsdp_test
+test_compiled_fsdp
+SkipModule: forward
+NestedLinear: forward
+SkipModel: forward
+"""
+
+UNSHARD_PARAMS = """
+TestUnshardParamsBase: device, _test_unshard_params_writeback, _get_test_unshard_params_writeback_config,\
+ _test_unshard_params_param_data, _get_test_unshard_params_param_data_config
+TestUnshardParams: world_size, test_unshard_params_writeback, test_unshard_params_param_data,\
+ test_unshard_singleton_param_writeback, test_unshard_params_respects_reshard, _test_unshard_params_respects_reshard,\
+ test_unshard_params_recurse, _test_unshard_params_recurse, test_named_parameters_and_buffers,\
+ _test_named_parameters_and_buffers, test_with_grads_core, _test_with_grads_core, test_with_grads_none_grads,\
+ _test_with_grads_none_grads, test_unshard_submodule
+TestUnshardParamsNoShard: world_size, test_unshard_params_writeback_no_shard, test_unshard_params_param_data_no_shard
+TestUnshardParamsErrors: world_size, test_unshard_params_from_forward_raises, test_unshard_params_from_backward_raises,\
+ test_rank0_only_with_writeback_raises, test_offload_to_cpu_no_shard_raises
+"""
+
+
+def parse(text):
+    """Return pairs (top-level name, member or None), one for each name in ``text``."""
+    for line in text.strip().splitlines():
+        owner, _, members = line.partition(":")
+        yield owner, None
+        yield from ((owner, member.strip()) for member in members.split(",") if member.strip())
+
+
+def names():
+    for module, text in (
+        ("torch_ext.testing._internal.common_fsdp", HELPERS),
+        ("test.distributed.fsdp.test_fsdp_unshard_params", UNSHARD_PARAMS),
+    ):
+        for owner, member in parse(text):
+            yield pytest.param(module, owner, member, id=f"{owner}.{member}" if member else owner)
+
+
+@pytest.mark.parametrize(("module", "owner", "member"), list(names()))
+def test_name_of_the_source_documents_exists(module, owner, member):
+    found = getattr(importlib.import_module(module), owner)
+    if member is not None:
+        assert hasattr(found, member)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("CUDAInitMode", "DEVICEInitMode"),
+        ("_maybe_cuda", "_move_to_device"),
+        ("test_compiled_fsdp", "compiled_fsdp_test"),
+    ],
+)
+def test_old_name_is_an_alias(old, new):
+    common_fsdp = importlib.import_module("torch_ext.testing._internal.common_fsdp")
+    assert getattr(common_fsdp, old) is getattr(common_fsdp, new)
+
+
+def test_old_mode_names_are_the_same_members():
+    common_fsdp = importlib.import_module("torch_ext.testing._internal.common_fsdp")
+    for moment in ("BEFORE", "AFTER", "NEVER"):
+        assert common_fsdp.CUDAInitMode[f"CUDA_{moment}"] is common_fsdp.DEVICEInitMode[f"DEVICE_{moment}"]
+    assert len(common_fsdp.DEVICEInitMode) == 3
+
+
+def test_every_exported_name_resolves():
+    common_fsdp = importlib.import_module("torch_ext.testing._internal.common_fsdp")
+    assert [name for name in common_fsdp.__all__ if not hasattr(common_fsdp, name)] == []
+
+
+def test_process_cases_share_one_run():
+    common_fsdp = importlib.import_module("torch_ext.testing._internal.common_fsdp")
+    runs = {
+        cls._run.__func__ for cls in (common_fsdp.FSDPTest, common_fsdp.FSDPTestContinuous, common_fsdp.FSDPTestMixin)
+    }
+    assert len(runs) == 1

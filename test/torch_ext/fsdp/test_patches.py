@@ -1,0 +1,207 @@
+"""Each patch context is seen by every rank, as process or thread, and is gone afterwards, also when the body raises."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_ext.testing._internal._fsdp import patches
+from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPTest,
+    FSDPTestMultiThread,
+    patch_all_gather,
+    patch_all_reduce,
+    patch_foreach_all_gather,
+    patch_foreach_reduce,
+    patch_post_backward,
+    patch_reduce_scatter,
+    patch_register_post_backward_hook_backward,
+    patch_reshard,
+    patch_unshard,
+    rank_device,
+)
+
+# For each context what it replaces: the owner and the name, read raw.
+TARGETS = {
+    patch_all_gather: (dist, ALL_GATHER),
+    patch_reduce_scatter: (dist, REDUCE_SCATTER),
+    patch_all_reduce: (dist, "all_reduce"),
+    patch_foreach_all_gather: (param_group, "foreach_all_gather"),
+    patch_foreach_reduce: (param_group, "foreach_reduce"),
+    patch_unshard: (param_group.FSDPParamGroup, "unshard"),
+    patch_reshard: (param_group.FSDPParamGroup, "reshard"),
+    patch_post_backward: (param_group.FSDPParamGroup, "post_backward"),
+    patch_register_post_backward_hook_backward: (param_group.RegisterPostBackwardFunction, "backward"),
+}
+
+# As they are before any test runs.
+ORIGINALS = {patch: vars(owner)[name] for patch, (owner, name) in TARGETS.items()}
+
+
+def current(patch):
+    owner, name = TARGETS[patch]
+    return vars(owner)[name]
+
+
+def counting(patch, calls):
+    """Return a replacement that counts its calls and does what the original does."""
+    original = ORIGINALS[patch]
+    original = getattr(original, "__func__", original)  # what a static method wraps
+
+    def replacement(*args, **kwargs):
+        calls.append(patch)
+        return original(*args, **kwargs)
+
+    return replacement
+
+
+class StopBodyError(Exception):
+    pass
+
+
+class PatchChecks:
+    """The same checks for ranks that are processes and for ranks that are threads."""
+
+    def check_each_is_seen_and_gone(self):
+        for patch in TARGETS:
+            with patch(self.replacement):
+                self.assertIs(current(patch), self.replacement)
+                dist.barrier()
+            dist.barrier()
+            self.assertIs(current(patch), ORIGINALS[patch], str(patch))
+
+    def check_each_is_gone_after_a_raise(self):
+        for patch in TARGETS:
+            with self.assertRaises(StopBodyError):
+                with patch(self.replacement):
+                    self.assertIs(current(patch), self.replacement)
+                    raise StopBodyError
+            dist.barrier()
+            self.assertIs(current(patch), ORIGINALS[patch], str(patch))
+            dist.barrier()
+
+    def check_nested(self):
+        def inner(*args, **kwargs):
+            raise AssertionError("never called")
+
+        # One object for all threads, so that each can compare.
+        inner = SHARED.setdefault("inner", inner)
+        with patch_all_reduce(self.replacement):
+            with patch_all_reduce(inner):
+                self.assertIs(dist.all_reduce, inner)
+                dist.barrier()
+            dist.barrier()
+            self.assertIs(dist.all_reduce, self.replacement)
+            dist.barrier()
+        dist.barrier()
+        self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])
+
+    def check_training_calls_it(self):
+        for patch in TARGETS:
+            if patch is patch_all_reduce:
+                continue  # FSDP2 over one mesh dimension has no use for it
+            model = fully_shard(nn.Linear(4, 4, device=rank_device(self.rank)))
+            calls = SHARED.setdefault(patch, [])
+            with patch(counting(patch, calls)):
+                # The function whose backward is patched is only recorded for inputs that need a gradient.
+                model(torch.ones(2, 4, device=rank_device(self.rank), requires_grad=True)).sum().backward()
+            self.assertGreater(len(calls), 0, str(patch))
+
+
+SHARED = {}
+
+
+def replacement(*args, **kwargs):
+    raise AssertionError("never called")
+
+
+class TestPatchesAcrossProcesses(PatchChecks, FSDPTest):
+    replacement = staticmethod(replacement)
+
+    @property
+    def world_size(self):
+        return 2
+
+    def test_each_is_seen_and_gone(self):
+        self.check_each_is_seen_and_gone()
+
+    def test_each_is_gone_after_a_raise(self):
+        self.check_each_is_gone_after_a_raise()
+
+    def test_nested(self):
+        self.check_nested()
+
+    def test_training_calls_it(self):
+        self.check_training_calls_it()
+
+    def test_no_body_runs_before_every_rank_is_patched(self):
+        """The first rank's body would otherwise meet peers that still run the original."""
+        reported = []
+        barrier = dist.barrier
+
+        def reporting_barrier(*args, **kwargs):
+            reported.append(current(patch_all_reduce) is self.replacement)
+            return barrier(*args, **kwargs)
+
+        dist.barrier = reporting_barrier
+        try:
+            with patch_all_reduce(self.replacement):
+                self.assertEqual(reported, [True])
+            self.assertEqual(reported, [True, True])
+        finally:
+            dist.barrier = barrier
+
+
+class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
+    replacement = staticmethod(replacement)
+
+    def test_each_is_seen_and_gone(self):
+        self.check_each_is_seen_and_gone()
+
+    def test_each_is_gone_after_a_raise(self):
+        self.check_each_is_gone_after_a_raise()
+
+    def test_nested(self):
+        self.check_nested()
+
+    def test_training_calls_it(self):
+        self.check_training_calls_it()
+
+    def test_late_reader_leaves_no_replacement_behind(self):
+        """Rank 1 enters while rank 0 already holds its replacement; what it finds must not be what is restored."""
+        entered = SHARED.setdefault("entered", threading.Event())
+        if self.rank != 0:
+            entered.wait(60)
+        context = patch_all_reduce(self.replacement)
+        if self.rank == 0:
+            registry = patches._registry
+            registry.enter(patches.AttributeSlot(dist, "all_reduce"), self.replacement)
+            entered.set()
+            with context:
+                pass
+            registry.leave(patches.AttributeSlot(dist, "all_reduce"))
+        else:
+            with context:
+                pass
+        dist.barrier()
+        self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])
+
+    def test_thread_that_raises_early_takes_nothing_from_the_others(self):
+        """A rank still in its body keeps the replacement although another one has left by an exception."""
+        left = SHARED.setdefault("left", threading.Event())
+        context = patch_all_reduce(self.replacement)
+        with self.assertRaises(StopBodyError):
+            with context:
+                if self.rank == 0:
+                    raise StopBodyError
+                left.wait(60)
+                self.assertIs(dist.all_reduce, self.replacement)
+                raise StopBodyError
+        if self.rank == 0:
+            left.set()
+        dist.barrier()
+        self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])

@@ -1,0 +1,366 @@
+"""Test cases whose ranks are processes, threads, or processes that live as long as the class."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from torch_ext.compat import fsdp as private
+from torch_ext.testing._internal._fsdp import device
+from torch_ext.testing._internal._fsdp.ddp_parity import ParityCheck
+from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel
+from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+from torch_ext.testing._internal._fsdp.subcases import SubcaseTally, run_and_tally
+from torch_ext.testing._internal._fsdp.training import Precision, Trainer
+from torch_ext.testing._internal.common_distributed import (
+    TEST_SKIPS,
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
+)
+from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
+
+if TYPE_CHECKING:
+    from unittest import TestCase as _TestCase
+else:
+    _TestCase = object
+
+__all__ = ["FSDPTest", "FSDPTestContinuous", "FSDPTestMixin", "FSDPTestMultiThread"]
+
+_ON_DEVICE = CPUOffload()
+
+
+def _exit_without_devices(world_size: int) -> None:
+    if device.is_accelerator() and device.device_count() < world_size:
+        sys.exit(TEST_SKIPS[f"multi-gpu-{world_size}"].exit_code)
+
+
+def _use_device(rank: int) -> list[int] | None:
+    """Make the device of ``rank`` current and return what ``barrier`` wants to know of it, nothing on the host."""
+    if not device.is_accelerator():
+        return None
+    index = device.rank_device(rank).index
+    torch.accelerator.set_device_index(index)
+    return [index]
+
+
+def _silence_desync_debugging() -> None:
+    # Its clean-up thread makes short tests fail at random: https://github.com/pytorch/pytorch/issues/90848
+    os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
+
+
+def _reset_dynamo() -> None:
+    """Forget what was compiled; whoever has not loaded the compiler has nothing to forget and is spared the import."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
+@contextmanager
+def _fresh_dynamo() -> Iterator[None]:
+    _reset_dynamo()
+    try:
+        yield
+    finally:
+        _reset_dynamo()
+
+
+class _SubcaseMixin(_TestCase):
+    subcase_tally: SubcaseTally
+
+    def run_subtests(
+        self, subtest_config: dict[str, list[Any]], test_fn: Callable[..., Any], *test_args: Any, **test_kwargs: Any
+    ) -> None:
+        """Run ``test_fn`` once for each combination in ``subtest_config``, in one set of ranks.
+
+        A combination whose ``test_fn`` skips is left out alone: the output of the test run says how many were, and
+        why. The test is skipped only if all are.
+        """
+        run_and_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
+
+    def leave_out_check(self, what: str) -> None:
+        """Have the output say that the running sub-case does not check ``what``; only for use in ``run_subtests``."""
+        self.subcase_tally.miss_check(what)
+
+    def announce(self, text: str) -> None:
+        """Have the output of the test run show ``text``, whether or not the test passes."""
+        print(f"torch_ext: {text}", file=sys.stderr, flush=True)
+
+
+class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
+    """Ranks are threads of one process over the threaded process group; the default group is made per test.
+
+    Start-up costs nothing, but what threads share is shared by ranks: module globals, the random generator of the
+    host, the current device.
+    """
+
+    @property
+    def world_size(self) -> int:
+        return device.default_world_size()
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def perThreadSetUp(self) -> None:
+        _reset_dynamo()
+
+    def perThreadTearDown(self) -> None:
+        _reset_dynamo()
+
+
+class FSDPTestMixin(_SubcaseMixin):
+    """What FSDP1 test cases share, whatever starts their ranks: the rank's run, checks, training, parity with DDP."""
+
+    if TYPE_CHECKING:
+        rank: int
+        file_name: str
+        init_method: Any
+        world_size: Any
+        process_group: Any
+        run_test: Callable[[str, Any], None]
+
+    def _notes_file(self) -> str:
+        """Return the path of a file, of this test's own, by which ranks leave notes for the parent half."""
+        raise NotImplementedError
+
+    def announce(self, text: str) -> None:
+        # What a rank prints is kept for failures.
+        with open(self._notes_file(), "a", encoding="utf-8") as notes:
+            notes.write(f"{text}\n")
+
+    def tearDown(self) -> None:
+        path = Path(self._notes_file())
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                super().announce(line)
+            path.unlink()
+        super().tearDown()
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+        """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed, run, leave the group.
+
+        All ranks are in before any runs the test and out before any leaves, so that a rank which skips at once does
+        not take the store away from a slower one.
+
+        Args:
+            fake_pg: (keyword) use a group that communicates with nobody.
+        """
+        self: Any = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        _exit_without_devices(self.world_size)
+        self._join_group(fake=kwargs.get("fake_pg", False))
+        device_ids = _use_device(rank)
+        dist.barrier(device_ids=device_ids)
+        with _fresh_dynamo():
+            set_rng_seed()
+            self.run_test(test_name, pipe)
+        dist.barrier(device_ids=device_ids)
+        dist.destroy_process_group()
+
+    def _join_group(self, *, fake: bool) -> None:
+        meeting_point = {"store": private.FakeStore()} if fake else {"init_method": self.init_method}
+        backend = "fake" if fake else device.distributed_backend()
+        try:
+            dist.init_process_group(backend, world_size=int(self.world_size), rank=self.rank, **meeting_point)
+        except RuntimeError as error:
+            # torch's way to say that it was built without the backend
+            if "recompile" in str(error):
+                sys.exit(TEST_SKIPS["backend_unavailable"].exit_code)
+            raise
+
+    def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
+        self.assertEqual(fsdp_model.cpu_offload, cpu_offload)
+
+    def _check_backward_prefetch(self, fsdp_model: Any, backward_prefetch: Any) -> None:
+        self.assertEqual(fsdp_model.backward_prefetch, backward_prefetch)
+
+    def _check_forward_prefetch(self, fsdp_model: Any, forward_prefetch: Any) -> None:
+        self.assertEqual(fsdp_model.forward_prefetch, forward_prefetch)
+
+    def _train_for_several_steps(
+        self,
+        model: nn.Module,
+        num_steps: int,
+        autocast: bool,
+        lr: float = 0.01,
+        fsdp_cpu_offload: CPUOffload | None = None,
+        save_model: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        enable_sharded_grad_scaler: bool = False,
+        use_pure_fp16: bool = False,
+        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Train ``model`` by SGD with momentum and return the last loss, detached.
+
+        On the way the type of each loss is checked, and that FSDP is idle at the end. With offloading, parameters of
+        an FSDP model must be on the host after forward (where its strategy reshards there) and after backward.
+
+        Args:
+            model: FSDP, DDP or a like wrapper whose ``module`` is an :class:`FSDPTestModel`.
+            num_steps: at least 1.
+            autocast: run forward under autocast, in the type of ``mixed_precision`` if it has one.
+            lr: learning rate.
+            fsdp_cpu_offload: what an FSDP model was built with.
+            save_model: save, zero and load the model's state after each step.
+            mixed_precision: what an FSDP model was built with; inputs of others are cast to its parameter type.
+            enable_sharded_grad_scaler: scale the loss.
+            use_pure_fp16: the model is float16; inputs are cast.
+            sharded_grad_scaler_kwargs: for the scaler's constructor.
+        """
+        precision = Precision(
+            mixed_precision, use_pure_fp16, enable_sharded_grad_scaler, dict(sharded_grad_scaler_kwargs or {})
+        )
+        offloads = fsdp_cpu_offload is not None and fsdp_cpu_offload.offload_params
+        trainer = Trainer(
+            self, model, autocast=autocast, lr=lr, offloads=offloads, save_model=save_model, precision=precision
+        )
+        return trainer.train(num_steps)
+
+    def _test_fsdp_parity(
+        self,
+        model_class: type[FSDPTestModel],
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        ref_init_fn: Callable[[nn.Module], nn.Module] | None = None,
+        num_iters: int = 2,
+        save_model: bool = True,
+        cpu_offload: CPUOffload = _ON_DEVICE,
+        backward_prefetch: BackwardPrefetch | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        forward_prefetch: bool = False,
+        use_orig_params: bool = False,
+        enable_sharded_grad_scaler: bool = False,
+        use_pure_fp16: bool = False,
+        init_kwargs: dict[str, Any] | None = None,
+        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        """Check that FSDP trains as its reference does, which is DDP unless ``ref_init_fn`` says otherwise.
+
+        Compared are the last loss and, in full precision, all parameters. Offloaded parameters must be on the host
+        before and after; offloading with ``DEVICE_AFTER`` must be refused by FSDP.
+
+        Args:
+            model_class: the model; built deterministically for both sides.
+            fsdp_init_mode: how FSDP wraps it; not ``NO_FSDP``. A root left unwrapped is wrapped here.
+            device_init_mode: when the FSDP model moves to the device; the reference is always made there.
+            ref_init_fn: wraps the plain model into something with data-parallel meaning and a ``module``.
+            num_iters: training steps on each side.
+            save_model: save, zero and load the FSDP model after each step.
+            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision, forward_prefetch, use_orig_params:
+                for FSDP's constructor, as are ``fsdp_kwargs``.
+            enable_sharded_grad_scaler: scale losses on both sides.
+            use_pure_fp16: both models are float16; parameters are not compared.
+            init_kwargs: further arguments of ``model_class.init``.
+            sharded_grad_scaler_kwargs: for the scaler's constructor.
+
+        Raises:
+            AssertionError: FSDP differs.
+            ValueError: the mode is ``NO_FSDP``, or the FSDP model cannot be built.
+        """
+        constructor_kwargs = {
+            **fsdp_kwargs,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "sharding_strategy": sharding_strategy,
+            "mixed_precision": mixed_precision,
+            "forward_prefetch": forward_prefetch,
+            "use_orig_params": use_orig_params,
+        }
+        ParityCheck(
+            case=self,
+            model_class=model_class,
+            fsdp_init_mode=fsdp_init_mode,
+            device_init_mode=device_init_mode,
+            ref_init_fn=ref_init_fn,
+            num_iters=num_iters,
+            save_model=save_model,
+            cpu_offload=cpu_offload,
+            precision=Precision(
+                mixed_precision, use_pure_fp16, enable_sharded_grad_scaler, dict(sharded_grad_scaler_kwargs or {})
+            ),
+            init_kwargs=dict(init_kwargs or {}),
+            fsdp_kwargs=constructor_kwargs,
+        ).run()
+
+
+class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
+    """Ranks are processes, fresh for each test, that have joined the default group when the test's body starts."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        _silence_desync_debugging()
+        self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        return device.default_world_size()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return private.get_default_group()
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        # _run has a barrier to pass first
+        return False
+
+    @property
+    def init_method(self) -> str:
+        return f"{FILE_SCHEMA}{self.file_name}"
+
+    def _notes_file(self) -> str:
+        return f"{self.file_name}.notes"
+
+
+class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
+    """Ranks are processes that serve all tests of the class: faster, and no test finds fresh processes but the first.
+
+    Every test begins and ends with a barrier, so that a collective left over from one cannot meet one of the next.
+    """
+
+    # A number in its place once ranks are started.
+    @property
+    def world_size(self) -> int:
+        return device.default_world_size()
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return device.distributed_backend()
+
+    @classmethod
+    def device_type(cls) -> str:
+        return device.device_type()
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        cls.rdvz_file = rdvz_file
+        _silence_desync_debugging()
+        _exit_without_devices(world_size)
+        _use_device(rank)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    @classmethod
+    def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
+        dist.barrier()
+        with _fresh_dynamo():
+            super()._run_test_given_id(test_id, **kwargs)
+        dist.barrier()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return type(self).pg
+
+    def _notes_file(self) -> str:
+        return f"{self.rdvz_file}.notes"

@@ -1,0 +1,80 @@
+"""One FSDP2 test, once as it stands and once with each module's computation compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
+from functools import partial, wraps
+from typing import Any
+
+from torch.distributed.fsdp import fully_shard
+
+from torch_ext.compat import fsdp as private
+from torch_ext.testing._internal._fsdp.patches import AttributeSlot, ItemSlot, patched
+
+__all__ = ["compiled_fsdp_test", "test_compiled_fsdp"]
+
+
+class FullyShardMode(Enum):
+    EAGER = auto()
+    COMPILED_COMPUTE = auto()
+
+
+def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that runs a test eagerly, then with modules compiled as ``fully_shard`` is applied to them.
+
+    The test must call ``fully_shard`` as a global of its module. That global and the compiler's settings are back in
+    place afterwards, also when the test raises. Where Triton is missing the compiled run is left out with a warning.
+
+    Args:
+        compile_compute_on_module: compile instances of this class only; ``None`` compiles every module.
+    """
+
+    def decorator(func: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            for mode in FullyShardMode:
+                if mode is FullyShardMode.EAGER:
+                    func(*args, **kwargs)
+                elif private.has_triton():
+                    with _compiling(func, compile_compute_on_module):
+                        func(*args, **kwargs)
+                else:
+                    warnings.warn(f"{func.__qualname__}: {mode.name} left out, Inductor needs Triton", stacklevel=2)
+
+        return wrapper
+
+    return decorator
+
+
+test_compiled_fsdp = compiled_fsdp_test
+# The name would have it collected as a test by whoever imports it.
+compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
+    # Both are imported here because nothing else needs the compiler.
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
+        (ItemSlot(func.__globals__, fully_shard.__name__), partial(_shard_and_compile, only)),
+        # Worker processes of the compiler would be forked from a rank that has threads.
+        (AttributeSlot(torch._inductor.config, "compile_threads"), 1),
+    ]
+    if hasattr(torch._dynamo.config, "skip_fsdp_hooks"):
+        slots.append((AttributeSlot(torch._dynamo.config, "skip_fsdp_hooks"), True))
+    with ExitStack() as stack:
+        for slot, value in slots:
+            stack.enter_context(patched(slot, value))
+        yield
+
+
+def _shard_and_compile(only: type | None, module: Any, *args: Any, **kwargs: Any) -> Any:
+    sharded = fully_shard(module, *args, **kwargs)
+    if only is None or isinstance(module, only):
+        module.compile()
+    return sharded

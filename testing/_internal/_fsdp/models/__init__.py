@@ -1,0 +1,1 @@
+"""Test models, one module per family."""

@@ -1,0 +1,128 @@
+"""What every FSDP1 test model offers, and the two steps they share: moving to the device and wrapping."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_ext.testing._internal._fsdp import device
+from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+
+__all__ = [
+    "DummyDDP",
+    "DummyProcessGroup",
+    "FSDPTestModel",
+    "_maybe_cuda",
+    "_maybe_wrap_fsdp",
+    "_move_to_device",
+    "init_by_mode",
+    "unsupported_mode",
+]
+
+
+class FSDPTestModel(nn.Module, ABC):
+    """A model that brings its own input, loss and backward, so that one training loop serves them all."""
+
+    @abstractmethod
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the positional inputs of one step on ``device``; they may differ by rank, never by call."""
+
+    @abstractmethod
+    def get_loss(self, input: Any, output: Any) -> torch.Tensor:
+        """Return the scalar loss of ``output``, which ``forward`` computed from ``input``."""
+
+    @abstractmethod
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of ``loss`` and whatever gradient reduction the wrapper does not do."""
+
+    @staticmethod
+    @abstractmethod
+    def init(*args: Any, **kwargs: Any) -> nn.Module:
+        """Return a model wrapped as the given modes ask."""
+
+
+def _move_to_device(model: nn.Module, move_to_device: bool) -> nn.Module:
+    return model.to(device.device_type()) if move_to_device else model
+
+
+_maybe_cuda = _move_to_device
+
+
+def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
+    return FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
+
+
+def init_by_mode(
+    build: Callable[[bool, dict[str, Any]], nn.Module],
+    fsdp_init_mode: FSDPInitMode,
+    device_init_mode: DEVICEInitMode,
+    fsdp_kwargs: dict[str, Any] | None,
+) -> nn.Module:
+    """Return ``build(wrap, kwargs)`` for the mode, moved to the device where that comes after wrapping.
+
+    Raises:
+        ValueError: the mode is none of :class:`FSDPInitMode`.
+    """
+    if fsdp_init_mode == FSDPInitMode.NO_FSDP:
+        return build(False, {})
+    if fsdp_init_mode == FSDPInitMode.RECURSIVE:
+        model = build(True, dict(fsdp_kwargs or {}))
+        return _move_to_device(model, device_init_mode == DEVICEInitMode.DEVICE_AFTER)
+    unsupported_mode(fsdp_init_mode)
+
+
+def unsupported_mode(mode: object) -> NoReturn:
+    """Raise the error for a mode that is none of :class:`FSDPInitMode`."""
+    raise ValueError(f"Unsupported FSDP init mode: {mode}. Pass one of {', '.join(map(str, FSDPInitMode))}.")
+
+
+class DummyProcessGroup:
+    """A process group of ``size`` ranks, seen from ``rank``, that communicates with nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> _DoneWork:
+        """Leave the tensors as they are and return work that is already done."""
+        return _DoneWork()
+
+
+class _DoneWork:
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_result(1)
+        return future
+
+
+class DummyDDP(nn.Module):
+    """Has DDP's shape (the model under ``module``) without its gradient reduction."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+# A model's group: one process group, or for hybrid sharding (shard group, replicate group).
+Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

@@ -1,0 +1,178 @@
+"""Linear layers of several sizes with FSDP at several depths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import always_wrap_policy
+
+from torch_ext.testing._internal._fsdp.models.base import (
+    FSDPTestModel,
+    _maybe_wrap_fsdp,
+    _move_to_device,
+    init_by_mode,
+)
+from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+
+__all__ = ["AlwaysWrapNestedWrappedModule", "LayerMaker", "NestedWrappedModule", "NonUniformReqGradNWM"]
+
+
+@dataclass(frozen=True)
+class LayerMaker:
+    """Makes the layers of a nested model, on the device and wrapped as the model's arguments ask."""
+
+    group: Any
+    wrap_fsdp: bool
+    move_to_device: bool
+    fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def linear(self, features_in: int, features_out: int) -> nn.Module:
+        return _move_to_device(nn.Linear(features_in, features_out), self.move_to_device)
+
+    def wrapped(self, *layers: nn.Module, group: Any = None) -> nn.Module:
+        """Return the only layer, or the sequence of several, under FSDP over ``group`` (default: the model's)."""
+        module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+        return _maybe_wrap_fsdp(module, self.wrap_fsdp, self.group if group is None else group, **self.fsdp_kwargs)
+
+
+class NestedWrappedModule(FSDPTestModel):
+    """Five linear layers in a sequence of four, some inside FSDP, some inside FSDP twice, the first and last in none.
+
+    Shapes: input and output ``(4, 8)``; the input differs by rank. The loss is the output's sum.
+
+    Args:
+        group: the ranks.
+        wrap_fsdp: whether the inner layers are wrapped.
+        device_init_mode: ``DEVICE_BEFORE`` makes each layer on the device before it is wrapped.
+        deterministic: same weights in every construction.
+        fsdp_kwargs: for each FSDP constructor.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        deterministic: bool,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.rank, self.world_size = group.rank(), group.size()
+        if deterministic:
+            torch.manual_seed(0)
+        make = LayerMaker(group, wrap_fsdp, device_init_mode == DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs)
+        self.module = self._layers(make, deterministic)
+
+    def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
+        return nn.Sequential(
+            make.linear(8, 4),
+            make.wrapped(make.wrapped(make.linear(4, 16)), make.linear(16, 16)),
+            make.wrapped(make.linear(16, 4)),
+            make.linear(4, 8),
+        )
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1 + self.rank)
+        return (torch.rand(4, 8, device=device),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def get_loss(self, input: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    @staticmethod
+    def init(
+        group: Any,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        """Return the model; under ``RECURSIVE`` inner layers are wrapped and the root is left to the caller.
+
+        Raises:
+            ValueError: the mode is none of :class:`FSDPInitMode`.
+        """
+
+        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
+            return NestedWrappedModule(group, wrap, device_init_mode, deterministic, **kwargs)
+
+        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+
+
+class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
+    """The same layers where ``RECURSIVE`` puts every module under FSDP, the root included."""
+
+    @staticmethod
+    def init(
+        group: Any,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        """Return the plain model, or that model wrapped whole by ``always_wrap_policy`` over the default group.
+
+        Raises:
+            ValueError: the mode is none of :class:`FSDPInitMode`.
+        """
+        plain = partial(NestedWrappedModule, group, False, device_init_mode, deterministic)
+
+        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
+            return _maybe_wrap_fsdp(plain(), wrap, auto_wrap_policy=always_wrap_policy, **kwargs)
+
+        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+
+
+class NonUniformReqGradNWM(NestedWrappedModule):
+    """The same layers with the last two under one FSDP module, and all parameters frozen but the very last two.
+
+    With ``use_orig_params=True`` the trainable elements then all lie on one rank, so other ranks hold shards without
+    any gradient: the case in which gradient scaling must not take an empty shard for an overflow.
+    """
+
+    # With and without an FSDP module in between.
+    _TRAINABLE = re.compile(r"module\.2.*\.1.*")
+
+    def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
+        return nn.Sequential(
+            make.linear(8, 4),
+            make.wrapped(make.wrapped(make.linear(4, 16)), make.linear(16, 16)),
+            make.wrapped(make.linear(16, 4), make.linear(4, 8)),
+        )
+
+    @staticmethod
+    def _set_nonuniform_req_grad(model: nn.Module, req_grad_mask: str | re.Pattern[str]) -> None:
+        for name, parameter in model.named_parameters():
+            if re.match(req_grad_mask, name) is None:
+                parameter.requires_grad_(False)
+
+    @staticmethod
+    def init(
+        group: Any,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        """Return the model in either mode with only the last linear layer trainable.
+
+        Raises:
+            ValueError: the mode is none of :class:`FSDPInitMode`.
+        """
+
+        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
+            return NonUniformReqGradNWM(group, wrap, device_init_mode, deterministic, **kwargs)
+
+        model = init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+        NonUniformReqGradNWM._set_nonuniform_req_grad(model, NonUniformReqGradNWM._TRAINABLE)
+        return model

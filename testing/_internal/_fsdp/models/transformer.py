@@ -1,0 +1,114 @@
+"""A small transformer whose input embedding and output projection are one parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_ext.testing._internal._fsdp import device
+from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel, Group, _move_to_device, init_by_mode
+from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+
+__all__ = ["TransformerWithSharedParams"]
+
+_VOCABULARY, _WIDTH, _FEEDFORWARD, _BATCH = 23, 16, 8, 2
+_SOURCE_STEPS, _TARGET_STEPS = 6, 4
+
+# FSDP derives the two groups of these strategies itself when it is given none.
+_HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+
+class TransformerWithSharedParams(FSDPTestModel):
+    """Sequence to sequence over a 23-word vocabulary; parameters, a float and an integer buffer, optional batch norm.
+
+    With ``deterministic`` every construction gives the same weights, and the model is in evaluation mode, so that
+    dropout and batch statistics take no part.
+
+    Shapes: source ``(6, 2)`` and target ``(4, 2)`` token ids, time before batch; output ``(4, 2, 23)``.
+    """
+
+    vocab_bias: torch.Tensor  # 1D, _WIDTH
+    long_buffer: torch.Tensor  # 1D, _WIDTH, integers
+
+    def __init__(self, group: Any, device_init_mode: DEVICEInitMode, add_bn: bool, deterministic: bool) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.bs = group.rank(), group.size(), _BATCH
+        if deterministic:
+            torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.transformer = nn.Transformer(
+            _WIDTH, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=_FEEDFORWARD, dropout=0.1
+        )
+        self.output_proj = nn.Linear(_WIDTH, _VOCABULARY)
+        self.output_proj.weight = self.embed_tokens.weight
+        self.register_buffer("vocab_bias", torch.ones(_WIDTH))
+        self.register_buffer("long_buffer", torch.zeros(_WIDTH, dtype=torch.long))
+        self.bn = nn.BatchNorm1d(_BATCH) if add_bn else nn.Identity()
+        _move_to_device(self, device_init_mode == DEVICEInitMode.DEVICE_BEFORE)
+        if deterministic:
+            self.eval()
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        # Whatever a caller draws next is then the same in every step and differs by rank.
+        torch.manual_seed(1 + self.rank)
+        source, target = (torch.arange(steps * self.bs, device=device) for steps in (_SOURCE_STEPS, _TARGET_STEPS))
+        return source.view(-1, self.bs), target.view(-1, self.bs)
+
+    def forward(self, src_ids: torch.Tensor, tgt_ids: torch.Tensor) -> torch.Tensor:
+        source = self.embed_tokens(src_ids)
+        source = source + self.vocab_bias + self.long_buffer.type_as(source)
+        target = self.bn(self.embed_tokens(tgt_ids))
+        return self.output_proj(self.transformer(source, target))
+
+    def get_loss(self, input: Any, output: torch.Tensor) -> torch.Tensor:
+        target_ids = input[1]
+        return F.cross_entropy(output.flatten(0, 1), target_ids.flatten(), reduction="sum")
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def get_ignored_modules(self) -> list[nn.Module]:
+        """Return the modules that tests of ``ignored_modules`` leave out of FSDP."""
+        return [self.transformer]
+
+    @staticmethod
+    def init(
+        group: Group,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        add_bn: bool = True,
+    ) -> nn.Module | FSDP:
+        """Return a transformer; under ``RECURSIVE`` its encoder and decoder layers and the root are wrapped.
+
+        Args:
+            group: the ranks; a pair for hybrid sharding, whose first group then is the model's.
+            fsdp_init_mode: what to wrap.
+            device_init_mode: when to move to the device.
+            fsdp_kwargs: for FSDP's constructor; an ``auto_wrap_policy`` here replaces the default one.
+            deterministic: same weights in every construction, and evaluation mode.
+            add_bn: whether target embeddings pass a batch norm.
+
+        Raises:
+            ValueError: the mode is none of :class:`FSDPInitMode`.
+        """
+        own_group = group[0] if isinstance(group, tuple) else group
+
+        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
+            model = TransformerWithSharedParams(own_group, device_init_mode, add_bn, deterministic)
+            return _wrap_layers(model, group, kwargs) if wrap else model
+
+        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+
+
+def _wrap_layers(model: nn.Module, group: Group, kwargs: dict[str, Any]) -> FSDP:
+    kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}))
+    derives_groups = kwargs.get("sharding_strategy") in _HYBRID and not isinstance(group, tuple)
+    return FSDP(model, None if derives_groups else group, **device.with_compute_device(kwargs))

@@ -1,0 +1,194 @@
+"""Contexts that replace a function of c10d or FSDP2 for all ranks.
+
+Note [Patches and threads]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks may be processes, each with the name to itself, or threads that share it. In both the contexts promise:
+
+- no rank runs its body before every rank has its replacement in place (a barrier after setting);
+- while any thread is in its body, the name is not restored (a barrier before leaving);
+- what is restored is what was there before the first thread came, whichever thread leaves last: threads that read
+  the name themselves could read another thread's replacement and leave it behind for ever.
+
+Threads share one replacement, the one set last. A body that raises leaves without waiting, since a peer may never
+arrive, and the name is restored as soon as no thread is inside any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_ext.compat import fsdp as private
+from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
+
+__all__ = [
+    "AttributeSlot",
+    "ItemSlot",
+    "patch_all_gather",
+    "patch_all_reduce",
+    "patch_foreach_all_gather",
+    "patch_foreach_reduce",
+    "patch_post_backward",
+    "patch_reduce_scatter",
+    "patch_register_post_backward_hook_backward",
+    "patch_reshard",
+    "patch_unshard",
+    "patched",
+]
+
+_Patch = AbstractContextManager[None]
+
+
+@dataclass(frozen=True)
+class AttributeSlot:
+    """A module's global or a class's method, read raw so that a static method is put back as one."""
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        # Configuration modules compute their attributes: nothing by that name is in their namespace.
+        return vars(self.owner)[self.name] if self.name in vars(self.owner) else getattr(self.owner, self.name)
+
+    def write(self, value: Any) -> None:
+        setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True)
+class ItemSlot:
+    """An entry of a dictionary, such as the globals of a function."""
+
+    owner: dict[str, Any]
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        return self.owner[self.name]
+
+    def write(self, value: Any) -> None:
+        self.owner[self.name] = value
+
+
+@dataclass
+class _Level:
+    """One depth of nested contexts over a slot: who is inside, and what the outermost of them found."""
+
+    before: Any
+    threads_inside: int = 0
+
+
+@dataclass
+class _Registry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    levels: dict[tuple[int, str], list[_Level]] = field(default_factory=dict)
+    here: threading.local = field(default_factory=threading.local)
+
+    def enter(self, slot: AttributeSlot | ItemSlot, replacement: Any) -> None:
+        with self.lock:
+            levels, depth = self.levels.setdefault(slot.key, []), self._depth(slot)
+            if depth == len(levels):
+                levels.append(_Level(before=slot.read()))
+            levels[depth].threads_inside += 1
+            slot.write(replacement)
+            self._set_depth(slot, depth + 1)
+
+    def leave(self, slot: AttributeSlot | ItemSlot) -> None:
+        with self.lock:
+            levels, depth = self.levels[slot.key], self._depth(slot) - 1
+            self._set_depth(slot, depth)
+            levels[depth].threads_inside -= 1
+            # A thread that raised may leave an outer level while another one is still in an inner level.
+            while levels and not levels[-1].threads_inside:
+                slot.write(levels.pop().before)
+            if not levels:
+                del self.levels[slot.key]
+
+    def _depth(self, slot: AttributeSlot | ItemSlot) -> int:
+        return self._depths().get(slot.key, 0)
+
+    def _set_depth(self, slot: AttributeSlot | ItemSlot, depth: int) -> None:
+        self._depths()[slot.key] = depth
+
+    def _depths(self) -> dict[tuple[int, str], int]:
+        if not hasattr(self.here, "depths"):
+            self.here.depths = {}
+        return self.here.depths
+
+
+_registry = _Registry()
+
+
+@contextmanager
+def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
+    """Hold ``replacement`` in ``slot`` while every rank of the default group runs its body.
+
+    Collective: all ranks enter, and all leave or all raise. See Note [Patches and threads].
+    """
+    _registry.enter(slot, replacement)
+    try:
+        dist.barrier()
+        yield
+        dist.barrier()
+    finally:
+        _registry.leave(slot)
+
+
+def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> _Patch:
+    """Replace the all-gather into one tensor that FSDP calls through ``torch.distributed``."""
+    return patched(AttributeSlot(dist, ALL_GATHER), new_all_gather_into_tensor)
+
+
+def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., Any]) -> _Patch:
+    """Replace the reduce-scatter of one tensor that FSDP calls through ``torch.distributed``."""
+    return patched(AttributeSlot(dist, REDUCE_SCATTER), new_reduce_scatter_tensor)
+
+
+def patch_all_reduce(new_all_reduce: Callable[..., Any]) -> _Patch:
+    """Replace ``torch.distributed.all_reduce``."""
+    return patched(AttributeSlot(dist, "all_reduce"), new_all_reduce)
+
+
+def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> _Patch:
+    """Replace the function with which an FSDP2 parameter group gathers all its parameters."""
+    return patched(AttributeSlot(private.param_group, "foreach_all_gather"), new_foreach_all_gather)
+
+
+def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> _Patch:
+    """Replace the function with which an FSDP2 parameter group reduces all its gradients."""
+    return patched(AttributeSlot(private.param_group, "foreach_reduce"), new_foreach_reduce)
+
+
+def patch_unshard(new_unshard: Callable[..., Any]) -> _Patch:
+    """Replace the method ``FSDPParamGroup.unshard`` of FSDP2."""
+    return _patch_param_group("unshard", new_unshard)
+
+
+def patch_reshard(new_reshard: Callable[..., Any]) -> _Patch:
+    """Replace the method ``FSDPParamGroup.reshard`` of FSDP2."""
+    return _patch_param_group("reshard", new_reshard)
+
+
+def patch_post_backward(new_post_backward: Callable[..., Any]) -> _Patch:
+    """Replace the method ``FSDPParamGroup.post_backward`` of FSDP2."""
+    return _patch_param_group("post_backward", new_post_backward)
+
+
+def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any]) -> _Patch:
+    """Replace the backward of the autograd function whose backward runs an FSDP2 parameter group's post-backward."""
+    return patched(AttributeSlot(private.param_group.RegisterPostBackwardFunction, "backward"), new_backward)
+
+
+def _patch_param_group(method: str, replacement: Callable[..., Any]) -> _Patch:
+    return patched(AttributeSlot(private.param_group.FSDPParamGroup, method), replacement)

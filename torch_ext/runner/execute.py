@@ -1,0 +1,187 @@
+"""The half of the runner that starts processes: zygotes for files, case processes for classes. See ``cli.Engine``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from torch_ext.runner.casework import CaseRunner
+from torch_ext.runner.collect import CollectOrder
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import Collected, Collector
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import TestName, TestResult
+from torch_ext.runner.schedule import Plan
+from torch_ext.world import access
+from torch_ext.world.interpreter import Preparation
+from torch_ext.world.loading import ModuleOrder
+from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.wire import ChannelClosedError, channel_pair
+
+__all__ = ["collector", "run"]
+
+# What nearly every distributed test imports; each import here is one that no test file and no rank pays for.
+_PRELOAD = ("torch_ext.testing._internal.common_distributed", "torch._dynamo", "torch.distributed.fsdp")
+
+
+class Engine:
+    """The zygotes of one run. The first use starts them; :meth:`close` ends them with all their children."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.environment = _environment(options)
+        self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
+        self._root: RootZygote | None = None
+        self._zygotes: dict[str, ModuleZygote] = {}
+
+    def module_of(self, file: TestFile) -> str:
+        """Return the name under which the file's tests are found in its zygote."""
+        return "__main__" if self._options.script else file.module
+
+    def begin(self, file: TestFile) -> None:
+        """Have the file's zygote load beside the caller."""
+        if self._options.script or file.name in self._zygotes:
+            return
+        if self._root is None:
+            path = [str(file.import_root), *(entry for entry in sys.path if entry)]
+            self._root = RootZygote(Preparation(tuple(path), _PRELOAD), self.scratch, self.environment)
+        argv = (str(file.path),)
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv)
+        self._zygotes[file.name] = self._root.load(order)
+
+    def zygote(self, file: TestFile) -> ZygoteClient:
+        """Return the file's zygote when it has loaded the file.
+
+        Raises:
+            LoadError: the file cannot be imported.
+            ZygoteDiedError: the process ended while importing it.
+        """
+        if self._options.script:
+            # This process has loaded the file as __main__ and run nothing.
+            return ZygoteClient(access.zygote_for("__main__"))
+        self.begin(file)
+        zygote = self._zygotes[file.name]
+        zygote.wait_loaded()
+        return zygote
+
+    def drop(self, file: TestFile) -> None:
+        """Give up the file's zygote; the next use starts another, and another root if that is gone too."""
+        if self._options.script:
+            access.forget(access.zygote_for("__main__"))
+            return
+        zygote = self._zygotes.pop(file.name, None)
+        if zygote is not None:
+            zygote.close()
+        if self._root is not None and self._root.process.poll() is not None:
+            self.close_zygotes()
+
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        """See ``names.Collector``."""
+        ahead = max(1, (os.cpu_count() or 1))
+        for number, file in enumerate(files):
+            for each in files[number : number + ahead]:
+                self.begin(each)
+            yield self._collect(file)
+            if self._options.list_only:
+                self.drop(file)
+
+    def _collect(self, file: TestFile) -> Collected:
+        try:
+            zygote = self.zygote(file)
+            names = _names(zygote, self.module_of(file), self.environment)
+        except LoadError as error:
+            self.drop(file)
+            return Collected(file, error=str(error))
+        except (ZygoteDiedError, ChannelClosedError) as error:
+            self.drop(file)
+            return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
+        imported = zygote.imported if isinstance(zygote, ModuleZygote) else ()
+        tests = tuple(TestName(file.name, cls, method) for cls, method in names)
+        return Collected(file, tests, imported or ())
+
+    def close_zygotes(self) -> None:
+        for zygote in self._zygotes.values():
+            zygote.close()
+        self._zygotes = {}
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+    def close(self) -> None:
+        """End every process of the run and remove its scratch folder. Idempotent."""
+        self.close_zygotes()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _names(zygote: ZygoteClient, module: str, environment: dict[str, str]) -> list[tuple[str, str]]:
+    ours, theirs = channel_pair()
+    child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), [theirs.fileno()], environment)
+    theirs.close()
+    try:
+        names: list[tuple[str, str]] = ours.receive()[0]
+        return names
+    finally:
+        ours.close()
+        child.close()
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """The environment of everything below: the user's, with what the command line says about the world."""
+    environment = dict(os.environ)
+    if options.device:
+        environment["TORCH_EXT_DEVICE"] = options.device
+    if options.timeout_s is not None:
+        environment["TORCH_EXT_TIMEOUT"] = str(options.timeout_s)
+    if options.start_method != "fork":
+        environment["TORCH_EXT_START_METHOD"] = options.start_method
+    if options.show_output:
+        environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+    return environment
+
+
+_engine: Engine | None = None
+
+
+def _get(options: Options) -> Engine:
+    global _engine
+    if _engine is None:
+        _engine = Engine(options)
+    return _engine
+
+
+class _Collector:
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        engine = _get(self._options)
+        try:
+            yield from engine.collect(files)
+        finally:
+            if self._options.list_only:
+                engine.close()
+
+
+def collector(options: Options) -> Collector:
+    """See ``cli.Engine``."""
+    return _Collector(options)
+
+
+def run(plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
+    """See ``cli.Engine``."""
+    engine = _get(options)
+    try:
+        batches = list(plan)
+        for number, batch in enumerate(batches):
+            for later in batches[number : number + 2]:
+                engine.begin(later.file)
+            runner = CaseRunner(engine, batch, options, sink)
+            if not runner.run():
+                return
+            if number + 1 == len(batches) or batches[number + 1].file != batch.file:
+                engine.drop(batch.file)
+    finally:
+        engine.close()
