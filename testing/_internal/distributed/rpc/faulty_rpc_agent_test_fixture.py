@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.rpc._testing  # noqa: F401 - registers FAULTY_TENSORPIPE
 from torch.distributed import rpc
 
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
@@ -42,6 +41,9 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
+        # Registers the agent, and puts a new BackendType in place of the old one; so only where a test needs it.
+        import torch.distributed.rpc._testing  # noqa: F401
+
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
 
     @property

@@ -271,7 +271,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while a value of this worker still has a user, which graceful shutdown would have told to let go."""
+        """Shut down while a value of this worker still has a user, whom graceful shutdown would tell to let go."""
         rpc.init_rpc(
             worker_name(self.rank),
             backend=self.rpc_backend,

@@ -16,7 +16,7 @@ __all__ = ["TensorPipeRpcAgentTestFixture"]
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe on its socket transport, which is the quickest to start and sleeps while it has nothing to do.
+    """RPC over TensorPipe on its socket transport, the quickest to start, which sleeps while it has nothing to do.
 
     Between six workers on two cores it starts and stops in half the time of all transports together, for a third of
     the processor time: the shared-memory transport polls. ``TensorPipeAgentRpcTest`` goes through all of them.
@@ -24,7 +24,7 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        return rpc.BackendType["TENSORPIPE"]
+        return rpc.backend_registry.BackendType["TENSORPIPE"]
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
