@@ -35,7 +35,7 @@ def roll_call(path: str, name: str, names: list[str], timeout: timedelta) -> Ite
     Raises:
         PeerFailedError: another worker's body raised (with what), or it was not heard of within ``timeout``.
     """
-    store = dist.FileStore(path, len(names))  # type: ignore[attr-defined] # public, but torch's stubs do not export it
+    store = dist.FileStore(path, len(names))
     store.set_timeout(timeout)
     try:
         yield
@@ -52,7 +52,7 @@ def roll_call(path: str, name: str, names: list[str], timeout: timedelta) -> Ite
 def _state_of(peer: str, store: Any, timeout: timedelta) -> str:
     try:
         return str(store.get(peer), "utf-8", "replace")
-    except dist.DistStoreError as error:
+    except RuntimeError as error:
         raise PeerFailedError(
             f"{peer} was not ready for init_rpc within {timeout.total_seconds():g} s and left no error behind; "
             "look at what that worker printed last."

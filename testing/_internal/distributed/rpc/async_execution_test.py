@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,62 +15,70 @@ from torch_ext.testing._internal.distributed.rpc import _workload as remote
 from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-@rpc.functions.async_execution
+
+def async_execution(function: _Function) -> _Function:
+    """torch's decorator, which is not annotated."""
+    marked: _Function = rpc.functions.async_execution(function)
+    return marked
+
+
+@async_execution
 def add_elsewhere(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
     return rpc.rpc_async(to, torch.add, args=(a, b))
 
 
-@rpc.functions.async_execution
+@async_execution
 def add_elsewhere_then(to: str, a: Tensor, b: Tensor, c: Tensor) -> Future[Tensor]:
     return rpc.rpc_async(to, torch.add, args=(a, b)).then(lambda done: done.wait() + c)
 
 
-@rpc.functions.async_execution
+@async_execution
 def add_through_two(first: str, second: str, a: Tensor, b: Tensor) -> Future[Tensor]:
     return rpc.rpc_async(first, add_elsewhere, args=(second, a, b))
 
 
-@rpc.functions.async_execution
+@async_execution
 def sum_from_many(to: str, tensor: Tensor, times: int) -> Future[Tensor]:
     futures = [rpc.rpc_async(to, torch.mul, args=(tensor, i)) for i in range(times)]
     return torch.futures.collect_all(futures).then(lambda all_: sum(f.wait() for f in all_.wait()))
 
 
-@rpc.functions.async_execution
+@async_execution
 def promise(result: Any) -> Future[Any]:
     future: Future[Any] = torch.futures.Future()
     future.set_result(result)
     return future
 
 
-@rpc.functions.async_execution
+@async_execution
 def promise_that_fails(to: str) -> Future[Any]:
     return rpc.rpc_async(to, remote.my_name).then(lambda done: remote.raise_value_error(f"raised after {done.wait()}"))
 
 
-@rpc.functions.async_execution
+@async_execution
 def raise_at_once() -> Future[Any]:
     raise ValueError("raised before there was a future")
 
 
-@rpc.functions.async_execution
+@async_execution
 def no_future() -> int:
     return 1
 
 
 class Methods:
     @staticmethod
-    @rpc.functions.async_execution
+    @async_execution
     def of_no_one(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
         return rpc.rpc_async(to, torch.add, args=(a, b))
 
     @classmethod
-    @rpc.functions.async_execution
+    @async_execution
     def of_the_class(cls, to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
         return rpc.rpc_async(to, torch.add, args=(a, b))
 
-    @rpc.functions.async_execution
+    @async_execution
     def of_the_object(self, to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
         return rpc.rpc_async(to, torch.add, args=(a, b))
 
@@ -77,7 +86,7 @@ class Methods:
 _waiting: list[Future[str]] = []
 
 
-@rpc.functions.async_execution
+@async_execution
 def wait_for_release() -> Future[str]:
     future: Future[str] = torch.futures.Future()
     _waiting.append(future)

@@ -261,11 +261,12 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_backward_from_an_rref(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            rref = rpc.RRef(rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum())
+            rref: Any = rpc.RRef(rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum())
             rref.backward(context_id)
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], b.detach())
         with self.assertRaisesRegex(RuntimeError, "root should be a scalar|should contain a tensor|scalar"):
-            rpc.RRef("no tensor").backward()
+            no_tensor: Any = rpc.RRef("no tensor")
+            no_tensor.backward()
 
     @dist_init
     def test_unused_outputs_and_outputs_without_gradient(self) -> None:

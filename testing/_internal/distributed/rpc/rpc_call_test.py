@@ -325,9 +325,9 @@ class RpcCallTest(RpcAgentTestFixture):
 
     @dist_init
     def test_wait_all_waits_for_every_call_in_the_block(self) -> None:
-        with private.wait_all():  # type: ignore[no-untyped-call] # torch's own
+        with private.wait_all():
             futures = [rpc.rpc_async(self.peer(), identity, args=(i,)) for i in range(10)]
         self.assertTrue(all(future.done() for future in futures))
         with self.assertRaisesRegex(ValueError, "in the block"):
-            with private.wait_all():  # type: ignore[no-untyped-call] # torch's own
+            with private.wait_all():
                 rpc.rpc_async(self.peer(), remote.raise_value_error, args=("in the block",))

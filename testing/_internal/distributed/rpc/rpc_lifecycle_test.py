@@ -62,7 +62,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
         for bad, why in (("a*b", "must match"), (" ", "must match"), ("", "must be"), ("x" * 500, "shorter than 128")):
             with self.subTest(bad), self.assertRaisesRegex(RuntimeError, why):
-                private.WorkerInfo(bad, self.rank)  # type: ignore[call-arg] # torch's stub lacks the constructor
+                private.WorkerInfo(bad, self.rank)
         dist.barrier()
 
     @dist_init(setup_rpc=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, worker_name
+from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
 from torch_ext.testing._internal.distributed.rpc import _workload as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
@@ -89,10 +89,16 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
                 worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options
             )
 
+    @staticmethod
+    def _active_calls() -> int:
+        return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
+
     @dist_init
-    def test_debug_info_counts_calls(self) -> None:
+    def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
             rpc.rpc_sync(self.peer(), remote.my_name)
-        info = rpc.api._get_current_rpc_agent().get_debug_info()
-        for key in ("agent.num_pending_requests", "agent.thread_pool_size", "agent.num_idle_threads"):
-            self.assertIn(key, info)
+        poll_until(lambda: self._active_calls() == 0, "answered calls are still counted as active")
+        waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
+        self.assertEqual(self._active_calls(), 1)
+        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.assertEqual(waiting.wait(), 1)
