@@ -1,0 +1,148 @@
+"""What RPC tests tell about a worker that fails: before it joins, in a remote call, and in the generated classes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_ext.testing._internal import dist_utils
+from torch_ext.testing._internal._roll_call import PeerFailedError, roll_call
+from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
+
+NAMES = ["worker0", "worker1", "worker2"]
+# A roll call that waited this long did not notice the failure.
+HANG = timedelta(minutes=2)
+
+
+def answer(path: str, name: str, fails: bool, answers: Any) -> None:
+    """Take part in a roll call and put what became of it into ``answers``."""
+    try:
+        with roll_call(path, name, NAMES, HANG):
+            if fails:
+                raise ValueError("no such option")
+    except Exception as error:
+        answers.put((name, type(error).__name__, str(error)))
+    else:
+        answers.put((name, None, ""))
+
+
+def take_roll(path: Path, guilty: str | None) -> dict[str, tuple[str | None, str]]:
+    answers: queue.Queue[tuple[str, str | None, str]] = queue.Queue()
+    workers = [
+        threading.Thread(target=answer, args=(str(path), name, name == guilty, answers), daemon=True) for name in NAMES
+    ]
+    for worker in workers:
+        worker.start()
+    heard = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    return {name: (error, message) for name, error, message in heard}
+
+
+def test_failure_before_joining_reaches_all_peers_by_name(tmp_path: Path) -> None:
+    heard = take_roll(tmp_path / "roll", guilty="worker1")
+    assert heard.pop("worker1") == ("ValueError", "no such option")
+    for name, (error, message) in heard.items():
+        assert error == "PeerFailedError"
+        assert message == f"worker1 failed before init_rpc, so {name} does not wait for it: ValueError: no such option"
+
+
+def test_roll_of_sound_workers_lets_all_pass(tmp_path: Path) -> None:
+    assert set(take_roll(tmp_path / "roll", guilty=None).values()) == {(None, "")}
+
+
+def test_peer_that_never_comes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailedError, match=r"worker1 was not ready for init_rpc within 0\.2 s"):
+        with roll_call(str(tmp_path / "roll"), "worker0", NAMES[:2], timedelta(seconds=0.2)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("message", "worker"),
+    [
+        ("ValueError: On WorkerInfo(id=1, name=worker1):\nValueError('x')", "worker1"),
+        ("On WorkerInfo(id=1, name=worker1):\nValueError('On WorkerInfo(id=2, name=worker2): ...", "worker2"),
+        ("Error on Node 3: this backward always fails", "worker3"),
+    ],
+)
+def test_failure_in_a_remote_call_is_that_workers(message: str, worker: str, capfd: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        with dist_utils._remote_failures_named("worker0"):
+            raise ValueError(message)
+    notes = "\n".join(getattr(caught.value, "__notes__", [])) + capfd.readouterr().err
+    assert f"The failure happened in a remote call on {worker}; worker0 only reports it." in notes
+
+
+def test_failure_of_its_own_is_nobody_elses(capfd: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        with dist_utils._remote_failures_named("worker0"):
+            raise ValueError("1 != 2")
+    assert not getattr(caught.value, "__notes__", [])
+    assert capfd.readouterr().err == ""
+
+
+def test_shutdown_signal_sent_before_the_wait_is_not_lost() -> None:
+    ddp.set_shutdown_signal()
+    ddp.wait_for_shutdown_signal(timeout_s=0)
+
+
+def test_shutdown_signal_sent_during_the_wait_ends_it() -> None:
+    waiter = threading.Thread(target=ddp.wait_for_shutdown_signal, args=(60,))
+    waiter.start()
+    ddp.set_shutdown_signal()
+    waiter.join(60)
+    assert not waiter.is_alive()
+
+
+def test_shutdown_signal_serves_one_wait_and_its_absence_names_the_master() -> None:
+    ddp.set_shutdown_signal()
+    ddp.wait_for_shutdown_signal(timeout_s=0)
+    with pytest.raises(TimeoutError, match="no shutdown signal from worker5"):
+        ddp.wait_for_shutdown_signal(timeout_s=0)
+
+
+class ASuite(RpcAgentTestFixture):
+    """A suite."""
+
+
+def test_generated_class_is_found_in_the_callers_module_by_its_name() -> None:
+    (name, made), *rest = generate_tests("Pre", TensorPipeRpcAgentTestFixture, [ASuite], __name__).items()
+    assert (name, made.__name__, made.__qualname__, made.__module__) == ("PreASuite",) * 3 + (__name__,)
+    assert made.__doc__ == "A suite." and not rest
+    assert made.__mro__[1:3] == (ASuite, TensorPipeRpcAgentTestFixture)
+
+
+def test_generate_tests_refuses_what_would_not_work() -> None:
+    with pytest.raises(ValueError, match="two suites are called ASuite"):
+        generate_tests("", TensorPipeRpcAgentTestFixture, [ASuite, ASuite], __name__)
+    with pytest.raises(TypeError, match="does not define rpc_backend, rpc_backend_options"):
+        generate_tests("", ASuite, [ASuite], __name__)
+    with pytest.raises(TypeError, match="got int, expected a suite"):
+        generate_tests("", TensorPipeRpcAgentTestFixture, [int], __name__)
+
+
+def test_unknown_agent_has_no_error_patterns() -> None:
+    for known in ("TENSORPIPE", "FAULTY_TENSORPIPE"):
+        assert dist_utils.get_timeout_error_regex(known) == "RPC ran for more than"
+        assert dist_utils.get_shutdown_error_regex(known)
+    with pytest.raises(ValueError, match="got RPC backend 'PROCESS_GROUP', expected one of"):
+        dist_utils.get_timeout_error_regex("PROCESS_GROUP")
+
+
+def test_function_event_is_found_by_part_of_its_name() -> None:
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    events: Any = [Event("aten::mul"), Event("rpc_async#add"), Event("rpc_async#add again")]
+    assert dist_utils.get_function_event(events, "add") is events[1]
+    with pytest.raises(ValueError, match=r"no event with 'div' in its name among \['aten::mul'"):
+        dist_utils.get_function_event(events, "div")

@@ -1,0 +1,308 @@
+"""What RPC tests share: workers that start and stop around a test, waits for the RRef protocol, errors to expect.
+
+Everything here runs in the rank. A *worker* is a rank's RPC agent; rank ``r`` is the worker ``worker_name(r)``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from torch_ext.compat import rpc as private
+from torch_ext.testing._internal._roll_call import roll_call
+from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
+
+__all__ = [
+    "INIT_METHOD_TEMPLATE",
+    "dist_init",
+    "get_function_event",
+    "get_num_owners_and_forks",
+    "get_shutdown_error_regex",
+    "get_timeout_error_regex",
+    "initialize_pg",
+    "noop",
+    "poll_until",
+    "wait_until_node_failure",
+    "wait_until_owners_and_forks_on_rank",
+    "wait_until_pending_futures_and_users_flushed",
+    "worker_name",
+]
+
+INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
+
+_TSAN_SLOWDOWN = 5
+_POLL_INTERVAL_S = 0.01
+# torch's two ways to say where an error was raised: in a Python function, or while it served a message.
+_NODE_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=(\d+), name=|Error on Node (\d+):")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@overload
+def dist_init(old_test_method: _Method) -> _Method: ...
+
+
+@overload
+def dist_init(
+    old_test_method: None = None,
+    setup_rpc: bool = True,
+    clean_shutdown: bool = True,
+    faulty_messages: Sequence[str] | None = None,
+    messages_to_delay: dict[str, float] | None = None,
+) -> Callable[[_Method], _Method]: ...
+
+
+def dist_init(
+    old_test_method: Callable[..., Any] | None = None,
+    setup_rpc: bool = True,
+    clean_shutdown: bool = True,
+    faulty_messages: Sequence[str] | None = None,
+    messages_to_delay: dict[str, float] | None = None,
+) -> Callable[..., Any]:
+    """Run a test method as one RPC worker per rank; use bare or with arguments.
+
+    Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef that outlives the body is an error
+    at shutdown. The agent is not shut down after a body that raised: its peers see the connection break when the rank
+    ends, rather than wait for an answer.
+
+    Args:
+        old_test_method: the test, where the decorator is used bare.
+        setup_rpc: start and stop the agent; with False the body does both, or neither.
+        clean_shutdown: wait at the end until every worker has finished its work, instead of leaving at once.
+        faulty_messages: types of message that the faulty agent drops at first; None keeps the fixture's choice.
+        messages_to_delay: seconds by which the faulty agent delays a type of message; None keeps the fixture's choice.
+
+    Raises (in the test):
+        PeerFailedError: another worker failed before it could join.
+    """
+    if old_test_method is None:
+        return partial(
+            dist_init,
+            setup_rpc=setup_rpc,
+            clean_shutdown=clean_shutdown,
+            faulty_messages=faulty_messages,
+            messages_to_delay=messages_to_delay,
+        )
+
+    @wraps(old_test_method)
+    def run_as_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.worker_id = self.rank
+        with _leaked_rrefs_are_errors():
+            if not setup_rpc:
+                self.setup_fault_injection(faulty_messages, messages_to_delay)
+                return old_test_method(self, *args, **kwargs)
+            _join_as_worker(self, faulty_messages, messages_to_delay)
+            with _remote_failures_named(worker_name(self.rank)):
+                result = old_test_method(self, *args, **kwargs)
+            rpc.shutdown(graceful=clean_shutdown)
+            return result
+
+    return run_as_worker
+
+
+def _join_as_worker(test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None) -> None:
+    names = [worker_name(rank) for rank in range(test.world_size)]
+    limit = timedelta(seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1))
+    with roll_call(f"{test.file_name}_roll_call", names[test.rank], names, limit):
+        test.setup_fault_injection(faulty_messages, delays)
+        backend, options = test.rpc_backend, test.rpc_backend_options
+        if TEST_WITH_TSAN:
+            options.rpc_timeout = limit.total_seconds()
+    rpc.init_rpc(
+        names[test.rank],
+        backend=backend,
+        rank=test.rank,
+        world_size=test.world_size,
+        rpc_backend_options=options,
+    )
+
+
+@contextmanager
+def _leaked_rrefs_are_errors() -> Iterator[None]:
+    before = private.api._ignore_rref_leak
+    private.api._ignore_rref_leak = False
+    try:
+        yield
+    finally:
+        private.api._ignore_rref_leak = before
+
+
+@contextmanager
+def _remote_failures_named(caller: str) -> Iterator[None]:
+    """Say in one line which worker raised, where an error came back through one or more remote calls.
+
+    The message of such an error nests one traceback per hop, and the caller's own traceback points at the call.
+    """
+    try:
+        yield
+    except Exception as error:
+        nodes = (int(match[1] or match[2]) for match in _NODE_IN_MESSAGE.finditer(str(error)))
+        hops = [name for name in map(worker_name, nodes) if name != caller]
+        if hops:
+            line = f"The failure happened in a remote call on {hops[-1]}; {caller} only reports it."
+            if sys.version_info >= (3, 11):
+                error.add_note(line)
+            else:
+                print(line, file=sys.stderr)
+        raise
+
+
+def worker_name(rank: int) -> str:
+    """Return the name under which ``rank`` joins RPC."""
+    return f"worker{rank}"
+
+
+def initialize_pg(init_method: str, rank: int, world_size: int, backend: str = "gloo") -> None:
+    """Initialise the default process group unless there is one.
+
+    ``init_method`` must not name the file over which the RPC agents met: both keep their keys there.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+
+
+def noop() -> None:
+    """Do nothing; the cheapest remote call."""
+
+
+# What a caller sees when the agent at the other end goes away, while connecting, sending or waiting for the answer.
+_SHUTDOWN_ERRORS = {
+    "TENSORPIPE": (
+        "(?i:eof)[: ]",
+        "(?i:connection (reset|refused|closed))",
+        "(?i:broken pipe)",
+        "(pipe|context|listener) closed",
+        "ECANCELED|operation canceled",
+        "RPC agent is shutting down|agent is not running|not initialized",
+    ),
+}
+_SHUTDOWN_ERRORS["FAULTY_TENSORPIPE"] = _SHUTDOWN_ERRORS["TENSORPIPE"]
+
+_TIMEOUT_ERRORS = dict.fromkeys(_SHUTDOWN_ERRORS, "RPC ran for more than")
+
+
+def get_shutdown_error_regex(rpc_backend: Any) -> str:
+    """Return a pattern for the errors that a call to a worker which has shut down may raise.
+
+    Args:
+        rpc_backend: a member of ``rpc.BackendType``, or its name.
+    """
+    return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS[_known_backend(rpc_backend)])
+
+
+def get_timeout_error_regex(rpc_backend: Any) -> str:
+    """Return a pattern for the error of a call whose time limit passed. See :func:`get_shutdown_error_regex`."""
+    return _TIMEOUT_ERRORS[_known_backend(rpc_backend)]
+
+
+def _known_backend(rpc_backend: Any) -> str:
+    name = str(getattr(rpc_backend, "name", rpc_backend))
+    if name not in _SHUTDOWN_ERRORS:
+        raise ValueError(f"got RPC backend {name!r}, expected one of {', '.join(sorted(_SHUTDOWN_ERRORS))}")
+    return name
+
+
+def wait_until_node_failure(rank: int, expected_error_regex: str = ".*", timeout: int = 60) -> str:
+    """Call ``rank`` until that fails with a message that matches, and return the message.
+
+    Raises:
+        TimeoutError: the worker still answered, or failed in other ways only, after ``timeout`` seconds.
+    """
+    last = "it still answered"
+    for _ in _until(timeout):
+        try:
+            rpc.rpc_sync(worker_name(rank), noop, timeout=timeout)
+        except Exception as error:
+            last = str(error)
+            if re.search(expected_error_regex, last):
+                return last
+    raise TimeoutError(
+        f"{worker_name(rank)} did not fail with an error matching {expected_error_regex!r} in {timeout} s: {last}"
+    )
+
+
+def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
+    """Wait until this worker has no RRef fork left that its owner has not confirmed.
+
+    Confirmations arrive in the background, also after ``to_here`` has returned; a test that looks at the counts
+    in the RRef context waits here first.
+
+    Raises:
+        ValueError: forks or futures were still pending after ``timeout`` seconds.
+    """
+    for _ in _until(timeout):
+        counts = private.rref_debug_info()
+        futures, users = int(counts["num_pending_futures"]), int(counts["num_pending_users"])
+        if futures == users == 0:
+            return
+    raise ValueError(f"After {timeout} s there are still {futures} pending futures and {users} pending users")
+
+
+def get_num_owners_and_forks() -> tuple[str, str]:
+    """Return how many RRefs this worker owns, and how many forks of them exist, as torch prints the counts."""
+    counts = private.rref_debug_info()
+    return counts["num_owner_rrefs"], counts["num_forks"]
+
+
+def wait_until_owners_and_forks_on_rank(num_owners: int, num_forks: int, rank: int, timeout: int = 20) -> None:
+    """Wait until ``rank`` owns exactly ``num_owners`` RRefs with ``num_forks`` forks.
+
+    Raises:
+        ValueError: the counts still differed after ``timeout`` seconds.
+    """
+    expected = (num_owners, num_forks)
+    for _ in _until(timeout):
+        owners, forks = rpc.rpc_sync(worker_name(rank), get_num_owners_and_forks, timeout=timeout)
+        seen = (int(owners), int(forks))
+        if seen == expected:
+            return
+    raise ValueError(
+        f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} forks, "
+        f"expected {num_owners} and {num_forks}"
+    )
+
+
+def _until(timeout: float) -> Iterator[None]:
+    """Yield at least once, then every few milliseconds until ``timeout`` seconds have passed."""
+    deadline = time.monotonic() + timeout
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+        yield
+
+
+def poll_until(condition: Callable[[], bool], otherwise: str, timeout: float = 20) -> None:
+    """Ask ``condition`` every few milliseconds until it holds.
+
+    Raises:
+        TimeoutError: it did not hold within ``timeout`` seconds; the message is ``otherwise``.
+    """
+    for _ in _until(timeout):
+        if condition():
+            return
+    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
+
+
+def get_function_event(function_events: Sequence[FunctionEvent], partial_event_name: str) -> FunctionEvent:
+    """Return the first profiler event whose name contains ``partial_event_name``.
+
+    Raises:
+        ValueError: there is none; the message lists the names there are.
+    """
+    for event in function_events:
+        if partial_event_name in event.name:
+            return event
+    names = sorted({event.name for event in function_events})
+    raise ValueError(f"no event with {partial_event_name!r} in its name among {names}")

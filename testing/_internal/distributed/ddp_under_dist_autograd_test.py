@@ -1,0 +1,488 @@
+"""DistributedDataParallel under distributed autograd, over RPC: hybrid models with local, replicated and remote layers.
+
+The topology of :class:`DdpUnderDistAutogradTest`::
+
+    master (rank 5)  --train_batch-->  trainers (ranks 0-3)  --RemoteEM, RemoteNet-->  remote worker (rank 4)
+                                            ^------ DDP ------^
+
+Trainers train ``fc1`` and ``fc2`` beside the two remote layers. Weights and inputs are small integers and halves, so
+every gradient is exact in float32 and is compared exactly with :func:`expected_gradients`, which uses neither RPC nor
+DDP.
+
+Module-level functions and classes here are found by name on other workers: renaming one renames an RPC target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_ext import accelerator
+from torch_ext.compat import dist_autograd
+from torch_ext.testing._internal.common_distributed import (
+    requires_gloo,
+    skip_if_lt_x_gpu,
+    skip_if_rocm_multiprocess,
+)
+from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, worker_name
+from torch_ext.testing._internal.distributed._ddp_hybrid import (
+    D_DENSE,
+    D_HID,
+    D_OUT,
+    D_SPARSE,
+    MASTER_RANK,
+    NUM_EM_ROW,
+    NUM_TRAINERS,
+    REMOTE_WORKER_RANK,
+    TRAINER_RANKS,
+    WORLD_SIZE,
+    DdpMode,
+    ExpectedGradients,
+    FeatureSet,
+    HybridModel,
+    RemoteEM,
+    RemoteNet,
+    Trainer,
+    _call_method,
+    _gradients_of,
+    _remote_method,
+    _remote_method_async,
+    averaged_gradients,
+    expected_gradients,
+    get_training_examples,
+    getLinear,
+    gLogger,
+    init_logger,
+    split_unevenly,
+    weighted_sum,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+__all__ = [
+    "D_DENSE",
+    "D_HID",
+    "D_OUT",
+    "D_SPARSE",
+    "MASTER_RANK",
+    "NUM_EM_ROW",
+    "NUM_TRAINERS",
+    "REMOTE_WORKER_RANK",
+    "TRAINER_RANKS",
+    "WORLD_SIZE",
+    "CommonDdpComparisonTest",
+    "CudaDdpComparisonTest",
+    "DdpComparisonTest",
+    "DdpMode",
+    "DdpUnderDistAutogradTest",
+    "ExpectedGradients",
+    "FeatureSet",
+    "HybridModel",
+    "RemoteEM",
+    "RemoteNet",
+    "Trainer",
+    "_call_method",
+    "_gradients_of",
+    "_remote_method",
+    "_remote_method_async",
+    "averaged_gradients",
+    "expected_gradients",
+    "gLogger",
+    "getLinear",
+    "get_training_examples",
+    "init_logger",
+    "set_shutdown_signal",
+    "shutdown_signal",
+    "split_unevenly",
+    "wait_for_shutdown_signal",
+    "weighted_sum",
+]
+
+# Not a bare condition: the master may signal before a worker starts to wait, and then a notification alone is lost.
+shutdown_signal = threading.Event()
+
+
+def set_shutdown_signal() -> None:
+    """Let this worker's :func:`wait_for_shutdown_signal` return, now or whenever it is called."""
+    shutdown_signal.set()
+
+
+def wait_for_shutdown_signal(timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC) -> None:
+    """Wait for the signal and take it down again, so that the next test in this process waits for its own.
+
+    Raises:
+        TimeoutError: no signal within ``timeout_s``; the master failed or forgot this worker.
+    """
+    if not shutdown_signal.wait(timeout_s):
+        raise TimeoutError(f"no shutdown signal from {worker_name(MASTER_RANK)} within {timeout_s:g} s")
+    shutdown_signal.clear()
+
+
+class DdpUnderDistAutogradTest(RpcAgentTestFixture):
+    """Trainers under each :class:`DdpMode` get the gradients of a model that is all local."""
+
+    @property
+    def world_size(self) -> int:
+        return WORLD_SIZE
+
+    def remote_worker_name(self) -> str:
+        return worker_name(REMOTE_WORKER_RANK)
+
+    def trainer_name(self, rank: int) -> str:
+        return worker_name(rank)
+
+    def _remote_worker_process(self, ddp_mode: DdpMode) -> None:
+        with self._process_group():
+            self._create_trainer_group(ddp_mode)
+            wait_for_shutdown_signal()
+
+    def _trainer_process(self, rank: int) -> None:
+        gLogger.debug("trainer %s serves", rank)
+        with self._process_group():
+            wait_for_shutdown_signal()
+
+    def _master_process(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool) -> None:
+        with self._process_group():
+            owner = self.remote_worker_name()
+            em = rpc.remote(owner, RemoteEM, args=(NUM_EM_ROW, D_SPARSE))
+            net = rpc.remote(owner, RemoteNet, args=(D_DENSE + D_SPARSE, D_HID))
+            self.do_test_on_master(ddp_mode, simulate_uneven_inputs, em, net)
+
+    @contextlib.contextmanager
+    def _process_group(self) -> Iterator[None]:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        # The master is connected before the others have left init_process_group, and its first call to a trainer that
+        # has not would find no default group there.
+        dist.barrier()
+        yield
+        dist.destroy_process_group()
+
+    def _create_trainer_group(self, ddp_mode: DdpMode) -> None:
+        """Take part in ``new_group``, which every rank of the world calls; trainers do in :class:`Trainer`."""
+        if ddp_mode is not DdpMode.NONE:
+            dist.new_group(TRAINER_RANKS)
+
+    def do_test_on_master(
+        self,
+        ddp_mode: DdpMode,
+        simulate_uneven_inputs: bool,
+        remote_em_rref: rpc.RRef[RemoteEM],
+        remote_net_rref: rpc.RRef[RemoteNet],
+    ) -> None:
+        """Create the trainers, train three rounds, compare the gradients of each, and end the other workers."""
+        trainers = [
+            rpc.remote(self.trainer_name(rank), Trainer, args=(remote_em_rref, remote_net_rref, ddp_mode, rank))
+            for rank in TRAINER_RANKS
+        ]
+        self._create_trainer_group(ddp_mode)
+        examples = get_training_examples()
+        # Cancelling gradients alone would not tell an average from zeros: the last round weighs trainers unequally.
+        unequal = [batch._replace(values=batch.values * (rank + 1)) for rank, batch in enumerate(examples)]
+        for batches, rounds in ((examples, 2), (unequal, 1)):
+            wanted = self._expected_by_trainer(batches, simulate_uneven_inputs)
+            for _ in range(rounds):
+                self._train_round(trainers, batches, ddp_mode, simulate_uneven_inputs, wanted)
+        self._check_cancelled(examples)
+        for trainer in trainers:
+            _remote_method(Trainer.destroy_pg, trainer)
+        for name in (*map(self.trainer_name, TRAINER_RANKS), self.remote_worker_name()):
+            rpc.rpc_sync(name, set_shutdown_signal)
+
+    @staticmethod
+    def _has_less(rank: int, uneven: bool) -> bool:
+        """Whether this trainer, one of the first half, runs out of inputs before the rest."""
+        return uneven and rank < NUM_TRAINERS // 2
+
+    def _expected_by_trainer(self, batches: list[FeatureSet], uneven: bool) -> list[list[ExpectedGradients]]:
+        """Return, for each trainer, the gradients of each batch that it trains on."""
+        return [
+            [expected_gradients(part) for part in (split_unevenly(b, self._has_less(r, uneven)) if uneven else [b])]
+            for r, b in enumerate(batches)
+        ]
+
+    def _train_round(
+        self,
+        trainers: list[rpc.RRef[Trainer]],
+        batches: list[FeatureSet],
+        ddp_mode: DdpMode,
+        uneven: bool,
+        wanted: list[list[ExpectedGradients]],
+    ) -> None:
+        futures = [
+            _remote_method_async(Trainer.train_batch, trainer, batch, self._has_less(rank, uneven), uneven)
+            for rank, (trainer, batch) in enumerate(zip(trainers, batches, strict=True))
+        ]
+        for rank, future in enumerate(futures):
+            ddp_grads, non_ddp_grads = future.wait()
+            last = len(wanted[rank]) - 1
+            own = wanted[rank][last]
+            averaged = averaged_gradients([other[last] for other in wanted if len(other) > last])
+            self._check_gradients(rank, ddp_mode, ddp_grads, non_ddp_grads, own, averaged)
+            remote_grads = _remote_method(Trainer.get_remote_grads, trainers[rank])
+            self._assert_exactly(remote_grads, own.remote, f"remote layers, trainer {rank}")
+
+    def _check_gradients(
+        self,
+        rank: int,
+        ddp_mode: DdpMode,
+        ddp_grads: Sequence[Tensor],
+        non_ddp_grads: Sequence[Tensor],
+        own: ExpectedGradients,
+        averaged: ExpectedGradients,
+    ) -> None:
+        ddp, non_ddp = {
+            DdpMode.NONE: ([], [own.fc1, own.fc2]),
+            DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
+            DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
+        }[ddp_mode]
+        self._assert_exactly(ddp_grads, ddp, f"layers under DDP, trainer {rank}")
+        self._assert_exactly(non_ddp_grads, non_ddp, f"local layers, trainer {rank}")
+
+    def _check_cancelled(self, examples: list[FeatureSet]) -> None:
+        """Check what the rounds were compared with: averages that cancel, of gradients that do not."""
+        each = [expected_gradients(batch) for batch in examples]
+        averaged = averaged_gradients(each)
+        for layer in ("fc1", "fc2"):
+            self.assertEqual(getattr(averaged, layer).count_nonzero(), 0)
+            for own in each:
+                self.assertNotEqual(getattr(own, layer).count_nonzero(), 0)
+
+    def _assert_exactly(self, got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+        self.assertEqual(list(got), list(expected), rtol=0, atol=0, msg=lambda difference: f"{what}: {difference}")
+
+    def _do_test(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool = False) -> None:
+        if self.rank == MASTER_RANK:
+            self._master_process(ddp_mode, simulate_uneven_inputs)
+        elif self.rank == REMOTE_WORKER_RANK:
+            self._remote_worker_process(ddp_mode)
+        elif self.rank in TRAINER_RANKS:
+            self._trainer_process(self.rank)
+        else:
+            raise AssertionError(f"got rank {self.rank}, expected one below {WORLD_SIZE}")
+
+    @requires_gloo()
+    @dist_init
+    def test_backward_no_ddp(self) -> None:
+        self._do_test(DdpMode.NONE)
+
+    @requires_gloo()
+    @dist_init
+    def test_backward_ddp_outside(self) -> None:
+        self._do_test(DdpMode.OUTSIDE)
+
+    @requires_gloo()
+    @dist_init
+    def test_backward_ddp_outside_uneven_inputs(self) -> None:
+        self._do_test(DdpMode.OUTSIDE, simulate_uneven_inputs=True)
+
+    @requires_gloo()
+    @dist_init
+    def test_backward_ddp_inside(self) -> None:
+        self._do_test(DdpMode.INSIDE)
+
+
+# Note [DDP dies before its group]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A DDP module that outlives ``destroy_process_group`` holds the group's last reference. Its destructor then joins the
+# group's threads with the GIL held, and a thread that is just dropping a finished collective's Python objects waits for
+# the GIL: the process hangs, about once in forty runs (torch 2.13, gloo). Groups destroyed by ``destroy_process_group``
+# itself release the GIL. So modules go out of scope, or are dropped, first.
+
+
+class CommonDdpComparisonTest(RpcAgentTestFixture):
+    """What the comparisons share, on the host and on an accelerator: a world of trainers."""
+
+    @property
+    def world_size(self) -> int:
+        return NUM_TRAINERS
+
+    def trainer_name(self, rank: int) -> str:
+        return worker_name(rank)
+
+    @staticmethod
+    def get_remote_grads(rref: rpc.RRef[nn.Linear], context_id: int) -> Tensor:
+        """Return the gradient of a layer's weight; runs on the layer's owner."""
+        return dist_autograd.get_gradients(context_id)[rref.local_value().weight]
+
+    @contextlib.contextmanager
+    def _trainers(self, backend: str = "gloo") -> Iterator[None]:
+        """Initialise the process group for the body, and seed each trainer by its rank.
+
+        Equal seeds would give every trainer equal gradients, and then an average looks like no average. The body is
+        one call, whose locals have died when it returns: see Note [DDP dies before its group].
+        """
+        initialize_pg(self.pg_init_method, self.rank, self.world_size, backend)
+        torch.manual_seed(self.rank)
+        yield
+        dist.destroy_process_group()
+
+    def _remote_and_local_linear(self, owner: str, d_in: int, d_out: int) -> tuple[RemoteModule, nn.Linear]:
+        """Return a layer on ``owner`` and a local layer that starts with the same weight."""
+        remote = RemoteModule(remote_device=owner, module_cls=nn.Linear, args=(d_in, d_out, False))
+        local = nn.Linear(d_in, d_out, bias=False)
+        local.load_state_dict(remote.module_rref.to_here().state_dict())
+        return remote, local
+
+    def _assert_remote_grad(self, remote: RemoteModule, local: nn.Linear, context_id: int) -> None:
+        owner, rref = remote.module_rref.owner(), remote.module_rref
+        grad = rpc.rpc_sync(owner, CommonDdpComparisonTest.get_remote_grads, args=(rref, context_id))
+        self.assertEqual(local.weight.grad, grad)
+
+    def _mean_over_trainers(self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients that DDP should give for the trainers' losses, None for a trainer that has run out."""
+        totals = [torch.zeros_like(parameter) for parameter in parameters]
+        for loss in losses:
+            if loss is not None:
+                for total, grad in zip(totals, torch.autograd.grad(loss, parameters), strict=True):
+                    total += grad.to_dense() if grad.is_sparse else grad
+        return [total / self.world_size for total in totals]
+
+
+def _inputs_of(rank: int, *, uneven: bool) -> list[Tensor]:
+    """Return the batches, (3, 2) each, that trainer ``rank`` sees: one, or three on even ranks if inputs are uneven."""
+    seeded = torch.Generator().manual_seed(rank)
+    count = 3 if uneven and rank % 2 == 0 else 1
+    return [torch.rand((3, 2), generator=seeded) for _ in range(count)]
+
+
+def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Return the rows, (10,), and the offsets, (2,), of the embedding bags that trainer ``rank`` looks up."""
+    return torch.randint(10, (10,), generator=torch.Generator().manual_seed(rank)), torch.tensor([0, 4])
+
+
+class DdpComparisonTest(CommonDdpComparisonTest):
+    """DDP gives the same gradients in a distributed autograd context as without, and both are the trainers' mean.
+
+    The mean is computed in each process from all trainers' inputs, which follow from their seeds.
+    """
+
+    def _run_test_ddp_comparision(self, simulate_uneven_inputs: bool = False) -> None:
+        with self._trainers():
+            self._compare_local_and_distributed(simulate_uneven_inputs)
+
+    def _compare_local_and_distributed(self, uneven: bool) -> None:
+        net = nn.Linear(2, 3)
+        ddp_net = DistributedDataParallel(net)
+        plain = copy.deepcopy(net)
+        inputs = [_inputs_of(rank, uneven=uneven) for rank in range(self.world_size)]
+        with ddp_net.join(enable=uneven):
+            for step, batch in enumerate(inputs[self.rank]):
+                losses = [plain(own[step]).norm() if step < len(own) else None for own in inputs]
+                expected = self._mean_over_trainers(losses, list(plain.parameters()))
+                self._compare_step(ddp_net, batch, expected, step)
+
+    def _compare_step(self, ddp_net: nn.Module, batch: Tensor, expected: list[Tensor], step: int) -> None:
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [ddp_net(batch).norm()])
+            distributed = dist_autograd.get_gradients(context_id)
+        ddp_net.zero_grad()
+        ddp_net(batch).norm().backward()
+        parameters = list(ddp_net.parameters())
+        self.assertEqual(set(distributed), set(parameters))
+        for parameter, mean in zip(parameters, expected, strict=True):
+            self.assertEqual(distributed[parameter], parameter.grad, msg=f"distributed against local, step {step}")
+            self.assertEqual(parameter.grad, mean, msg=f"local against the trainers' mean, step {step}")
+
+    @requires_gloo()
+    @dist_init
+    def test_ddp_comparison(self) -> None:
+        self._run_test_ddp_comparision()
+
+    @requires_gloo()
+    @dist_init
+    def test_ddp_comparison_uneven_inputs(self) -> None:
+        self._run_test_ddp_comparision(simulate_uneven_inputs=True)
+
+    @requires_gloo()
+    @dist_init
+    def test_ddp_dist_autograd_sparse_grads(self) -> None:
+        with self._trainers():
+            self._compare_sparse()
+
+    def _compare_sparse(self) -> None:
+        model = nn.EmbeddingBag(10, 3, sparse=True)
+        ddp_model = DistributedDataParallel(model)
+        plain = copy.deepcopy(model)
+        losses = [plain(*_bags_of(rank)).sum() for rank in range(self.world_size)]
+        (expected,) = self._mean_over_trainers(losses, [plain.weight])
+
+        ddp_model(*_bags_of(self.rank)).sum().backward()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [ddp_model(*_bags_of(self.rank)).sum()])
+            grads = dist_autograd.get_gradients(context_id)
+        self.assertEqual(set(grads), {model.weight})
+        grad = grads[model.weight]
+        self.assertTrue(grad.is_sparse, "the gradient of a sparse embedding became dense")
+        self.assertEqual(grad, model.weight.grad)
+        self.assertEqual(grad.to_dense(), expected)
+
+    @requires_gloo()
+    @dist_init
+    def test_ddp_dist_autograd_local_vs_remote(self) -> None:
+        with self._trainers():
+            for owner in ("worker0/cpu", "worker0"):  # the device is optional
+                self._compare_local_and_remote(owner)
+
+    def _compare_local_and_remote(self, owner: str) -> None:
+        remote_layer1, layer1 = self._remote_and_local_linear(owner, 10, 5)
+        layer2 = nn.Linear(5, 1)
+        ddp_layer2 = DistributedDataParallel(layer2)
+        inputs = torch.rand((10, 10))
+
+        ddp_layer2(layer1(inputs)).sum().backward()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [ddp_layer2(remote_layer1(inputs)).sum()])
+            self.assertEqual(layer2.weight.grad, dist_autograd.get_gradients(context_id)[layer2.weight])
+            self._assert_remote_grad(remote_layer1, layer1, context_id)
+
+
+class CudaDdpComparisonTest(CommonDdpComparisonTest):
+    """Layers alternate between the remote host and the trainer's own accelerator, whichever type that has.
+
+    The class keeps the name under which it is known. What crosses RPC are host tensors: an agent carries device memory
+    only for the types that it was built for.
+    """
+
+    @skip_if_lt_x_gpu(NUM_TRAINERS, allow_cpu=True)
+    @skip_if_rocm_multiprocess
+    @dist_init
+    def test_ddp_dist_autograd_local_vs_remote_gpu(self) -> None:
+        accelerator.set_device_index(self.rank)
+        device = accelerator.current_device(self.rank)
+        with self._trainers(accelerator.backend()):
+            self._compare_across_devices(device)
+
+    def _compare_across_devices(self, device: torch.device) -> None:
+        remote_layer1, layer1 = self._remote_and_local_linear("worker0/cpu", 10, 7)
+        layer2, ddp_layer2 = self._replicated_linear(7, 5, device)
+        remote_layer3, layer3 = self._remote_and_local_linear("worker0/cpu", 5, 3)
+        layer4, ddp_layer4 = self._replicated_linear(3, 1, device)
+        inputs = torch.rand((10, 10))
+
+        def loss(first: nn.Module, third: nn.Module) -> Tensor:
+            hidden = ddp_layer2(first(inputs).to(device)).cpu()
+            return torch.as_tensor(ddp_layer4(third(hidden).to(device))).sum()
+
+        loss(layer1, layer3).backward()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [loss(remote_layer1, remote_layer3)])
+            grads = dist_autograd.get_gradients(context_id)
+            for local in (layer2, layer4):
+                self.assertEqual(grads[local.weight].device, device)
+                self.assertEqual(local.weight.grad, grads[local.weight])
+            for remote, local in ((remote_layer1, layer1), (remote_layer3, layer3)):
+                self._assert_remote_grad(remote, local, context_id)
+
+    @staticmethod
+    def _replicated_linear(d_in: int, d_out: int, device: torch.device) -> tuple[nn.Linear, nn.Module]:
+        layer = nn.Linear(d_in, d_out).to(device)
+        ids = [device] if accelerator.is_accelerator() else None
+        return layer, DistributedDataParallel(layer, device_ids=ids)

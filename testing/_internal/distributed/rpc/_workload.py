@@ -1,0 +1,144 @@
+"""What the RPC suites run on other workers, and the ways to run it. Each function is an RPC target, found by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from torch_ext.testing._internal.dist_utils import worker_name
+
+__all__ = [
+    "CALL_MODES",
+    "Accumulator",
+    "Gate",
+    "UnrebuildableError",
+    "add_to_rref",
+    "call",
+    "close_gate",
+    "my_name",
+    "open_gate",
+    "pass_gate",
+    "raise_unrebuildable",
+    "raise_value_error",
+    "relay",
+    "scaled",
+]
+
+
+def _sync(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    return rpc.rpc_sync(to, function, args=args, kwargs=kwargs)
+
+
+def _async(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    return rpc.rpc_async(to, function, args=args, kwargs=kwargs).wait()
+
+
+def _remote(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    return rpc.remote(to, function, args=args, kwargs=kwargs).to_here()
+
+
+CALL_MODES = {"rpc_sync": _sync, "rpc_async": _async, "remote": _remote}
+
+
+def call(mode: str, to: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` on the worker ``to`` in one of :data:`CALL_MODES`, and return its result here."""
+    return CALL_MODES[mode](to, function, args, kwargs or None)
+
+
+def my_name() -> str:
+    """Return the name of the worker that runs this."""
+    return str(rpc.get_worker_info().name)
+
+
+def scaled(tensor: Tensor, *, by: float = 1.0) -> Tensor:
+    return tensor * by
+
+
+def raise_value_error(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+class UnrebuildableError(Exception):
+    """Cannot be constructed from its message alone, as torch tries on the caller's side."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+
+
+def raise_unrebuildable() -> NoReturn:
+    raise UnrebuildableError(7, "out of cheese")
+
+
+def relay(function: Callable[..., Any], args: tuple[Any, ...], hops: int, world_size: int) -> Any:
+    """Call ``function`` after ``hops`` further hops around the ring of workers."""
+    if hops == 0:
+        return function(*args)
+    rank = rpc.get_worker_info().id
+    return rpc.rpc_sync(worker_name((rank + 1) % world_size), relay, args=(function, args, hops - 1, world_size))
+
+
+def add_to_rref(rref: rpc.RRef[Tensor], value: Tensor | float) -> Tensor:
+    return rref.to_here() + value
+
+
+class Accumulator:
+    """An object with state, to be owned by one worker and used from others."""
+
+    def __init__(self, start: float = 0) -> None:
+        self.total = torch.tensor(float(start))
+        self._lock = threading.Lock()
+
+    def add(self, value: float) -> Tensor:
+        with self._lock:
+            self.total = self.total + value
+            return self.total
+
+    def value(self) -> Tensor:
+        return self.total
+
+    @classmethod
+    def starting_at(cls, start: float) -> Accumulator:
+        return cls(start)
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def __getstate__(self) -> Tensor:
+        return self.total
+
+    def __setstate__(self, total: Tensor) -> None:
+        self.total, self._lock = total, threading.Lock()
+
+
+class Gate:
+    """Holds remote calls back until the test lets them pass, so that no test depends on how long a call sleeps."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.event.wait(timeout_s):
+            raise TimeoutError(f"nobody opened the gate within {timeout_s:g} s")
+
+
+_gate = Gate()
+
+
+def pass_gate(result: Any, timeout_s: float = 60.0) -> Any:
+    """Return ``result`` once :func:`open_gate` has run on this worker."""
+    _gate.wait(timeout_s)
+    return result
+
+
+def open_gate() -> None:
+    _gate.event.set()
+
+
+def close_gate() -> None:
+    _gate.event.clear()

@@ -1,0 +1,168 @@
+"""``rpc.functions.async_execution``: a callee that answers with a future gives its thread back meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+from torch.futures import Future
+
+from torch_ext.testing._internal.dist_utils import dist_init
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def async_execution(function: _Function) -> _Function:
+    """torch's decorator, which is not annotated."""
+    marked: _Function = rpc.functions.async_execution(function)
+    return marked
+
+
+@async_execution
+def add_elsewhere(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async(to, torch.add, args=(a, b))
+
+
+@async_execution
+def add_elsewhere_then(to: str, a: Tensor, b: Tensor, c: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async(to, torch.add, args=(a, b)).then(lambda done: done.wait() + c)
+
+
+@async_execution
+def add_through_two(first: str, second: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async(first, add_elsewhere, args=(second, a, b))
+
+
+@async_execution
+def sum_from_many(to: str, tensor: Tensor, times: int) -> Future[Tensor]:
+    futures = [rpc.rpc_async(to, torch.mul, args=(tensor, i)) for i in range(times)]
+    return torch.futures.collect_all(futures).then(lambda all_: sum(f.wait() for f in all_.wait()))
+
+
+@async_execution
+def promise(result: Any) -> Future[Any]:
+    future: Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+@async_execution
+def promise_that_fails(to: str) -> Future[Any]:
+    return rpc.rpc_async(to, remote.my_name).then(lambda done: remote.raise_value_error(f"raised after {done.wait()}"))
+
+
+@async_execution
+def raise_at_once() -> Future[Any]:
+    raise ValueError("raised before there was a future")
+
+
+@async_execution
+def no_future() -> int:
+    return 1
+
+
+class Methods:
+    @staticmethod
+    @async_execution
+    def of_no_one(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+        return rpc.rpc_async(to, torch.add, args=(a, b))
+
+    @classmethod
+    @async_execution
+    def of_the_class(cls, to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+        return rpc.rpc_async(to, torch.add, args=(a, b))
+
+    @async_execution
+    def of_the_object(self, to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+        return rpc.rpc_async(to, torch.add, args=(a, b))
+
+
+_waiting: list[Future[str]] = []
+
+
+@async_execution
+def wait_for_release() -> Future[str]:
+    future: Future[str] = torch.futures.Future()
+    _waiting.append(future)
+    return future
+
+
+def count_waiting() -> int:
+    return len(_waiting)
+
+
+def release_all() -> None:
+    while _waiting:
+        _waiting.pop().set_result("released")
+
+
+class AsyncExecutionTest(RpcAgentTestFixture):
+    """Every worker calls the next one, which passes the work on to the one after it."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    @dist_init
+    def test_result_of_the_future_is_the_answer(self) -> None:
+        one, two = torch.ones(2), torch.full((2,), 2.0)
+        for mode in CALL_MODES:
+            with self.subTest(mode):
+                self.assertEqual(call(mode, self.peer(), add_elsewhere, self.peer(2), one, two), one + two)
+                self.assertEqual(
+                    call(mode, self.peer(), add_elsewhere_then, self.peer(2), one, two, two), one + 2 * two
+                )
+                through = call(mode, self.peer(), add_through_two, self.peer(2), self.peer(3), one, two)
+                self.assertEqual(through, one + two)
+                self.assertEqual(call(mode, self.peer(), sum_from_many, self.peer(2), one, 5), one * 10)
+                self.assertEqual(call(mode, self.peer(), promise, ("anything", one)), ("anything", one))
+
+    @dist_init
+    def test_methods_of_every_kind(self) -> None:
+        args = (self.peer(2), torch.ones(2), torch.ones(2))
+        for mode in CALL_MODES:
+            for method in (Methods.of_no_one, Methods.of_the_class, Methods().of_the_object):
+                with self.subTest(f"{mode} {method}"):
+                    self.assertEqual(call(mode, self.peer(), method, *args), torch.full((2,), 2.0))
+
+    @dist_init
+    def test_method_through_an_rref(self) -> None:
+        rref = rpc.remote(self.peer(), Methods)
+        args = (self.peer(2), torch.ones(2), torch.ones(2))
+        self.assertEqual(rref.rpc_sync().of_the_object(*args), torch.full((2,), 2.0))
+        self.assertEqual(rref.rpc_async().of_the_class(*args).wait(), torch.full((2,), 2.0))
+        self.assertEqual(rref.remote().of_no_one(*args).to_here(), torch.full((2,), 2.0))
+
+    @dist_init
+    def test_errors_before_and_after_the_future(self) -> None:
+        for mode in CALL_MODES:
+            with self.subTest(mode):
+                with self.assertRaisesRegex(ValueError, "raised before there was a future"):
+                    call(mode, self.peer(), raise_at_once)
+                with self.assertRaisesRegex(Exception, f"raised after {self.peer(2)}"):
+                    call(mode, self.peer(), promise_that_fails, self.peer(2))
+
+    @dist_init
+    def test_function_that_returns_no_future_is_an_error(self) -> None:
+        for mode in CALL_MODES:
+            with self.subTest(mode), self.assertRaisesRegex(RuntimeError, "must return a torch.futures.Future"):
+                call(mode, self.peer(), no_future)
+
+    @dist_init
+    def test_waiting_calls_hold_no_thread_of_the_callee(self) -> None:
+        # Three times as many calls wait as the callee has threads, and it still answers others.
+        count = 3 * rpc.constants.DEFAULT_NUM_WORKER_THREADS
+        futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
+        # A call is answered only while a thread is free; each answer tells how many have arrived.
+        while rpc.rpc_sync(self.peer(), count_waiting) < count:
+            pass
+        self.assertFalse(any(future.done() for future in futures))
+        rpc.rpc_sync(self.peer(), release_all)
+        self.assertEqual([future.wait() for future in futures], ["released"] * count)
+        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())

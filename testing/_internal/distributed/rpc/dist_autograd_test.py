@@ -1,0 +1,412 @@
+"""Distributed autograd: gradients through calls, their contexts, and what becomes of errors on the way back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from torch_ext import accelerator
+from torch_ext.compat import dist_autograd
+from torch_ext.compat import rpc as private
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.dist_utils import dist_init, poll_until, worker_name
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def multiply_by_own_leaf(a: Tensor) -> Tensor:
+    """Multiply by a tensor that only this worker knows, and that needs a gradient."""
+    return a * _leaf
+
+
+def make_leaf(value: float) -> None:
+    global _leaf
+    _leaf = torch.full((3,), value, requires_grad=True)
+
+
+def gradient_of_leaf(context_id: int) -> Tensor:
+    return dist_autograd.get_gradients(context_id)[_leaf]
+
+
+_leaf = torch.zeros(3)
+
+
+def multiply_rref(rref: rpc.RRef[Tensor], b: Tensor) -> Tensor:
+    return rref.to_here() * b
+
+
+def gradient_of_rref(rref: rpc.RRef[Tensor], context_id: int) -> Tensor:
+    return dist_autograd.get_gradients(context_id)[rref.local_value()]
+
+
+def make_parameter(values: list[float]) -> Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+def knows_context(context_id: int) -> bool:
+    try:
+        dist_autograd.retrieve_context(context_id)
+    except RuntimeError:
+        return False
+    return True
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError("this backward always fails")
+
+
+def fail_in_backward(a: Tensor) -> Tensor:
+    return torch.as_tensor(FailingBackward.apply(a))
+
+
+def several_outputs(a: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    return a * 2, [a * 3, a.detach()], torch.arange(3)
+
+
+def embed(weight: rpc.RRef[nn.EmbeddingBag], rows: Tensor) -> Tensor:
+    return torch.as_tensor(weight.local_value()(rows, torch.tensor([0])))
+
+
+def gradient_of_embedding(rref: rpc.RRef[nn.EmbeddingBag], context_id: int) -> Tensor:
+    return dist_autograd.get_gradients(context_id)[rref.local_value().weight]
+
+
+def make_embedding() -> nn.EmbeddingBag:
+    return nn.EmbeddingBag(4, 2, mode="sum", sparse=True)
+
+
+def gradients_of(function: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of ``function(*leaves).sum()`` by plain autograd, on copies of the leaves."""
+    copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    return torch.autograd.grad(function(*copies).sum(), copies)
+
+
+class DistAutogradTest(RpcAgentTestFixture):
+    """Every worker sends work to the next one; the reference is plain autograd in one process."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    def _leaves(self, count: int = 2) -> list[Tensor]:
+        seeded = torch.Generator().manual_seed(self.rank)
+        return [torch.rand(3, generator=seeded).requires_grad_() for _ in range(count)]
+
+    def _assert_gradients(self, context_id: int, loss: Tensor, expected: dict[Tensor, Tensor]) -> None:
+        dist_autograd.backward(context_id, [loss])
+        got = dist_autograd.get_gradients(context_id)
+        self.assertEqual(len(got), len(expected))
+        for leaf, grad in expected.items():
+            self.assertEqual(got[leaf], grad)
+            self.assertIsNone(leaf.grad, "a distributed gradient went to .grad as well")
+
+    # Contexts.
+
+    @dist_init
+    def test_contexts_are_unique_and_end_with_their_block(self) -> None:
+        ids = set()
+        for _ in range(5):
+            with dist_autograd.context() as context_id:
+                self.assertEqual(context_id >> 48, self.rank, msg="the id does not carry the worker's rank")
+                self.assertEqual(dist_autograd.current_context()._context_id(), context_id)
+                ids.add(context_id)
+            self.assertFalse(knows_context(context_id))
+        self.assertEqual(len(ids), 5)
+
+    @dist_init
+    def test_contexts_do_not_nest(self) -> None:
+        with dist_autograd.context():
+            with self.assertRaisesRegex(RuntimeError, "Already have an autograd context id"):
+                with dist_autograd.context():
+                    pass
+
+    @dist_init
+    def test_context_belongs_to_its_thread(self) -> None:
+        seen: list[bool] = []
+        with dist_autograd.context():
+            thread = threading.Thread(target=lambda: seen.append(self._has_context()))
+            thread.start()
+            thread.join()
+            self.assertTrue(self._has_context())
+        self.assertEqual(seen, [False])
+
+    @staticmethod
+    def _has_context() -> bool:
+        try:
+            dist_autograd.current_context()
+        except RuntimeError:
+            return False
+        return True
+
+    @dist_init
+    def test_context_is_recorded_where_calls_went_and_cleaned_up_there(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context() as context_id:
+            args = (multiply, (a, b), 1, self.world_size)
+            rpc.rpc_sync(self.peer(), remote.relay, args=args)
+            self.assertEqual(dist_autograd.current_context()._known_worker_ids(), {rpc.get_worker_info(self.peer()).id})
+            for distance in (1, 2):
+                self.assertTrue(rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)))
+        for distance in (1, 2):
+            poll_until(
+                lambda: not rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)),  # noqa: B023
+                f"{self.peer(distance)} still has the context",
+            )
+
+    @dist_init
+    def test_call_without_tensors_that_need_gradients_records_nothing(self) -> None:
+        with dist_autograd.context():
+            for mode in CALL_MODES:
+                call(mode, self.peer(), multiply, torch.ones(2), torch.ones(2))
+            context = dist_autograd.current_context()
+            self.assertEqual((context._send_functions(), context._recv_functions()), ({}, {}))
+
+    @dist_init
+    def test_call_records_one_send_and_one_receive(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context():
+            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
+            context = dist_autograd.current_context()
+            self.assertEqual((len(context._send_functions()), len(context._recv_functions())), (1, 1))
+            (send,) = context._send_functions().values()
+            self.assertEqual(len(send.next_functions), 2, msg="one edge for each tensor that needs a gradient")
+            self.assertEqual(product.grad_fn.name(), "torch::distributed::autograd::RecvRpcBackward")
+            self.assertTrue(product.requires_grad)
+
+    @dist_init
+    def test_no_graph_across_calls_outside_a_context(self) -> None:
+        a, b = self._leaves()
+        self.assertIsNone(rpc.rpc_sync(self.peer(), torch.mul, args=(a, b)).grad_fn)
+
+    # Gradients.
+
+    @dist_init
+    def test_gradients_in_every_mode(self) -> None:
+        a, b = self._leaves()
+        wanted = dict(zip((a, b), gradients_of(torch.mul, a, b), strict=True))
+        for mode in CALL_MODES:
+            for to in (self.peer(), worker_name(self.rank)):
+                for function in (torch.mul, multiply):
+                    with self.subTest(f"{mode} {function} to {to}"), dist_autograd.context() as context_id:
+                        self._assert_gradients(context_id, call(mode, to, function, a, b).sum(), wanted)
+
+    @dist_init
+    def test_gradient_goes_only_to_what_needs_one(self) -> None:
+        (a,), constant = self._leaves(1), torch.full((3,), 5.0)
+        for mode in CALL_MODES:
+            with self.subTest(mode), dist_autograd.context() as context_id:
+                self._assert_gradients(context_id, call(mode, self.peer(), multiply, a, constant).sum(), {a: constant})
+
+    @dist_init
+    def test_leaf_on_the_callee_gets_its_gradient_there(self) -> None:
+        make_leaf(self.rank + 2.0)
+        private.barrier({worker_name(rank) for rank in range(self.world_size)})
+        (a,) = self._leaves(1)
+        with dist_autograd.context() as context_id:
+            product = rpc.rpc_sync(self.peer(), multiply_by_own_leaf, args=(a,))
+            factor = torch.full((3,), (self.rank + 1) % self.world_size + 2.0)
+            self._assert_gradients(context_id, product.sum(), {a: factor})
+            self.assertEqual(rpc.rpc_sync(self.peer(), gradient_of_leaf, args=(context_id,)), a.detach())
+
+    @dist_init
+    def test_gradients_through_nested_calls(self) -> None:
+        a, b = self._leaves()
+        wanted = dict(zip((a, b), gradients_of(torch.mul, a, b), strict=True))
+        with dist_autograd.context() as context_id:
+            product = rpc.rpc_sync(self.peer(), remote.relay, args=(multiply, (a, b), 4, self.world_size))
+            self._assert_gradients(context_id, product.sum(), wanted)
+
+    @dist_init
+    def test_gradients_through_several_round_trips(self) -> None:
+        a, b, c = self._leaves(3)
+
+        def once(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return ((x * y) * z + x) * y
+
+        wanted = dict(zip((a, b, c), gradients_of(once, a, b, c), strict=True))
+        with dist_autograd.context() as context_id:
+            first = rpc.rpc_sync(self.peer(1), multiply, args=(a, b))
+            second = rpc.rpc_sync(self.peer(2), multiply, args=(first, c)) + a
+            self._assert_gradients(context_id, rpc.rpc_sync(self.peer(1), multiply, args=(second, b)).sum(), wanted)
+
+    @dist_init
+    def test_gradients_through_rrefs(self) -> None:
+        (b,) = self._leaves(1)
+        rref = rpc.remote(self.peer(), make_parameter, args=([1.0, 2.0, 3.0],))
+        a = torch.tensor([1.0, 2.0, 3.0])
+        for to in (self.peer(), self.peer(2), worker_name(self.rank)):
+            with self.subTest(to), dist_autograd.context() as context_id:
+                product = rpc.rpc_sync(to, multiply_rref, args=(rref, b))
+                self._assert_gradients(context_id, product.sum(), {b: a})
+                grad = rpc.rpc_sync(self.peer(), gradient_of_rref, args=(rref, context_id))
+                self.assertEqual(grad, b.detach())
+
+    @dist_init
+    def test_backward_from_an_rref(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context() as context_id:
+            rref: Any = rpc.RRef(rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum())
+            rref.backward(context_id)
+            self.assertEqual(dist_autograd.get_gradients(context_id)[a], b.detach())
+        with self.assertRaisesRegex(RuntimeError, "root should be a scalar|should contain a tensor|scalar"):
+            no_tensor: Any = rpc.RRef("no tensor")
+            no_tensor.backward()
+
+    @dist_init
+    def test_unused_outputs_and_outputs_without_gradient(self) -> None:
+        (a,) = self._leaves(1)
+        with dist_autograd.context() as context_id:
+            twice, (thrice, detached), indices = rpc.rpc_sync(self.peer(), several_outputs, args=(a,))
+            self.assertEqual([t.requires_grad for t in (twice, thrice, detached, indices)], [True, True, False, False])
+            self._assert_gradients(context_id, thrice.sum(), {a: torch.full((3,), 3.0)})
+
+    @dist_init
+    def test_several_roots(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context() as context_id:
+            roots = [call(mode, self.peer(), multiply, a, b).sum() for mode in CALL_MODES]
+            dist_autograd.backward(context_id, roots)
+            self.assertEqual(dist_autograd.get_gradients(context_id)[a], len(roots) * b.detach())
+
+    @dist_init
+    def test_gradients_of_one_context_accumulate_and_of_two_do_not(self) -> None:
+        a, b = self._leaves()
+        for _ in range(2):
+            with dist_autograd.context() as context_id:
+                loss = rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum()
+                for times in (1, 2, 3):
+                    dist_autograd.backward(context_id, [loss], retain_graph=True)
+                    self.assertEqual(dist_autograd.get_gradients(context_id)[a], times * b.detach())
+
+    @dist_init
+    def test_local_gradients_stay_apart(self) -> None:
+        a, b = self._leaves()
+        (a * b).sum().backward()
+        before = a.grad.clone() if a.grad is not None else None
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync(self.peer(), multiply, args=(a, a)).sum()])
+            self.assertEqual(dist_autograd.get_gradients(context_id)[a], 2 * a.detach())
+        self.assertEqual(a.grad, before)
+
+    @dist_init
+    def test_sparse_gradients_of_a_remote_embedding(self) -> None:
+        rref = rpc.remote(self.peer(), make_embedding)
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync(self.peer(), embed, args=(rref, torch.tensor([1, 3, 3]))).sum()
+            dist_autograd.backward(context_id, [loss])
+            grad = rpc.rpc_sync(self.peer(), gradient_of_embedding, args=(rref, context_id))
+        self.assertTrue(grad.is_sparse)
+        self.assertEqual(grad.to_dense(), torch.tensor([[0.0] * 2, [1.0] * 2, [0.0] * 2, [2.0] * 2]))
+
+    @dist_init
+    def test_hooks_on_both_sides_of_a_call_run(self) -> None:
+        a, b = self._leaves()
+        a.register_hook(lambda grad: grad * 10)
+        with dist_autograd.context() as context_id:
+            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
+            product.register_hook(lambda grad: grad + 1)
+            self._assert_gradients(context_id, product.sum(), {a: 20 * b.detach(), b: 2 * a.detach()})
+
+    @dist_init
+    def test_threads_train_in_their_own_contexts(self) -> None:
+        results: dict[int, Tensor] = {}
+
+        def train(key: int) -> None:
+            a = torch.full((3,), 1.0, requires_grad=True)
+            with dist_autograd.context() as context_id:
+                product = rpc.rpc_sync(self.peer(), multiply, args=(a, torch.full((3,), float(key))))
+                dist_autograd.backward(context_id, [product.sum()])
+                results[key] = dist_autograd.get_gradients(context_id)[a]
+
+        threads = [threading.Thread(target=train, args=(key,)) for key in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(results, {key: torch.full((3,), float(key)) for key in range(6)})
+
+    # Errors.
+
+    @dist_init
+    def test_backward_refuses_bad_roots_and_contexts(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context() as context_id:
+            loss = (a * b).sum()
+            for roots, why in (
+                ([], "No tensors provided for gradient computation"),
+                ([loss.detach()], "requires_grad not set on root"),
+                ([a * b], "is not a scalar, all roots need to be scalar"),
+            ):
+                with self.subTest(why), self.assertRaisesRegex(RuntimeError, why):
+                    dist_autograd.backward(context_id, roots)
+            with self.assertRaises(TypeError):
+                dist_autograd.backward(context_id, None)  # type: ignore[arg-type] # the mistake under test
+        with self.assertRaisesRegex(RuntimeError, "Could not find autograd context with id"):
+            dist_autograd.backward(context_id, [loss])
+        with self.assertRaisesRegex(RuntimeError, "Could not find autograd context with id"):
+            dist_autograd.get_gradients(context_id)
+
+    @dist_init
+    def test_error_in_a_remote_backward_names_the_worker(self) -> None:
+        (a,) = self._leaves(1)
+        with dist_autograd.context() as context_id:
+            result = rpc.rpc_sync(self.peer(), remote.relay, args=(fail_in_backward, (a,), 1, self.world_size))
+            node = rpc.get_worker_info(self.peer(2)).id
+            with self.assertRaisesRegex(RuntimeError, f"Error on Node {node}: .*this backward always fails"):
+                dist_autograd.backward(context_id, [result.sum()])
+
+    @dist_init
+    def test_context_survives_an_error_in_a_call(self) -> None:
+        a, b = self._leaves()
+        with dist_autograd.context() as context_id:
+            with self.assertRaisesRegex(ValueError, "in between"):
+                rpc.rpc_sync(self.peer(), remote.raise_value_error, args=("in between",))
+            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
+            self._assert_gradients(context_id, product.sum(), {a: b.detach(), b: a.detach()})
+
+
+def on_device(a: Tensor, rank: int) -> Tensor:
+    """Compute on this worker's device what came as a host tensor, and send a host tensor back."""
+    device = accelerator.current_device(rank)
+    return (a.to(device) * 3).cpu()
+
+
+class CudaDistAutogradTest(RpcAgentTestFixture):
+    """Graphs that leave the host for an accelerator, of whatever type, and come back on the way through a call."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @dist_init
+    def test_gpu_to_cpu_continuation(self) -> None:
+        accelerator.set_device_index(self.rank)
+        device = accelerator.current_device(self.rank)
+        a = torch.rand(3, device=device, requires_grad=True)
+        b = torch.rand(3, requires_grad=True)
+        peer_rank = rpc.get_worker_info(self.peer()).id
+        for mode in CALL_MODES:
+            with self.subTest(mode), dist_autograd.context() as context_id:
+                product = call(mode, self.peer(), on_device, (a * 2).cpu() * b, peer_rank)
+                dist_autograd.backward(context_id, [(product.to(device) * 5).sum()])
+                grads = dist_autograd.get_gradients(context_id)
+                self.assertEqual((grads[a].device, grads[b].device), (a.device, b.device))
+                self.assertEqual(grads[a].cpu(), 30 * b.detach())
+                self.assertEqual(grads[b], 30 * a.detach().cpu())

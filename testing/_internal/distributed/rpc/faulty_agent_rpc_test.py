@@ -1,0 +1,218 @@
+"""What becomes of calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from torch_ext.compat import dist_autograd
+from torch_ext.compat import rpc as private
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    poll_until,
+    wait_until_owners_and_forks_on_rank,
+    wait_until_pending_futures_and_users_flushed,
+    worker_name,
+)
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import knows_context, multiply
+from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
+    default_messages_to_delay,
+    retryable_message_types,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+
+@torch.jit.script
+def scripted_double(tensor: Tensor) -> Tensor:
+    return tensor + tensor
+
+
+# A call of each kind of function; each kind travels as a message type of its own.
+OPERATOR, SCRIPTED, PYTHON = (
+    (torch.add, (torch.ones(2), 1)),
+    (scripted_double, (torch.ones(2),)),
+    (remote.scaled, (torch.full((2,), 2.0),)),
+)
+ANSWER = torch.full((2,), 2.0)
+
+# A delay longer than any time limit that a test sets, and short enough to wait for.
+DELAY_S = 0.4
+LIMIT_S = 0.05
+
+
+class FaultyAgentRpcTest(RpcAgentTestFixture):
+    """Messages that torch sends again survive loss; the loss of others is an error, and so is lateness past a limit."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    @dist_init
+    def test_options_are_the_fixtures(self) -> None:
+        self.assertEqual(self.rpc_backend.name, "FAULTY_TENSORPIPE")
+        options: Any = self.rpc_backend_options
+        self.assertEqual((options.num_worker_threads, options.num_fail_sends), (8, 3))
+        self.assertEqual(set(options.messages_to_fail), set(retryable_message_types))
+        self.assertEqual(options.messages_to_delay, default_messages_to_delay)
+        self.assertEqual(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
+
+    @dist_init(faulty_messages=["RREF_FORK_REQUEST"], messages_to_delay={"SCRIPT_CALL": 0.5})
+    def test_faults_named_for_the_test_replace_the_fixtures(self) -> None:
+        options: Any = self.rpc_backend_options
+        self.assertEqual(set(options.messages_to_fail), {"RREF_FORK_REQUEST"})
+        self.assertEqual(options.messages_to_delay, {"SCRIPT_CALL": 0.5})
+
+    @dist_init(faulty_messages=[], messages_to_delay={})
+    def test_no_faults(self) -> None:
+        options: Any = self.rpc_backend_options
+        self.assertEqual((list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {}))
+        for function, args in (OPERATOR, SCRIPTED, PYTHON):
+            self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
+
+    # Lost messages that are sent again.
+
+    @dist_init(messages_to_delay={})
+    def test_lost_rref_messages_are_sent_again(self) -> None:
+        rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
+        chained = rpc.remote(self.peer(2), remote.add_to_rref, args=(rref, 3))
+        self.assertEqual((rref.to_here(), chained.to_here()), (ANSWER, torch.full((2,), 5.0)))
+        private.delete_unforked_rrefs()
+
+    @dist_init(faulty_messages=["RREF_USER_DELETE"], messages_to_delay={})
+    def test_lost_goodbye_of_a_user_still_frees_the_value(self) -> None:
+        if self.rank != 0:
+            return
+        rref = rpc.remote(worker_name(1), torch.add, args=(torch.ones(2), 1))
+        rref.to_here()
+        wait_until_owners_and_forks_on_rank(1, 1, rank=1)
+        del rref
+        wait_until_owners_and_forks_on_rank(0, 0, rank=1)
+
+    # Lost messages that are not.
+
+    def _test_creation_lost(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: str) -> None:
+        if self.rank != 0:
+            return
+        function, args = call
+        rref = rpc.remote(to, function, args=args)
+        wait_until_pending_futures_and_users_flushed()
+        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
+            rref.to_here()
+        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
+            rpc.rpc_async(to, remote.add_to_rref, args=(rref, 1))
+
+    @dist_init(faulty_messages=["SCRIPT_REMOTE_CALL"], messages_to_delay={})
+    def test_lost_creation_by_an_operator(self) -> None:
+        self._test_creation_lost(OPERATOR, worker_name(1))
+
+    @dist_init(faulty_messages=["PYTHON_REMOTE_CALL"], messages_to_delay={})
+    def test_lost_creation_by_a_python_function(self) -> None:
+        self._test_creation_lost(PYTHON, worker_name(1))
+
+    @dist_init(faulty_messages=["SCRIPT_REMOTE_CALL"], messages_to_delay={})
+    def test_lost_creation_by_an_operator_on_this_worker(self) -> None:
+        self._test_creation_lost(OPERATOR, worker_name(0))
+
+    @dist_init(faulty_messages=["PYTHON_REMOTE_CALL"], messages_to_delay={})
+    def test_lost_creation_by_a_python_function_on_this_worker(self) -> None:
+        self._test_creation_lost(PYTHON, worker_name(0))
+
+    # Not PYTHON_CALL, which shutdown needs as well.
+    @dist_init(faulty_messages=["SCRIPT_CALL"], messages_to_delay={})
+    def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
+        function, args = OPERATOR
+        # The agent's message quotes the payload it dropped, raw; Python cannot always decode that.
+        with self.assertRaises((RuntimeError, UnicodeDecodeError)):
+            rpc.rpc_sync(self.peer(), function, args=args)
+
+    # Late messages.
+
+    def _test_creation_late(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: int) -> None:
+        if self.rank != 0:
+            return
+        function, args = call
+        rref = rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S)
+        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            rref._get_future().wait()
+        wait_until_pending_futures_and_users_flushed()
+        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
+            rref.to_here()
+        if to != self.rank:
+            # The creation itself still arrives; goodbye before that would be lost on the owner.
+            wait_until_owners_and_forks_on_rank(1, 1, rank=to)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
+    def test_late_creation_by_an_operator(self) -> None:
+        self._test_creation_late(OPERATOR, 1)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
+    def test_late_creation_by_a_scripted_function(self) -> None:
+        self._test_creation_late(SCRIPTED, 1)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    def test_late_creation_by_a_python_function(self) -> None:
+        self._test_creation_late(PYTHON, 1)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    def test_late_creation_on_this_worker(self) -> None:
+        self._test_creation_late(PYTHON, 0)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_RREF_FETCH_CALL": DELAY_S})
+    def test_late_fetch_can_be_tried_again(self) -> None:
+        rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
+        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            rref.to_here(timeout=LIMIT_S)
+        self.assertEqual(rref.to_here(), ANSWER)
+
+    def _test_call_late(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+        function, args = call
+        for limit in ({"timeout": LIMIT_S}, {}):
+            if not limit:
+                private.set_rpc_timeout(LIMIT_S)
+            with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+                rpc.rpc_sync(self.peer(), function, args=args, **limit)
+            with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+                rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
+        # No limit at all, over a default that is too short.
+        self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args, timeout=0), ANSWER)
+        private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
+        self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_CALL": DELAY_S})
+    def test_late_call_of_an_operator(self) -> None:
+        self._test_call_late(OPERATOR)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_CALL": DELAY_S})
+    def test_late_call_of_a_scripted_function(self) -> None:
+        self._test_call_late(SCRIPTED)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_CALL": DELAY_S})
+    def test_late_call_of_a_python_function(self) -> None:
+        self._test_call_late(PYTHON)
+
+
+class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
+    """Contexts end everywhere although the messages that say so are lost at first."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    @dist_init(faulty_messages=["CLEANUP_AUTOGRAD_CONTEXT_REQ"], messages_to_delay={})
+    def test_context_cleanup_survives_lost_messages(self) -> None:
+        a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+        others = [self.peer(1), self.peer(2)]
+        with dist_autograd.context() as context_id:
+            for other in others:
+                rpc.rpc_sync(other, multiply, args=(a, b))
+                self.assertTrue(rpc.rpc_sync(other, knows_context, args=(context_id,)))
+        for other in others:
+            poll_until(
+                lambda: not rpc.rpc_sync(other, knows_context, args=(context_id,)),  # noqa: B023
+                f"{other} still has the context",
+            )

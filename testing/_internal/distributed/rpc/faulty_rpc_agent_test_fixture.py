@@ -1,0 +1,67 @@
+"""The faulty TensorPipe agent, which drops and delays chosen types of message, for ``generate_tests``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import rpc
+
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+if TYPE_CHECKING:
+    from torch_ext.compat.rpc import RpcBackendOptions
+
+__all__ = ["FaultyRpcAgentTestFixture", "default_messages_to_delay", "retryable_message_types"]
+
+# torch sends exactly these again when a send fails, so only these may be dropped without an error to the user:
+# three of the RRef protocol, one of distributed autograd.
+retryable_message_types = [
+    *(f"RREF_{step}" for step in ("FORK_REQUEST", "CHILD_ACCEPT", "USER_DELETE")),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+]
+
+# Seconds. Calls of Python functions, and of operators and scripted functions.
+default_messages_to_delay = dict.fromkeys(("PYTHON_CALL", "SCRIPT_CALL"), 1.5)
+
+# torch tries a retryable message more often than this (5 times), so such a message always arrives in the end.
+_DROPS_PER_MESSAGE = 3
+
+
+class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
+    """RPC over TensorPipe that drops the first sends of some types of message and delays other types.
+
+    A suite names them per test: ``@dist_init(faulty_messages=[...], messages_to_delay={...})``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.messages_to_fail: Sequence[str] = list(retryable_message_types)
+        self.messages_to_delay: dict[str, float] = dict(default_messages_to_delay)
+
+    @property
+    def rpc_backend(self) -> Any:
+        # Registers the agent, and puts a new BackendType in place of the old one; so only where a test needs it.
+        import torch.distributed.rpc._testing  # noqa: F401
+
+        return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
+
+    @property
+    def rpc_backend_options(self) -> RpcBackendOptions:
+        options: RpcBackendOptions = rpc.backend_registry.construct_rpc_backend_options(
+            self.rpc_backend,
+            init_method=self.init_method,
+            num_worker_threads=8,
+            num_fail_sends=_DROPS_PER_MESSAGE,
+            messages_to_fail=self.messages_to_fail,
+            messages_to_delay=self.messages_to_delay,
+        )
+        return options
+
+    def setup_fault_injection(
+        self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
+    ) -> None:
+        if faulty_messages is not None:
+            self.messages_to_fail = faulty_messages
+        if messages_to_delay is not None:
+            self.messages_to_delay = messages_to_delay

@@ -1,0 +1,210 @@
+"""``RemoteModule``: a module on another worker that is used like a local one."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+
+from torch_ext.compat import dist_autograd
+from torch_ext.testing._internal.dist_utils import dist_init, worker_name
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+
+class Affine(nn.Module):
+    """``scale * x + shift``, and the name of the worker that computed it if asked."""
+
+    def __init__(self, scale: float, shift: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.inner = nn.ParameterList([nn.Parameter(torch.tensor(float(shift)))])
+
+    def forward(self, x: Tensor, *, tell: bool = False) -> Any:
+        out = self.scale * x + self.inner[0]
+        return (out, remote.my_name()) if tell else out
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("this forward always fails")
+
+
+def forward_of(module: RemoteModule, x: Tensor) -> Tensor:
+    # Not ``module(x)``: what RPC rebuilds on another worker has no hooks, which calling a module looks for.
+    return torch.as_tensor(module.forward(x))
+
+
+def attributes_of(module: RemoteModule) -> set[str]:
+    return set(vars(module))
+
+
+def not_a_module() -> int:
+    return 3
+
+
+def gradients_of(rref: rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
+    grads = dist_autograd.get_gradients(context_id)
+    return [grads[parameter] for parameter in rref.local_value().parameters()]
+
+
+class RemoteModuleTest(RpcAgentTestFixture):
+    """Every worker puts a module on the next one."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _affine(self, scale: float = 2, shift: float = 1, where: str = "{}/cpu") -> RemoteModule:
+        return RemoteModule(where.format(self.peer()), Affine, args=(scale,), kwargs={"shift": shift})
+
+    @dist_init
+    def test_forward_runs_on_the_owner(self) -> None:
+        out, where = self._affine()(torch.ones(2), tell=True)
+        self.assertEqual((out, where), (torch.full((2,), 3.0), self.peer()))
+
+    @dist_init
+    def test_forward_async_gives_a_future(self) -> None:
+        module: Any = self._affine()
+        futures = [module.forward_async(torch.full((2,), float(i))) for i in range(5)]
+        self.assertEqual([future.wait() for future in futures], [torch.full((2,), 2.0 * i + 1) for i in range(5)])
+
+    @dist_init
+    def test_every_way_to_name_the_owner(self) -> None:
+        rank = rpc.get_worker_info(self.peer()).id
+        for where in ("{}", "{}/cpu", f"rank:{rank}/cpu"):
+            with self.subTest(where):
+                self.assertEqual(self._affine(where=where)(torch.ones(1), tell=True)[1], self.peer())
+
+    @dist_init
+    def test_module_on_this_worker(self) -> None:
+        module = RemoteModule(worker_name(self.rank), Affine, args=(3,))
+        self.assertEqual(module(torch.ones(1)), torch.full((1,), 3.0))
+        self.assertIsInstance(module.get_module_rref().local_value(), Affine)
+
+    @dist_init
+    def test_bad_owners_are_refused(self) -> None:
+        for where, error in (("nobody/cpu", RuntimeError), ("a/b/c", ValueError), ("", (RuntimeError, ValueError))):
+            with self.subTest(where), self.assertRaises(error):
+                RemoteModule(where, Affine, args=(1,))
+
+    @dist_init
+    def test_what_is_no_module_is_refused_by_the_owner(self) -> None:
+        with self.assertRaisesRegex(ValueError, "returns an instance of <class nn.Module>") as caught:
+            RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
+        self.assertIn(self.peer(), str(caught.exception))
+
+    @dist_init
+    def test_failed_constructor_and_failed_forward_name_the_owner(self) -> None:
+        for broken, why in (
+            (RemoteModule(self.peer(), Affine, args=("no number",)), "no number"),
+            (RemoteModule(self.peer(), Fails), "this forward always fails"),
+        ):
+            with self.subTest(why), self.assertRaisesRegex(ValueError, why) as caught:
+                broken(torch.ones(1))
+            self.assertIn(self.peer(), str(caught.exception))
+
+    @dist_init
+    def test_parameters_are_the_owners(self) -> None:
+        module = self._affine(2, 5)
+        self.assertEqual([p.to_here().item() for p in module.remote_parameters()], [2, 5])
+        self.assertEqual([p.to_here().item() for p in module.remote_parameters(recurse=False)], [2])
+        self.assertEqual({p.owner_name() for p in module.remote_parameters()}, {self.peer()})
+        self.assertEqual(module.get_module_rref().owner_name(), self.peer())
+
+    @dist_init
+    def test_gradients_reach_module_and_input(self) -> None:
+        module, x = self._affine(), torch.tensor([1.0, 4.0], requires_grad=True)
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [module(x).sum()])
+            self.assertEqual(dist_autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))
+            grads = rpc.rpc_sync(self.peer(), gradients_of, args=(module.get_module_rref(), context_id))
+        self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
+
+    @dist_init
+    def test_mode_of_training_reaches_the_owner(self) -> None:
+        module = RemoteModule(self.peer(), nn.Dropout, args=(1.0,))
+        self.assertEqual(module(torch.ones(3)), torch.zeros(3))
+        module.eval()
+        self.assertEqual(module(torch.ones(3)), torch.ones(3))
+        module.train()
+        self.assertEqual(module(torch.ones(3)), torch.zeros(3))
+
+    @dist_init
+    def test_methods_of_a_local_module_are_refused(self) -> None:
+        module = self._affine()
+        refused: dict[str, tuple[Any, ...]] = {
+            "register_buffer": ("b", torch.ones(1)),
+            "register_parameter": ("p", None),
+            "add_module": ("m", None),
+            "apply": (print,),
+            "cpu": (),
+            "double": (),
+            "to": ("cpu",),
+            "state_dict": (),
+            "load_state_dict": ({},),
+            "parameters": (),
+            "buffers": (),
+            "children": (),
+            "modules": (),
+            "requires_grad_": (),
+            "zero_grad": (),
+            "share_memory": (),
+        }
+        for name, args in refused.items():
+            with self.subTest(name), self.assertRaisesRegex(ValueError, f"``{name}`` not supported for RemoteModule"):
+                getattr(module, name)(*args)
+
+    @dist_init
+    def test_plain_pickle_refuses_it(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "only be pickled when using RPC"):
+            pickle.dumps(self._affine())
+
+    @dist_init
+    def test_rpc_carries_the_module_and_no_attribute_of_the_users(self) -> None:
+        module: Any = self._affine()
+        module.extra = "not part of a remote module"
+        attributes = rpc.rpc_sync(self.peer(), attributes_of, args=(module,))
+        self.assertNotIn("extra", attributes)
+        self.assertIn("module_rref", attributes)
+
+
+class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
+    """A module on one worker, made by a second, used by a third."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    @dist_init
+    def test_module_sent_to_another_worker_is_the_same_module(self) -> None:
+        module = RemoteModule(self.peer(1), Affine, args=(self.rank + 2,))
+        x = torch.arange(3.0)
+        self.assertEqual(rpc.rpc_sync(self.peer(2), forward_of, args=(module, x)), (self.rank + 2) * x)
+        back = rpc.rpc_sync(self.peer(2), send_back, args=(module,))
+        self.assertEqual(back.get_module_rref().owner_name(), self.peer(1))
+        self.assertEqual(back.forward(x), (self.rank + 2) * x)
+        self.assertIs(
+            type(rpc.rpc_sync(self.peer(1), module_of, args=(back,))), Affine, msg="the owner has no such module"
+        )
+
+    @dist_init
+    def test_gradients_through_a_third_worker(self) -> None:
+        module, x = RemoteModule(self.peer(1), Affine, args=(3,)), torch.ones(2, requires_grad=True)
+        with dist_autograd.context() as context_id:
+            out = rpc.rpc_sync(self.peer(2), forward_of, args=(module, x))
+            dist_autograd.backward(context_id, [out.sum()])
+            self.assertEqual(dist_autograd.get_gradients(context_id)[x], torch.full((2,), 3.0))
+
+
+def send_back(module: RemoteModule) -> RemoteModule:
+    return module
+
+
+def module_of(module: RemoteModule) -> nn.Module:
+    local: nn.Module = module.get_module_rref().local_value()
+    return local

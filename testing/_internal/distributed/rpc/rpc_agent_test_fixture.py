@@ -1,0 +1,71 @@
+"""What an RPC suite asks of the agent it runs over, so that one suite serves every agent."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch_ext.testing._internal import dist_utils
+
+if TYPE_CHECKING:
+    from torch_ext.compat.rpc import RpcBackendOptions
+
+    # What generate_tests mixes in; suites use its rank, file_name and assertions.
+    from torch_ext.testing._internal.common_distributed import MultiProcessTestCase as _MixedInLater
+else:
+    _MixedInLater = ABC
+
+__all__ = ["RpcAgentTestFixture"]
+
+
+class RpcAgentTestFixture(_MixedInLater):
+    """Base of all RPC suites and of the agents' fixtures; ``generate_tests`` combines one of each with a test case."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @property
+    def init_method(self) -> str:
+        """Where the RPC agents meet: a file of the test, or a TCP address if ``RPC_INIT_WITH_TCP=1``."""
+        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
+            return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        return self.file_init_method
+
+    @property
+    def file_init_method(self) -> str:
+        return dist_utils.INIT_METHOD_TEMPLATE.format(file_name=self.file_name)
+
+    @property
+    def pg_init_method(self) -> str:
+        """Where a process group meets: a file apart, since agents and groups both keep their keys in theirs."""
+        return f"{self.file_init_method}_pg"
+
+    def peer(self, distance: int = 1) -> str:
+        """Return the name of the worker ``distance`` places after this one, in a ring."""
+        return dist_utils.worker_name((self.rank + distance) % self.world_size)
+
+    @property
+    @abstractmethod
+    def rpc_backend(self) -> Any:
+        """The agent, a member of ``rpc.BackendType``."""
+
+    @property
+    @abstractmethod
+    def rpc_backend_options(self) -> RpcBackendOptions:
+        """Fresh options for the agent."""
+
+    def setup_fault_injection(
+        self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
+    ) -> None:
+        """Take the faults given to ``dist_init``, before the options are asked for. Sound agents ignore them."""
+
+    def get_shutdown_error_regex(self) -> str:
+        """Return a pattern for the errors of calls to a worker that has shut down."""
+        return dist_utils.get_shutdown_error_regex(self.rpc_backend)
+
+    def get_timeout_error_regex(self) -> str:
+        """Return a pattern for the error of a call that ran out of time."""
+        return dist_utils.get_timeout_error_regex(self.rpc_backend)

@@ -1,0 +1,184 @@
+"""The life of an agent: names, start, group operations, and the two ways to shut down."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from torch_ext.compat import rpc as private
+from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, wait_until_node_failure, worker_name
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+_NOT_RUNNING = "RPC has not been initialized"
+
+
+class RpcLifecycleTest(RpcAgentTestFixture):
+    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and :meth:`_start`."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    def _start(self, name: str | None = None, **options: Any) -> None:
+        backend_options = self.rpc_backend_options
+        for key, value in options.items():
+            setattr(backend_options, key, value)
+        rpc.init_rpc(
+            worker_name(self.rank) if name is None else name,
+            backend=self.rpc_backend,
+            rank=self.rank,
+            world_size=self.world_size,
+            rpc_backend_options=backend_options,
+        )
+
+    # Names.
+
+    @dist_init
+    def test_workers_know_each_other_by_name_and_rank(self) -> None:
+        own = rpc.get_worker_info()
+        self.assertEqual((own.name, own.id), (worker_name(self.rank), self.rank))
+        self.assertEqual(rpc.get_worker_info(own.name), own)
+        for rank in range(self.world_size):
+            self.assertEqual(rpc.get_worker_info(worker_name(rank)).id, rank)
+        infos = private.api._get_current_rpc_agent().get_worker_infos()
+        self.assertEqual(
+            {(info.name, info.id) for info in infos}, {(worker_name(r), r) for r in range(self.world_size)}
+        )
+        with self.assertRaisesRegex(RuntimeError, "nobody"):
+            rpc.get_worker_info("nobody")
+
+    @dist_init
+    def test_worker_info_survives_pickle(self) -> None:
+        info = rpc.get_worker_info(self.peer())
+        self.assertEqual(pickle.loads(pickle.dumps(info)), info)
+        self.assertEqual(rpc.rpc_sync(self.peer(), rpc.get_worker_info), info)
+
+    @dist_init(setup_rpc=False)
+    def test_bad_names_are_refused(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        for bad, why in (("a*b", "must match"), (" ", "must match"), ("", "must be"), ("x" * 500, "shorter than 128")):
+            with self.subTest(bad), self.assertRaisesRegex(RuntimeError, why):
+                private.WorkerInfo(bad, self.rank)
+        dist.barrier()
+
+    @dist_init(setup_rpc=False)
+    def test_two_workers_of_one_name_are_refused(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "is not unique|duplicate"):
+            self._start("twin")
+        self.assertFalse(private.api._is_current_rpc_agent_set())
+
+    # Start.
+
+    @dist_init
+    def test_second_start_is_refused(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "is already initialized"):
+            self._start()
+        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
+
+    @dist_init(setup_rpc=False)
+    def test_calls_before_the_start_are_refused(self) -> None:
+        for use in (
+            lambda: rpc.rpc_sync("worker0", remote.my_name),
+            lambda: rpc.rpc_async("worker0", remote.my_name),
+            lambda: rpc.remote("worker0", remote.my_name),
+            rpc.get_worker_info,
+        ):
+            with self.assertRaisesRegex(RuntimeError, _NOT_RUNNING):
+                use()
+
+    @dist_init(setup_rpc=False)
+    def test_options_must_fit_the_backend(self) -> None:
+        with self.assertRaisesRegex(TypeError, "rpc_backend_options"):
+            rpc.init_rpc(worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options="none")
+        with self.assertRaisesRegex(TypeError, "BackendType"):
+            rpc.init_rpc(worker_name(self.rank), backend="none", rank=self.rank, world_size=self.world_size)
+
+    @dist_init(setup_rpc=False)
+    def test_time_limit_in_the_options_is_the_default_of_calls(self) -> None:
+        self._start(rpc_timeout=17)
+        self.assertEqual(rpc.get_rpc_timeout(), 17)
+        rpc.shutdown()
+
+    @dist_init
+    def test_process_group_and_agents_meet_apart(self) -> None:
+        self.assertNotEqual(self.init_method, self.pg_init_method)
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)  # the second time, nothing happens
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, rpc.get_worker_info().name)
+        self.assertEqual(gathered, [worker_name(rank) for rank in range(self.world_size)])
+        dist.destroy_process_group()
+        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
+
+    # Group operations.
+
+    @dist_init
+    def test_all_gather_collects_by_name(self) -> None:
+        for turn in range(3):
+            gathered = private.all_gather((self.rank, turn))
+            self.assertEqual(gathered, {worker_name(rank): (rank, turn) for rank in range(self.world_size)})
+
+    @dist_init
+    def test_barrier_of_some_workers_leaves_the_others_alone(self) -> None:
+        some = {worker_name(0), worker_name(1)}
+        if worker_name(self.rank) in some:
+            for _ in range(3):
+                private.barrier(some)
+        private.barrier({worker_name(rank) for rank in range(self.world_size)})
+
+    # Shutdown.
+
+    @dist_init(setup_rpc=False)
+    def test_graceful_shutdown_finishes_work_in_flight(self) -> None:
+        self._start()
+        futures = []
+        if self.rank == 0:
+            # Worker 1 finishes its own part at once; what it was asked to do must still be done.
+            futures = [
+                rpc.rpc_async(worker_name(1), remote.relay, args=(remote.my_name, (), 5, self.world_size))
+                for _ in range(4)  # each hop holds a thread of its worker while it waits for the next
+            ]
+        rpc.shutdown()
+        self.assertEqual([future.value() for future in futures], [worker_name(0)] * len(futures))
+
+    @dist_init(setup_rpc=False)
+    def test_after_shutdown_calls_are_refused_and_another_is_harmless(self) -> None:
+        self._start()
+        rpc.shutdown()
+        with self.assertRaisesRegex(RuntimeError, _NOT_RUNNING):
+            rpc.rpc_sync("worker0", remote.my_name)
+        with self.assertRaisesRegex(RuntimeError, _NOT_RUNNING):
+            rpc.shutdown()
+
+    @dist_init(setup_rpc=False)
+    def test_local_shutdown_waits_for_nobody(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        self._start()
+        dist.barrier()
+        if self.rank == 0:
+            rpc.shutdown(graceful=False)
+        dist.barrier()  # worker 0 has left, the others have not even begun to
+        if self.rank != 0:
+            rpc.shutdown(graceful=False)
+
+    @dist_init(setup_rpc=False)
+    def test_calls_to_a_worker_that_left_fail_as_such(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        self._start()
+        dist.barrier()
+        if self.rank == 1:
+            rpc.shutdown(graceful=False)
+        else:
+            wait_until_node_failure(1, self.get_shutdown_error_regex())
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, self.get_shutdown_error_regex()):
+                    rpc.rpc_sync(worker_name(1), remote.my_name)
+            others = worker_name(2 - self.rank)
+            self.assertEqual(rpc.rpc_sync(others, remote.my_name), others, msg="the workers left over lost each other")
+        dist.barrier()
+        if self.rank != 1:
+            rpc.shutdown(graceful=False)

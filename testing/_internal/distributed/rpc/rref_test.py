@@ -1,0 +1,296 @@
+"""RRefs: creation, ownership, use through proxies, passing on, failure, and the end of the owned value."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from torch_ext.compat import rpc as private
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    get_num_owners_and_forks,
+    wait_until_owners_and_forks_on_rank,
+    wait_until_pending_futures_and_users_flushed,
+    worker_name,
+)
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+
+def rref_to(to: str, value: float) -> rpc.RRef[Tensor]:
+    """Return a reference to a tensor that a third worker owns."""
+    return rpc.remote(to, torch.full, args=((2,), value))
+
+
+def own_rref(value: Any) -> rpc.RRef[Any]:
+    return rpc.RRef(value)
+
+
+def value_of_user(rref: rpc.RRef[Any]) -> Any:
+    return rref.local_value()
+
+
+def forward_chain(rref: rpc.RRef[Tensor], hops: int, world_size: int) -> rpc.RRef[Tensor]:
+    """Hand the reference on from worker to worker; the last one returns it."""
+    if hops == 0:
+        return rref
+    after = worker_name((rpc.get_worker_info().id + 1) % world_size)
+    forwarded: rpc.RRef[Tensor] = rpc.rpc_sync(after, forward_chain, args=(rref, hops - 1, world_size))
+    return forwarded
+
+
+def fetch_kept() -> Any:
+    return _kept[0].to_here()
+
+
+_kept: list[Any] = []
+
+
+def keep(rref: rpc.RRef[Any]) -> None:
+    _kept.append(rref)
+
+
+def drop_kept() -> None:
+    _kept.clear()
+
+
+class RRefTest(RpcAgentTestFixture):
+    """Worker 0 owns nothing by itself; every worker creates values on the next one."""
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    # Creation and ownership.
+
+    @dist_init
+    def test_remote_value_comes_here_as_often_as_asked(self) -> None:
+        rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
+        for _ in range(2):
+            self.assertEqual(rref.to_here(), torch.full((2,), 2.0))
+
+    @dist_init
+    def test_owner_and_user_know_who_owns(self) -> None:
+        rref = rpc.remote(self.peer(), remote.Accumulator)
+        self.assertEqual((rref.owner(), rref.owner_name()), (rpc.get_worker_info(self.peer()), self.peer()))
+        self.assertFalse(rref.is_owner())
+        local = rpc.RRef(torch.ones(1))
+        self.assertTrue(local.is_owner())
+        self.assertTrue(local.confirmed_by_owner())
+        self.assertEqual(local.owner(), rpc.get_worker_info())
+
+    @dist_init
+    def test_owner_confirms_the_user(self) -> None:
+        rref = rpc.remote(self.peer(), remote.Accumulator)
+        rref.to_here()
+        wait_until_pending_futures_and_users_flushed()
+        self.assertTrue(rref.confirmed_by_owner())
+
+    @dist_init
+    def test_local_value_is_the_object_itself_on_the_owner_only(self) -> None:
+        value = remote.Accumulator(2)
+        self.assertIs(rpc.RRef(value).local_value(), value)
+        rref = rpc.remote(self.peer(), remote.Accumulator, args=(3,))
+        self.assertEqual(rpc.rpc_sync(self.peer(), value_of_user, args=(rref,)).value(), torch.tensor(3.0))
+        with self.assertRaisesRegex(RuntimeError, "can't call localValue"):
+            rref.local_value()
+
+    @dist_init
+    def test_remote_on_this_worker(self) -> None:
+        rref = rpc.remote(worker_name(self.rank), remote.Accumulator, args=(1,))
+        self.assertTrue(rref.is_owner())
+        self.assertEqual(rref.to_here().value(), torch.tensor(1.0))
+
+    @dist_init
+    def test_string_names_owner_and_ids(self) -> None:
+        owner, user = rpc.RRef(1), rpc.remote(self.peer(), torch.ones, args=([1],))
+        self.assertRegex(str(owner), rf"^OwnerRRef\(GloballyUniqueId\(created_on={self.rank}, local_id=\d+\)\)$")
+        self.assertRegex(str(user), rf"^UserRRef\(RRefId = .*created_on={self.rank}.*ForkId = .*\)$")
+
+    @dist_init
+    def test_type_hint_is_for_interfaces_only(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "type_hint should only be specified when"):
+            rpc.RRef(1, type_hint=nn.Linear)
+
+    @dist_init
+    def test_type_of_the_remote_value(self) -> None:
+        self.assertIs(rpc.remote(self.peer(), remote.Accumulator)._get_type(), remote.Accumulator)
+        later = rpc.remote(self.peer(), remote.Accumulator)._get_type(blocking=False)
+        self.assertIs(later.wait(), remote.Accumulator)
+
+    # Proxies.
+
+    @dist_init
+    def test_proxies_call_methods_on_the_owners_object(self) -> None:
+        rref = rpc.remote(self.peer(), remote.Accumulator, args=(1,))
+        self.assertEqual(rref.rpc_sync().add(2), torch.tensor(3.0))
+        self.assertEqual(rref.rpc_async().add(3).wait(), torch.tensor(6.0))
+        self.assertEqual(rref.remote().add(4).to_here(), torch.tensor(10.0))
+        self.assertEqual(rref.to_here().value(), torch.tensor(10.0), msg="a proxy worked on a copy")
+
+    @dist_init
+    def test_proxy_of_a_local_reference(self) -> None:
+        rref = rpc.RRef(remote.Accumulator(1))
+        self.assertEqual(rref.rpc_sync().add(1), torch.tensor(2.0))
+        self.assertEqual(rref.local_value().value(), torch.tensor(2.0))
+
+    @dist_init
+    def test_one_proxy_serves_many_calls(self) -> None:
+        proxy = rpc.remote(self.peer(), remote.Accumulator).rpc_async()
+        for future in [proxy.add(1) for _ in range(10)]:
+            future.wait()
+        self.assertEqual(proxy.value().wait(), torch.tensor(10.0))
+
+    @dist_init
+    def test_proxy_refuses_what_the_object_does_not_have(self) -> None:
+        rref = rpc.remote(self.peer(), remote.Accumulator)
+        for use in (
+            lambda: rref.rpc_sync().no_such_method(),
+            lambda: rref.rpc_async().no_such_method().wait(),
+            lambda: rref.remote().no_such_method().to_here(),
+        ):
+            with self.assertRaisesRegex(AttributeError, "no_such_method"):
+                use()
+
+    @dist_init
+    def test_proxy_waits_for_a_slow_creation(self) -> None:
+        rref = rpc.remote(self.peer(), remote.pass_gate, args=(remote.Accumulator(5),))
+        future = rref.rpc_async().value()
+        self.assertFalse(future.done())
+        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.assertEqual(future.wait(), torch.tensor(5.0))
+
+    # Passing references on.
+
+    @dist_init
+    def test_reference_as_argument_and_as_result(self) -> None:
+        rref = rpc.remote(self.peer(), torch.ones, args=([2],))
+        for to in range(self.world_size):
+            self.assertEqual(
+                rpc.rpc_sync(worker_name(to), remote.add_to_rref, args=(rref, to)), torch.full((2,), 1.0 + to)
+            )
+            chained = rpc.remote(worker_name(to), remote.add_to_rref, args=(rref, to))
+            self.assertEqual(chained.to_here(), torch.full((2,), 1.0 + to))
+        third = rpc.rpc_sync(self.peer(), rref_to, args=(self.peer(2), 7.0))
+        self.assertEqual(third.owner_name(), self.peer(2))
+        self.assertEqual(third.to_here(), torch.full((2,), 7.0))
+
+    @dist_init
+    def test_reference_made_by_its_owner_is_shared(self) -> None:
+        rref = rpc.rpc_sync(self.peer(), own_rref, args=(torch.ones(2),))
+        self.assertEqual((rref.owner_name(), rref.to_here()), (self.peer(), torch.ones(2)))
+        mine = rpc.RRef(torch.zeros(2))
+        self.assertEqual(rpc.rpc_sync(self.peer(), remote.add_to_rref, args=(mine, 3)), torch.full((2,), 3.0))
+
+    @dist_init
+    def test_reference_inside_containers(self) -> None:
+        rref = rpc.remote(self.peer(), torch.ones, args=([2],))
+        nested = rpc.rpc_sync(self.peer(2), own_rref, args=({"list": [rref]},)).to_here()
+        self.assertEqual(nested["list"][0].to_here(), torch.ones(2))
+
+    @dist_init
+    def test_reference_forwarded_around_the_ring_stays_the_same(self) -> None:
+        mine = rpc.RRef(torch.full((1,), float(self.rank)))
+        hops = 2 * self.world_size
+        back = rpc.rpc_sync(self.peer(), forward_chain, args=(mine, hops, self.world_size))
+        self.assertEqual(back.owner(), rpc.get_worker_info())
+        self.assertIs(back.local_value(), mine.local_value(), msg="the owner got a copy of its own value")
+
+    @dist_init
+    def test_reference_of_a_reference(self) -> None:
+        outer = rpc.remote(self.peer(), rref_to, args=(self.peer(2), 4.0))
+        inner = outer.to_here()
+        self.assertEqual((outer.owner_name(), inner.owner_name()), (self.peer(), self.peer(2)))
+        self.assertEqual(inner.to_here(), torch.full((2,), 4.0))
+
+    @dist_init
+    def test_plain_pickle_refuses_references(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "RPC"):
+            pickle.dumps(rpc.RRef(1))
+
+    # Failure.
+
+    @dist_init
+    def test_failed_creation_is_told_when_the_value_is_asked_for(self) -> None:
+        rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
+        for _ in range(2):
+            with self.assertRaisesRegex(ValueError, "no value") as caught:
+                rref.to_here()
+            self.assertIn(self.peer(), str(caught.exception))
+        with self.assertRaisesRegex(ValueError, "no value"):
+            rref.rpc_sync().value()
+
+    @dist_init
+    def test_user_of_a_failed_reference_elsewhere_gets_the_error(self) -> None:
+        rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
+        with self.assertRaisesRegex(ValueError, "no value"):
+            rpc.rpc_sync(self.peer(2), remote.add_to_rref, args=(rref, 1))
+
+    @dist_init
+    def test_time_limit_of_to_here(self) -> None:
+        rref = rpc.remote(self.peer(), remote.pass_gate, args=(1,))
+        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            rref.to_here(timeout=0.05)
+        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.assertEqual(rref.to_here(), 1, msg="the reference did not survive a wait that gave up")
+
+    # The end of the owned value.
+
+    @dist_init
+    def test_owner_forgets_a_value_that_nobody_refers_to(self) -> None:
+        if self.rank != 0:
+            return
+        rref = rpc.remote(worker_name(1), torch.ones, args=([1],))
+        rref.to_here()
+        wait_until_owners_and_forks_on_rank(1, 1, rank=1)
+        del rref
+        wait_until_owners_and_forks_on_rank(0, 0, rank=1)
+
+    @dist_init
+    def test_value_lives_as_long_as_any_user(self) -> None:
+        if self.rank != 0:
+            return
+        rref = rpc.remote(worker_name(1), torch.ones, args=([1],))
+        rpc.rpc_sync(worker_name(2), keep, args=(rref,))
+        wait_until_owners_and_forks_on_rank(1, 2, rank=1)
+        del rref
+        wait_until_owners_and_forks_on_rank(1, 1, rank=1)
+        self.assertEqual(rpc.rpc_sync(worker_name(2), fetch_kept), torch.ones(1))
+        rpc.rpc_sync(worker_name(2), drop_kept)
+        wait_until_owners_and_forks_on_rank(0, 0, rank=1)
+
+    @dist_init
+    def test_local_reference_that_was_never_shared_is_not_counted(self) -> None:
+        rref = rpc.RRef(torch.ones(1))
+        self.assertEqual(get_num_owners_and_forks(), ("0", "0"))
+        self.assertEqual(rref.to_here(), torch.ones(1))
+
+    def _leave_a_reference_behind(self) -> None:
+        """Shut down while a value of this worker still has a user, whom graceful shutdown would tell to let go."""
+        rpc.init_rpc(
+            worker_name(self.rank),
+            backend=self.rpc_backend,
+            rank=self.rank,
+            world_size=self.world_size,
+            rpc_backend_options=self.rpc_backend_options,
+        )
+        rref = rpc.remote(self.peer(), torch.ones, args=([1],))
+        rref.to_here()
+        with mock.patch.object(private.api, "_delete_all_user_and_unforked_owner_rrefs"):
+            rpc.shutdown()
+        del rref
+
+    @dist_init(setup_rpc=False)
+    def test_reference_left_at_shutdown_is_an_error(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "Leaking RRef"):
+            self._leave_a_reference_behind()
+
+    @dist_init(setup_rpc=False)
+    def test_reference_left_at_shutdown_can_be_ignored(self) -> None:
+        private.api._ignore_rref_leak = True
+        self._leave_a_reference_behind()

@@ -1,0 +1,104 @@
+"""What is TensorPipe's own: options, transports, channels, device maps."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
+from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+
+class TensorPipeAgentRpcTest(RpcAgentTestFixture):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _start(self, **options: Any) -> None:
+        """Start with the fixture's meeting place and these options; no backend named, so torch infers it."""
+        rpc.init_rpc(
+            worker_name(self.rank),
+            rank=self.rank,
+            world_size=self.world_size,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(**options),
+        )
+
+    def _test_transport(self, transports: list[str] | None, channels: list[str] | None) -> None:
+        self._start(init_method=self.init_method, _transports=transports, _channels=channels)
+        for size in (0, 1, 100, 1 << 18):
+            tensor = torch.arange(size)
+            self.assertEqual(rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1)), tensor + 1)
+        rpc.shutdown()
+
+    @dist_init(setup_rpc=False)
+    def test_transports_and_channels_of_torchs_choice(self) -> None:
+        self._test_transport(None, None)
+
+    @dist_init(setup_rpc=False)
+    def test_shared_memory_transport(self) -> None:
+        self._test_transport(["shm"], ["basic"])
+
+    @dist_init(setup_rpc=False)
+    def test_socket_transport_with_several_lanes(self) -> None:
+        self._test_transport(["uv"], ["mpt_uv", "basic"])
+
+    @dist_init(setup_rpc=False)
+    def test_unknown_transport_is_refused(self) -> None:
+        for options in ({"_transports": ["pigeon"]}, {"_channels": ["pigeon"]}):
+            with self.assertRaisesRegex(RuntimeError, "pigeon"):
+                self._start(init_method=self.init_method, **options)
+
+    @dist_init(setup_rpc=False)
+    def test_number_of_threads(self) -> None:
+        self._start(init_method=self.init_method, num_worker_threads=2, _transports=["uv"], _channels=["basic"])
+        info = rpc.api._get_current_rpc_agent().get_debug_info()
+        self.assertEqual(int(info["agent.thread_pool_size"]), 2)
+        rpc.shutdown()
+
+    @dist_init
+    def test_time_limit_is_seconds(self) -> None:
+        for bad in (timedelta(seconds=10), "10"):
+            with self.assertRaises(TypeError):
+                rpc.TensorPipeRpcBackendOptions(rpc_timeout=bad, init_method=self.init_method)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(RuntimeError, "non-negative"):
+            rpc.TensorPipeRpcBackendOptions(rpc_timeout=-1, init_method=self.init_method)
+
+    @dist_init(setup_rpc=False)
+    def test_device_map_to_a_device_that_is_not_there_is_refused(self) -> None:
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=self.init_method, device_maps={self.peer(): {"cuda:101": "cuda:102"}}
+        )
+        with self.assertRaisesRegex(ValueError, "invalid indices"):
+            rpc.init_rpc(
+                worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options
+            )
+
+    @dist_init(setup_rpc=False)
+    def test_device_map_to_an_unknown_worker_is_refused(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=self.init_method, device_maps={"nobody": {"cpu": "cpu"}} if self.rank == 0 else None
+        )
+        # Maps are exchanged and checked by all, so that all refuse.
+        with self.assertRaisesRegex(ValueError, "invalid target node names"):
+            rpc.init_rpc(
+                worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options
+            )
+
+    @staticmethod
+    def _active_calls() -> int:
+        return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
+
+    @dist_init
+    def test_debug_info_counts_calls_in_flight(self) -> None:
+        for _ in range(3):
+            rpc.rpc_sync(self.peer(), remote.my_name)
+        poll_until(lambda: self._active_calls() == 0, "answered calls are still counted as active")
+        waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
+        self.assertEqual(self._active_calls(), 1)
+        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.assertEqual(waiting.wait(), 1)

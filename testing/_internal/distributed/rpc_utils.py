@@ -1,0 +1,115 @@
+"""Combines the RPC suites with the agents: :func:`generate_tests` makes one test class of each pair.
+
+A suite is written once against :class:`RpcAgentTestFixture` and knows no agent; an agent's fixture knows no suite. One
+test file per agent calls :func:`generate_tests` with its fixture and the list of suites that concern it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from unittest import mock
+
+from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
+from torch_ext.testing._internal.common_utils import find_free_port
+from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import (
+    CudaDdpComparisonTest,
+    DdpComparisonTest,
+    DdpUnderDistAutogradTest,
+)
+from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
+from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
+from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
+from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
+    FaultyAgentDistAutogradTest,
+    FaultyAgentRpcTest,
+)
+from torch_ext.testing._internal.distributed.rpc.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
+from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
+from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import TensorPipeAgentRpcTest
+
+__all__ = [
+    "FAULTY_AGENT_TESTS",
+    "GENERIC_CUDA_TESTS",
+    "GENERIC_TESTS",
+    "TENSORPIPE_CUDA_TESTS",
+    "TENSORPIPE_TESTS",
+    "SpawnHelper",
+    "generate_tests",
+]
+
+# Suites for every agent but the faulty one. They use no option or attribute that only some agents have.
+GENERIC_TESTS: list[type] = [
+    RpcCallTest,
+    AsyncExecutionTest,
+    RpcLifecycleTest,
+    RRefTest,
+    DistAutogradTest,
+    DistOptimizerTest,
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+    DdpUnderDistAutogradTest,
+    DdpComparisonTest,
+]
+
+# The same, for suites that need an accelerator, of whatever type.
+GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
+
+# Suites of what is TensorPipe's own.
+TENSORPIPE_TESTS: list[type] = [TensorPipeAgentRpcTest]
+TENSORPIPE_CUDA_TESTS: list[type] = []
+
+# Suites of what happens when messages are lost or late; the only ones for the faulty agent.
+FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTest]
+
+
+class SpawnHelper(MultiProcessTestCase):
+    """Starts the ranks of each test; with ``RPC_INIT_WITH_TCP=1`` it also chooses the address at which they meet."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+            patch = mock.patch.dict(os.environ, address)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self._spawn_processes()
+
+
+def generate_tests(
+    prefix: str,
+    mixin: type,
+    tests: Sequence[type],
+    module_name: str,
+) -> dict[str, type]:
+    """Return one test class per suite that runs it over the agent of ``mixin``, by class name.
+
+    Args:
+        prefix: put before the suite's name to form the class's name.
+        mixin: the fixture of an agent.
+        tests: the suites.
+        module_name: ``__name__`` of the calling module, into whose namespace the result goes. Ranks find
+            the classes there by name.
+
+    Raises:
+        TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is no fixture.
+        ValueError: two suites have the same name, so that one would silently replace the other.
+    """
+    missing: frozenset[str] = getattr(mixin, "__abstractmethods__", frozenset())
+    if missing:
+        raise TypeError(f"{mixin.__name__} is no agent's fixture: it does not define {', '.join(sorted(missing))}")
+    generated: dict[str, type] = {}
+    for suite in tests:
+        if not issubclass(suite, RpcAgentTestFixture):
+            raise TypeError(f"got {suite.__name__}, expected a suite derived from RpcAgentTestFixture")
+        name = prefix + suite.__name__
+        if name in generated:
+            raise ValueError(f"two suites are called {suite.__name__}; rename one of them")
+        generated[name] = type(name, (suite, mixin, SpawnHelper), {"__module__": module_name, "__doc__": suite.__doc__})
+    return generated

@@ -1,0 +1,52 @@
+"""Private names of torch's RPC, and public ones that its type stubs do not export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch_ext.compat._lookup import lazy_names
+
+if TYPE_CHECKING:
+    from torch._C._distributed_rpc import RpcBackendOptions, WorkerInfo
+    from torch._C._distributed_rpc import _delete_all_user_and_unforked_owner_rrefs as delete_unforked_rrefs
+    from torch._C._distributed_rpc import _rref_context_get_debug_info as rref_debug_info
+    from torch._C._distributed_rpc import _set_rpc_timeout as set_rpc_timeout
+    from torch.distributed.rpc import api
+    from torch.distributed.rpc.api import _all_gather as all_gather
+    from torch.distributed.rpc.api import _barrier as barrier
+    from torch.distributed.rpc.api import _use_rpc_pickler as use_rpc_pickler
+    from torch.distributed.rpc.api import _wait_all as wait_all
+    from torch.distributed.rpc.internal import _InternalRPCPickler as InternalRPCPickler
+
+__all__ = [
+    "InternalRPCPickler",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "all_gather",
+    "api",
+    "barrier",
+    "delete_unforked_rrefs",
+    "rref_debug_info",
+    "set_rpc_timeout",
+    "use_rpc_pickler",
+    "wait_all",
+]
+
+_HOME = "torch.distributed.rpc"
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "InternalRPCPickler": (f"{_HOME}.internal:_InternalRPCPickler",),
+        "RpcBackendOptions": (f"{_HOME}:RpcBackendOptions",),
+        "WorkerInfo": (f"{_HOME}:WorkerInfo",),
+        "all_gather": (f"{_HOME}.api:_all_gather",),
+        "api": (f"{_HOME}:api",),
+        "barrier": (f"{_HOME}.api:_barrier",),
+        "delete_unforked_rrefs": (f"{_HOME}.api:_delete_all_user_and_unforked_owner_rrefs",),
+        "rref_debug_info": (f"{_HOME}:_rref_context_get_debug_info",),
+        "set_rpc_timeout": (f"{_HOME}:_set_rpc_timeout",),
+        "use_rpc_pickler": (f"{_HOME}.api:_use_rpc_pickler",),
+        "wait_all": (f"{_HOME}.api:_wait_all",),
+    },
+)
