@@ -9,7 +9,7 @@ __all__ = ["SetupError", "Status", "TestName", "TestResult"]
 
 
 class SetupError(RuntimeError):
-    """Nothing can run at all: torch cannot be loaded, or not the device that was asked for. The message is for users."""
+    """Nothing can run: torch cannot be loaded, or not the device that was asked for. The message is for users."""
 
 
 class Status(Enum):

@@ -77,8 +77,10 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
 
 def _output(outcome: Outcome) -> str:
     lines = trim_stacks(outcome.output).rstrip().splitlines()
-    cut = [f"... {len(lines) - _OUTPUT_LINES} lines before these"] if len(lines) > _OUTPUT_LINES else []
-    return "\n".join(cut + lines[-_OUTPUT_LINES:])
+    # Of a process that died, what it printed is all there is, and the cause stands above the stacks.
+    most = 3 * _OUTPUT_LINES if outcome.ending is Ending.KILLED else _OUTPUT_LINES
+    cut = [f"... {len(lines) - most} lines before these"] if len(lines) > most else []
+    return "\n".join(cut + lines[-most:])
 
 
 def trim_stacks(text: str) -> str:
