@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,6 +77,14 @@ def raise_verdict(
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {command}", file=sys.stderr)
+
+
+def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of ``kwargs`` the function takes: overrides in the wild were written before some of it existed."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return dict(kwargs)
+    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
 class MultiProcessTestCase(TestCase):
@@ -167,7 +176,7 @@ class MultiProcessTestCase(TestCase):
         """Start the ranks; each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
         arguments = (self._current_test_name(), self.file_name, Inherited(0))
-        kwargs = {"fake_pg": getattr(self, "fake_pg", False)}
+        kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         self._world = start_ranks(
             type(self).__module__,
             [
