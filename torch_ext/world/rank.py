@@ -178,8 +178,8 @@ def _apply(order: RankOrder) -> None:
     sys.argv[:] = order.argv
     torch = sys.modules.get("torch")
     if torch is not None:
-        # Also where the number is right already: a fork leaves torch's pthreadpool to be replaced on its next use, which
-        # is not safe in several threads at once ("Invalid thread pool!" and SIGABRT, in an autograd or RPC thread).
+        # Also where the number is right already: a fork leaves torch's pthreadpool to be replaced on its next use,
+        # which is not safe in several threads at once ("Invalid thread pool!" and SIGABRT, in an autograd thread).
         torch.set_num_threads(order.threads or torch.get_num_threads())
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()  # read once at import otherwise

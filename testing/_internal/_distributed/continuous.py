@@ -85,7 +85,7 @@ class MultiProcContinuousTest(TestCase):
         if world_rank.current() is None:
             accelerator.device_type()  # what loads a device must come before the zygote is forked
             access.prepare(type(self).__module__)
-        take_over(self, name, self._worker_run_main_wait, named=methodName == name)
+        take_over(self, name, self._worker_run_main_wait, asked=methodName)
 
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
         """Return what takes the place of test method ``fn``: it waits on the parent half and runs in ranks."""

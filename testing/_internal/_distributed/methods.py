@@ -20,16 +20,17 @@ def chosen_method(method_name: str, methodName: str) -> str:
     return methodName if methodName != _DEFAULT else method_name
 
 
-def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], Any], named: bool) -> None:
+def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], Any], asked: str) -> None:
     """Put ``replacement(method)`` in the place of method ``name`` on this instance.
 
     Raises:
-        ValueError: ``named``, the caller asked for just this method, and the class has none of that name.
+        ValueError: the caller asked for a method by keyword (``asked``), and the class has none of that name. Made without
+            a name, as pytest does when it collects, a case is of no use and no harm.
     """
     method = getattr(case, name, None)
     if method is not None:
         setattr(case, name, replacement(method))
-    elif named:
+    elif asked != _DEFAULT:
         raise ValueError(f"{type(case).__name__} has no test method {name!r}")
 
 

@@ -115,7 +115,7 @@ class MultiProcessTestCase(TestCase):
         if world_rank.current() is None:
             accelerator.device_type()  # what loads a device must come before the zygote is forked
             access.prepare(type(self).__module__)
-        take_over(self, name, self.join_or_run, named=methodName == name)
+        take_over(self, name, self.join_or_run, asked=methodName)
 
     # Whether the harness destroys the process groups that a test leaves initialized.
     @property

@@ -107,7 +107,7 @@ class MultiThreadedTestCase(TestCase):
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = chosen_method(method_name, methodName)
         super().__init__(name)
-        take_over(self, name, self.join_or_run, named=methodName == name)
+        take_over(self, name, self.join_or_run, asked=methodName)
 
     @property
     def world_size(self) -> int:
