@@ -22,7 +22,9 @@ DEADLINE_S = 120.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
-def run(world_size: int, body: Callable[..., None], *args: Any, expected: dict[int, int] | None = None, **options: Any) -> None:
+def run(
+    world_size: int, body: Callable[..., None], *args: Any, expected: dict[int, int] | None = None, **options: Any
+) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` forked ranks with a process group, and join them.
 
     Args:
@@ -81,7 +83,7 @@ def _join(pids: list[int]) -> list[int]:
     return [statuses[pid] for pid in pids]
 
 
-class _alarm:  # noqa: N801 - a context manager used like a function
+class _alarm:
     """Raises TimeoutError in the main thread after a while, unless the body ends before."""
 
     def __init__(self, seconds: float) -> None:

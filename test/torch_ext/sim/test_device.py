@@ -250,7 +250,7 @@ def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
 
 
 def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
-    free, total = SIM.mem_get_info("sim:2")
+    _, total = SIM.mem_get_info("sim:2")
     SIM.empty_cache()
     SIM.set_memory_limit(1 << 20, "sim:2")
     try:
@@ -429,5 +429,6 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
         "torch.ones(1, device='sim:6'); os.environ['TORCH_EXT_SIM_DEVICES'] = '2'; print(torch.sim.device_count())"
     )
     assert _in_fresh_interpreter(code).stdout.split() == ["7"]
-    bad = _in_fresh_interpreter("import torch, torch_ext.sim; torch.ones(1, device='sim')", TORCH_EXT_SIM_DEVICES="many")
+    use = "import torch, torch_ext.sim; torch.ones(1, device='sim')"
+    bad = _in_fresh_interpreter(use, TORCH_EXT_SIM_DEVICES="many")
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
