@@ -47,7 +47,7 @@ def _claim_name() -> None:
 
 
 def _load_native() -> None:
-    library = str(build.ensure_built())
+    library = str(build.ensure_built(verbose=True))
     loader = importlib.machinery.ExtensionFileLoader(_NATIVE, library)
     spec = importlib.util.spec_from_file_location(_NATIVE, library, loader=loader)
     if spec is None:
