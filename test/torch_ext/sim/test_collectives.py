@@ -289,6 +289,18 @@ def test_futures_carry_finished_device_tensors() -> None:
     ranks.run(2, _check_futures)
 
 
+def _check_inference_mode(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
+            x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
+            dist.all_reduce(x, OPS.AVG)
+            assert x.tolist() == [1, 1]
+
+
+def test_results_are_finished_for_inference_tensors() -> None:
+    ranks.run(2, _check_inference_mode)
+
+
 # --- point to point ---
 
 
@@ -311,11 +323,12 @@ def _check_p2p(rank: int, world_size: int) -> None:
     work = dist.irecv(polled, before, tag=7)
     dist.barrier()
     assert not work.is_completed()
+    dist.barrier()  # nobody sends before everybody has looked
     dist.send(big[:1], after, tag=7)
     deadline = time.monotonic() + 20
     while not work.is_completed():  # nobody waits: the state must change by itself
         assert time.monotonic() < deadline
-    assert polled.item() == before
+    assert work.is_success() and polled.item() == before
     if rank == 0:
         sources = {dist.recv(polled) for _ in range(world_size - 1)}
         assert sources == set(range(1, world_size))
