@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
+
 collect_ignore_glob: list[str] = []
 
 try:
@@ -13,3 +15,8 @@ except RuntimeError as error:
         raise
     warnings.warn(f"the tests of the simulator are left out: {error}", stacklevel=1)
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what forks before what uses a device in this process."""
+    items.sort(key=lambda item: item.path.name in ("test_device.py", "test_ops.py"))
