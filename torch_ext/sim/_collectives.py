@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _native
 
@@ -26,7 +27,7 @@ def _pair_with_gloo() -> None:
 
     Torch would pick the accelerator's backend alone. Groups that name ``simccl`` stay device-only.
     """
-    config = dist.distributed_c10d.BackendConfig
+    config = c10d.BackendConfig
     original = config.__init__
 
     def __init__(self: Any, backend: Any) -> None:
@@ -68,8 +69,8 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     return _native.ProcessGroupSimCCL(transport, timeout)
 
 
-def _make_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+def _make_transport(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
     """Make the gloo backend that carries a group's bytes, under a store prefix of its own."""
-    transport = dist.ProcessGroupGloo(dist.PrefixStore(f"{BACKEND}/", store), rank, size, timeout=timeout)
+    transport = c10d.ProcessGroupGloo(c10d.PrefixStore(f"{BACKEND}/", store), rank, size, timeout=timeout)
     transport._set_sequence_number_for_group()
     return transport

@@ -54,7 +54,7 @@ def _register_interface(interfaces: ModuleType) -> None:
     base: Any = interfaces.DeviceInterface
     sim: Any = torch.get_device_module("sim")
 
-    class SimInterface(base):  # type: ignore[misc]  # the base is known at run time only
+    class SimInterface(base):
         device = sim.device
         Event = sim.Event
         Stream = sim.Stream

@@ -19,7 +19,6 @@ __all__ = [
     "Stream",
     "current_device",
     "current_stream",
-    "default_generators",
     "default_stream",
     "device",
     "device_count",
@@ -60,6 +59,7 @@ __all__ = [
 ]
 
 _NAME = "sim"
+_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 _NANOSECONDS_PER_CYCLE = 1
 
 _Device = torch.device | str | int | None
@@ -132,7 +132,7 @@ def set_device(device: _Device) -> None:
         _native.set_device(index)
 
 
-class device:  # noqa: N801 - torch's device modules spell it so
+class device:
     """Context manager that makes a device current and puts the previous one back. ``None`` changes nothing."""
 
     def __init__(self, device: _Device) -> None:
@@ -148,7 +148,7 @@ class device:  # noqa: N801 - torch's device modules spell it so
         _native.set_device(self.prev_idx)
 
 
-class device_of(device):  # noqa: N801
+class device_of(device):
     """Context manager that makes the device of a tensor current; changes nothing for tensors elsewhere."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ def current_stream(device: _Device = None) -> Stream:
 
 def default_stream(device: _Device = None) -> Stream:
     """Return the default stream of ``device``."""
-    return Stream(stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return Stream(stream_id=0, device_index=_index(device), device_type=_DEVICE_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:

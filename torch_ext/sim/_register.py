@@ -7,6 +7,7 @@ import importlib.util
 import sys
 
 import torch
+from torch.utils import backend_registration
 
 from torch_ext.sim import build
 
@@ -28,7 +29,7 @@ def register() -> None:
     from torch_ext.sim import _collectives, _dynamo, _module
 
     torch._register_device_module(NAME, _module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _collectives.register()
     _dynamo.register()
 
@@ -36,7 +37,7 @@ def register() -> None:
 def _claim_name() -> None:
     # Rename before any device call: torch caches the name in messages, parsers and tables.
     try:
-        torch.utils.rename_privateuse1_backend(NAME)
+        backend_registration.rename_privateuse1_backend(NAME)
     except RuntimeError as error:
         taken = torch._C._get_privateuse1_backend_name()
         raise RuntimeError(
@@ -46,7 +47,7 @@ def _claim_name() -> None:
 
 
 def _load_native() -> None:
-    library = str(build.ensure_built())
+    library = str(build.ensure_built(verbose=True))
     loader = importlib.machinery.ExtensionFileLoader(_NATIVE, library)
     spec = importlib.util.spec_from_file_location(_NATIVE, library, loader=loader)
     if spec is None:

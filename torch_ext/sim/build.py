@@ -146,7 +146,11 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
 
 def _run_ninja(workplace: Path) -> None:
     finished = subprocess.run(
-        [*_ninja_command(), "-C", str(workplace)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        [*_ninja_command(), "-C", str(workplace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if finished.returncode != 0:
         end = "\n".join(finished.stdout.splitlines()[-_ERROR_LINES:])

@@ -1,10 +1,12 @@
 """Runs a function in several forked ranks, with a deadline, until the world engine takes over.
 
-The parent must not have used a device (a child of it could not); every suite that forks keeps its device code in ranks.
+Children of a process that has used a device cannot use one, so there a fresh interpreter forks the ranks; suites that
+keep their device code in ranks and run first (see conftest.py) spare its start.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,7 +24,9 @@ DEADLINE_S = 120.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
-def run(world_size: int, body: Callable[..., None], *args: Any, expected: dict[int, int] | None = None, **options: Any) -> None:
+def run(
+    world_size: int, body: Callable[..., None], *args: Any, expected: dict[int, int] | None = None, **options: Any
+) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` forked ranks with a process group, and join them.
 
     Args:
@@ -32,12 +36,32 @@ def run(world_size: int, body: Callable[..., None], *args: Any, expected: dict[i
     Raises:
         AssertionError: a rank ended otherwise, with its traceback, or did not end before the deadline.
     """
+    if torch.get_device_module("sim").is_initialized():
+        _run_in_fresh_process(world_size, body, args, expected, options)
+        return
     with tempfile.TemporaryDirectory() as folder:
         pids = [_fork(rank, world_size, Path(folder), body, args, options) for rank in range(world_size)]
         statuses = _join(pids)
         wanted = [(expected or {}).get(rank, 0) for rank in range(world_size)]
         said = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error-*")))
         assert statuses == wanted, f"ranks ended with {statuses}, expected {wanted}\n{said}"
+
+
+def _run_in_fresh_process(
+    world_size: int,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+    expected: dict[int, int] | None,
+    options: dict[str, Any],
+) -> None:
+    """Fork from a fresh interpreter, since this process has used a device and children of it could not."""
+    keywords = {"expected": expected, **options}
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(world_size, body, *args), kwargs=keywords)
+    process.start()
+    process.join(2 * DEADLINE_S)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0, f"the ranks' parent ended with {process.exitcode}; its traceback is on stderr"
 
 
 def _fork(
@@ -81,7 +105,7 @@ def _join(pids: list[int]) -> list[int]:
     return [statuses[pid] for pid in pids]
 
 
-class _alarm:  # noqa: N801 - a context manager used like a function
+class _alarm:
     """Raises TimeoutError in the main thread after a while, unless the body ends before."""
 
     def __init__(self, seconds: float) -> None:

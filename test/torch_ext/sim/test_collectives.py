@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
+import unittest
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +19,8 @@ from test.torch_ext.sim import ranks
 
 SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
-NUMBERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32)
-TYPES = (*NUMBERS, torch.int64, torch.bool, torch.complex64)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+TYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
 
 # Torch's own notes on calls that newer releases spell otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -287,6 +289,18 @@ def test_futures_carry_finished_device_tensors() -> None:
     ranks.run(2, _check_futures)
 
 
+def _check_inference_mode(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
+            x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
+            dist.all_reduce(x, OPS.AVG)
+            assert x.tolist() == [1, 1]
+
+
+def test_results_are_finished_for_inference_tensors() -> None:
+    ranks.run(2, _check_inference_mode)
+
+
 # --- point to point ---
 
 
@@ -300,9 +314,7 @@ def _check_p2p(rank: int, world_size: int) -> None:
     assert received.eq(before).all().item()
 
     received.zero_()
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, big, after), dist.P2POp(dist.irecv, received, before)]
-    )
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, big, after), dist.P2POp(dist.irecv, received, before)])
     for one in works:
         one.wait()
     assert received.eq(before).all().item()
@@ -311,11 +323,12 @@ def _check_p2p(rank: int, world_size: int) -> None:
     work = dist.irecv(polled, before, tag=7)
     dist.barrier()
     assert not work.is_completed()
+    dist.barrier()  # nobody sends before everybody has looked
     dist.send(big[:1], after, tag=7)
     deadline = time.monotonic() + 20
     while not work.is_completed():  # nobody waits: the state must change by itself
         assert time.monotonic() < deadline
-    assert polled.item() == before
+    assert work.is_success() and polled.item() == before
     if rank == 0:
         sources = {dist.recv(polled) for _ in range(world_size - 1)}
         assert sources == set(range(1, world_size))
@@ -405,9 +418,8 @@ def _check_threaded(rank: int, world_size: int) -> None:
             assert x.device == torch.device("sim", self.rank) and x.tolist() == [3.0, 3.0]
 
     dist.destroy_process_group()
-    import unittest
 
-    result = unittest.TextTestRunner(stream=open(os.devnull, "w")).run(Threads("test_all_reduce"))
+    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_all_reduce"))
     assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
     os._exit(0)
 

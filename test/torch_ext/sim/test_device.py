@@ -25,31 +25,32 @@ SIM = torch.get_device_module("sim")
 # --- strict devices ---
 
 
-def _mixed_calls() -> dict[str, Callable[[], object]]:
-    device, host = torch.ones(3, 3, device="sim:0"), torch.ones(3, 3)
-    other = torch.ones(3, 3, device="sim:1")
-    return {
-        "mm with host": lambda: torch.mm(device, host),
-        "add with host": lambda: device + host,
-        "host in place": lambda: host.add_(device),
-        "cat over devices": lambda: torch.cat([device, other]),
-        "mm over devices": lambda: torch.mm(device, other),
-        "out on host": lambda: torch.mul(device, device, out=torch.empty(3, 3)),
-        "out on another device": lambda: torch.mul(device, device, out=torch.empty(3, 3, device="sim:1")),
-        "host module": lambda: nn.Linear(3, 3)(device),
-        "host convolution": lambda: nn.Conv2d(1, 1, 1)(device[None, None]),
-        "host batch norm": lambda: nn.BatchNorm1d(3)(device),
-        "host embedding": lambda: nn.Embedding(3, 3)(torch.tensor([0], device="sim")),
-        "set_ over devices": lambda: torch.empty(0, device="sim:1").set_(device),
-        "where": lambda: torch.where(device > 0, device, host),
-        "index on another device": lambda: device[torch.tensor([0], device="sim:1")],
-    }
+_Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+MIXED_CALLS: dict[str, _Call] = {
+    "mm with host": lambda device, host, other: torch.mm(device, host),
+    "add with host": lambda device, host, other: device + host,
+    "host in place": lambda device, host, other: host.add_(device),
+    "cat over devices": lambda device, host, other: torch.cat([device, other]),
+    "mm over devices": lambda device, host, other: torch.mm(device, other),
+    "out on host": lambda device, host, other: torch.mul(device, device, out=torch.empty(3, 3)),
+    "out on another device": lambda device, host, other: torch.mul(
+        device, device, out=torch.empty(3, 3, device="sim:1")
+    ),
+    "host module": lambda device, host, other: nn.Linear(3, 3)(device),
+    "host convolution": lambda device, host, other: nn.Conv2d(1, 1, 1)(device[None, None]),
+    "host batch norm": lambda device, host, other: nn.BatchNorm1d(3)(device),
+    "host embedding": lambda device, host, other: nn.Embedding(3, 3)(torch.tensor([0], device="sim")),
+    "set_ over devices": lambda device, host, other: torch.empty(0, device="sim:1").set_(device),
+    "where": lambda device, host, other: torch.where(device > 0, device, host),
+    "index on another device": lambda device, host, other: device[torch.tensor([0], device="sim:1")],
+}
 
 
-@pytest.mark.parametrize("name", sorted(_mixed_calls()))
+@pytest.mark.parametrize("name", MIXED_CALLS)
 def test_mixed_devices_in_one_operator_are_an_error(name: str) -> None:
+    device, host, other = (torch.ones(3, 3, device=where) for where in ("sim:0", "cpu", "sim:1"))
     with pytest.raises(RuntimeError, match="same device"):
-        _mixed_calls()[name]()
+        MIXED_CALLS[name](device, host, other)
 
 
 def test_zero_dim_host_tensors_and_host_indices_are_accepted() -> None:
@@ -250,7 +251,7 @@ def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
 
 
 def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
-    free, total = SIM.mem_get_info("sim:2")
+    _, total = SIM.mem_get_info("sim:2")
     SIM.empty_cache()
     SIM.set_memory_limit(1 << 20, "sim:2")
     try:
@@ -429,5 +430,6 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
         "torch.ones(1, device='sim:6'); os.environ['TORCH_EXT_SIM_DEVICES'] = '2'; print(torch.sim.device_count())"
     )
     assert _in_fresh_interpreter(code).stdout.split() == ["7"]
-    bad = _in_fresh_interpreter("import torch, torch_ext.sim; torch.ones(1, device='sim')", TORCH_EXT_SIM_DEVICES="many")
+    use = "import torch, torch_ext.sim; torch.ones(1, device='sim')"
+    bad = _in_fresh_interpreter(use, TORCH_EXT_SIM_DEVICES="many")
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr

@@ -149,7 +149,8 @@ def _fsdp2(rank: int, world_size: int) -> None:
             for half in (False, True):
                 net = _net().to("sim")
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-                options: dict[str, Any] = {"reshard_after_forward": reshard, "mesh": init_device_mesh("sim", (world_size,))}
+                mesh = init_device_mesh("sim", (world_size,))
+                options: dict[str, Any] = {"reshard_after_forward": reshard, "mesh": mesh}
                 if half:
                     options["mp_policy"] = policy
                 if offload:
@@ -285,7 +286,8 @@ def _dtensor(rank: int, world_size: int) -> None:
     assert mesh.device_type == "sim" and SIM.current_device() == rank
     whole = torch.arange(8.0).view(4, 2)
     x = dt.distribute_tensor(whole, mesh, [dt.Shard(0)])
-    assert x.to_local().device == torch.device("sim", rank) and torch.equal((x @ x.t()).full_tensor().cpu(), whole @ whole.t())
+    assert x.to_local().device == torch.device("sim", rank)
+    assert torch.equal((x @ x.t()).full_tensor().cpu(), whole @ whole.t())
     torch.manual_seed(11)
     split = dt.rand(world_size, 16, device_mesh=mesh, placements=[dt.Shard(0)])
     rows = split.full_tensor().cpu()

@@ -49,6 +49,13 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
+// Elsewhere this is a tensor without memory that operators treat as zeros; here it is zeros.
+at::Tensor efficient_zeros(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
 // Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
 void grow_storage(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
@@ -152,6 +159,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));

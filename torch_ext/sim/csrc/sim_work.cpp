@@ -1,5 +1,6 @@
 #include "sim_work.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/jit_type.h>
 
 #include <atomic>
@@ -59,6 +60,8 @@ void SimWork::complete(const std::exception_ptr& error) {
     auto failure = error;
     if (!failure && finish_) {
       try {
+        // Aliases made in inference mode may not be written by a thread that is not in it, unless below autograd.
+        at::AutoDispatchBelowADInplaceOrView below;
         finish_();
       } catch (...) {
         failure = std::current_exception();

@@ -163,7 +163,7 @@ class SimCCL final : public c10d::Backend {
   WorkPtr endCoalescing() override {
     TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
     coalescing_ = false;
-    return together(OpType::COALESCED, std::exchange(coalesced_, {}));
+    return together(OpType::COALESCED, std::exchange(coalesced_, {}), /*may_transfer=*/true);
   }
 
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
@@ -440,32 +440,38 @@ class SimCCL final : public c10d::Backend {
   WorkPtr start(
       OpType kind, std::vector<WorkPtr> transport, Tensors outputs, std::function<void()> finish = nullptr) {
     auto work = make(kind, std::move(transport), std::move(outputs), std::move(finish));
+    work->set_hook(onCompletionHook_);
     work->track();
     return remember(work);
   }
 
   WorkPtr untracked(OpType kind, std::vector<WorkPtr> transport, Tensors outputs) {
-    return remember(make(kind, std::move(transport), std::move(outputs), nullptr));
+    auto work = make(kind, std::move(transport), std::move(outputs), nullptr);
+    work->set_hook(onCompletionHook_);
+    return remember(work);
   }
 
-  // One work for several of ours. It completes when they have, so that it needs no thread of its own if they do not.
-  WorkPtr together(OpType kind, std::vector<WorkPtr> works) {
+  // One work for several of ours. It completes when they have; where they may be point-to-point transfers, only when
+  // somebody asks: see Note [When a simccl work is done].
+  WorkPtr together(OpType kind, std::vector<WorkPtr> works, bool may_transfer = false) {
     Tensors outputs;
     for (const auto& work : works) {
       for (const auto& tensor : work->result()) {
         outputs.push_back(tensor);
       }
     }
-    return make(kind, std::move(works), std::move(outputs), nullptr);
+    auto work = make(kind, std::move(works), std::move(outputs), nullptr);
+    if (!may_transfer) {
+      work->track();
+    }
+    return work;
   }
 
   c10::intrusive_ptr<SimWork> make(
       OpType kind, std::vector<WorkPtr> transport, Tensors outputs, std::function<void()> finish) {
     const auto sequence = transport_->getSequenceNumberForGroup();
-    auto work = c10::make_intrusive<SimWork>(
+    return c10::make_intrusive<SimWork>(
         kind, rank_, std::move(transport), std::move(outputs), std::move(finish), sequence);
-    work->set_hook(onCompletionHook_);
-    return work;
   }
 
   WorkPtr remember(const c10::intrusive_ptr<SimWork>& work) {

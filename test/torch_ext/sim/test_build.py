@@ -1,0 +1,108 @@
+"""The build finds, makes and shares libraries, and no failure or killed process stands in the way of the next one.
+
+Stand-in compilers keep these tests fast; the real compiler made the library that every other test here runs on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torch_ext.sim import build
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _compiler(folder: Path, body: str) -> Path:
+    """A stand-in compiler: a script that answers ``--version`` and otherwise runs ``body`` with the output in $out."""
+    path = folder / "compiler"
+    path.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo stand-in; exit 0; fi\n'
+        'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then out=$2; fi; shift; done\n' + textwrap.dedent(body)
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert build.cache_root() == Path("/somewhere/torch_ext")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert build.cache_root() == Path("/home/me/.cache/torch_ext")
+
+
+def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext.sim build"):
+        build.ensure_built()
+
+
+def test_finished_build_is_used_again_even_without_a_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'echo x >> {tmp_path}/calls; echo made > "$out"')))
+    library = build.ensure_built()
+    calls = (tmp_path / "calls").read_text()
+    assert library.read_text() == "made\n" and sorted(path.name for path in library.parent.iterdir()) == ["_native.so"]
+    assert build.ensure_built() == library and (tmp_path / "calls").read_text() == calls
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.ensure_built() == library
+
+
+def test_changed_source_or_compiler_is_another_build(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path, 'echo made > "$out"')))
+    first = build.ensure_built()
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "only.cpp").write_text("")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    second = build.ensure_built()
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("CXX", str(_compiler(other, 'echo made > "$out"')))
+    assert len({first, second, build.ensure_built()}) == 3
+
+
+def test_failed_build_reports_the_compiler_and_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
+    with pytest.raises(build.BuildError, match="error: no such thing"):
+        build.ensure_built()
+    assert {path.name for path in cache.glob("sim/*/*")} == {".lock"}
+
+
+def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = tmp_path / "started"
+    os.mkfifo(gate)
+    slow = _compiler(
+        tmp_path, f'if [ ! -e {tmp_path}/go ]; then echo x > {gate}; exec sleep 600; fi; echo made > "$out"'
+    )
+    monkeypatch.setenv("CXX", str(slow))
+    code = f"import sys; sys.path.insert(0, {str(Path(build.__file__).parent)!r}); import build; build.ensure_built()"
+    victim = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    gate.read_text()  # a compiler of the victim is running, so the victim holds the lock
+    family = next(cache.glob("sim/*"))
+    with open(family / ".lock") as handle, pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.killpg(victim.pid, signal.SIGKILL)  # the session is the victim's own
+    victim.wait()
+    assert list(family.glob(".building-*"))
+    (tmp_path / "go").touch()
+    library = build.ensure_built()
+    assert library.read_text() == "made\n" and not list(family.glob(".building-*"))
