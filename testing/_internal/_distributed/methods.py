@@ -24,7 +24,7 @@ def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], A
     """Put ``replacement(method)`` in the place of method ``name`` on this instance.
 
     Raises:
-        ValueError: the caller asked for a method by keyword (``asked``), and the class has none of that name. Made without
+        ValueError: the caller asked for a method by keyword (``asked``) that the class does not have. Made without
             a name, as pytest does when it collects, a case is of no use and no harm.
     """
     method = getattr(case, name, None)
