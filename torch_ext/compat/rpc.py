@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_rpc import _rref_context_get_debug_info as rref_debug_info
     from torch._C._distributed_rpc import _set_rpc_timeout as set_rpc_timeout
     from torch.distributed.rpc import api
+    from torch.distributed.rpc._testing import __name__ as faulty_agent_module
     from torch.distributed.rpc.api import _all_gather as all_gather
     from torch.distributed.rpc.api import _barrier as barrier
+    from torch.distributed.rpc.api import _get_current_rpc_agent as current_agent
     from torch.distributed.rpc.api import _use_rpc_pickler as use_rpc_pickler
     from torch.distributed.rpc.api import _wait_all as wait_all
     from torch.distributed.rpc.internal import _InternalRPCPickler as InternalRPCPickler
@@ -25,7 +27,9 @@ __all__ = [
     "all_gather",
     "api",
     "barrier",
+    "current_agent",
     "delete_unforked_rrefs",
+    "faulty_agent_module",
     "rref_debug_info",
     "set_rpc_timeout",
     "use_rpc_pickler",
@@ -42,6 +46,8 @@ __getattr__ = lazy_names(
         "WorkerInfo": (f"{_HOME}:WorkerInfo",),
         "all_gather": (f"{_HOME}.api:_all_gather",),
         "api": (f"{_HOME}:api",),
+        "current_agent": (f"{_HOME}.api:_get_current_rpc_agent",),
+        "faulty_agent_module": (f"{_HOME}._testing:__name__",),
         "barrier": (f"{_HOME}.api:_barrier",),
         "delete_unforked_rrefs": (f"{_HOME}.api:_delete_all_user_and_unforked_owner_rrefs",),
         "rref_debug_info": (f"{_HOME}:_rref_context_get_debug_info",),

@@ -24,7 +24,8 @@ from torch_ext.world.wire import ChannelClosedError, channel_pair
 
 __all__ = ["collector", "run"]
 
-_PRELOAD = ("torch_ext.runner.preload",)
+# What nearly every distributed test imports.
+_PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
 _BRIDGE = "torch_ext.upstream.bridge"
 

@@ -7,6 +7,8 @@ effects, and so is done only where forking has failed already and fresh interpre
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import linecache
 import os
@@ -68,11 +70,9 @@ def main() -> None:
 
 def _load_torch() -> None:
     """As in a zygote: torch is there, and computes on one thread, before a test module is."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return
-    compute_on_one_thread()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+        compute_on_one_thread()
 
 
 class _Tracer:

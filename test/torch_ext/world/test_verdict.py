@@ -169,11 +169,11 @@ def test_different_tracebacks_are_all_shown_culprit_first() -> None:
 
 def test_long_output_is_cut_at_its_beginning() -> None:
     outcome = killed(0)
-    outcome.output = "\n".join(f"line {number}" for number in range(30))
+    outcome.output = "\n".join(f"line {number}" for number in range(70))
     text = render([outcome], judge([outcome]), 1.0)
     assert "    ... 10 lines before these\n    line 10\n" in text
     assert "line 9\n" not in text
-    assert text.endswith("line 29")
+    assert text.endswith("line 69")
 
 
 def test_process_left_behind_is_named() -> None:

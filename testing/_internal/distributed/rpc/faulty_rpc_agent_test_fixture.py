@@ -42,7 +42,7 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
     @property
     def rpc_backend(self) -> Any:
         # Registers the agent, and puts a new BackendType in place of the old one; so only where a test needs it.
-        import torch.distributed.rpc._testing  # noqa: F401
+        from torch_ext.compat.rpc import faulty_agent_module  # noqa: F401
 
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
 

@@ -137,25 +137,25 @@ class RemoteModuleTest(RpcAgentTestFixture):
     @dist_init
     def test_methods_of_a_local_module_are_refused(self) -> None:
         module = self._affine()
-        refused: dict[str, tuple[Any, ...]] = {
-            "register_buffer": ("b", torch.ones(1)),
-            "register_parameter": ("p", None),
-            "add_module": ("m", None),
-            "apply": (print,),
-            "cpu": (),
-            "double": (),
-            "to": ("cpu",),
-            "state_dict": (),
-            "load_state_dict": ({},),
-            "parameters": (),
-            "buffers": (),
-            "children": (),
-            "modules": (),
-            "requires_grad_": (),
-            "zero_grad": (),
-            "share_memory": (),
-        }
-        for name, args in refused.items():
+        refused: list[tuple[Any, ...]] = [
+            ("register_buffer", "b", torch.ones(1)),
+            ("register_parameter", "p", None),
+            ("add_module", "m", None),
+            ("apply", print),
+            ("cpu",),
+            ("double",),
+            ("to", "cpu"),
+            ("state_dict",),
+            ("load_state_dict", {}),
+            ("parameters",),
+            ("buffers",),
+            ("children",),
+            ("modules",),
+            ("requires_grad_",),
+            ("zero_grad",),
+            ("share_memory",),
+        ]
+        for name, *args in refused:
             with self.subTest(name), self.assertRaisesRegex(ValueError, f"``{name}`` not supported for RemoteModule"):
                 getattr(module, name)(*args)
 

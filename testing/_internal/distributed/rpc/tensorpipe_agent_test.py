@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from torch_ext.compat.rpc import current_agent
 from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
 from torch_ext.testing._internal.distributed.rpc import _workload as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
@@ -55,7 +56,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_number_of_threads(self) -> None:
         self._start(init_method=self.init_method, num_worker_threads=2, _transports=["uv"], _channels=["basic"])
-        info = rpc.api._get_current_rpc_agent().get_debug_info()
+        info = current_agent().get_debug_info()
         self.assertEqual(int(info["agent.thread_pool_size"]), 2)
         rpc.shutdown()
 
@@ -91,7 +92,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
 
     @staticmethod
     def _active_calls() -> int:
-        return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
+        return int(current_agent().get_debug_info()["agent.client_active_calls"])
 
     @dist_init
     def test_debug_info_counts_calls_in_flight(self) -> None:
