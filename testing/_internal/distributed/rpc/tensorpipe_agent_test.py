@@ -71,7 +71,8 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_device_map_to_a_device_that_is_not_there_is_refused(self) -> None:
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=self.init_method, device_maps={self.peer(): {"cuda:101": "cuda:102"}}
+            init_method=self.init_method,
+            device_maps={self.peer(): {torch.device("cuda", 101): torch.device("cuda", 102)}},
         )
         with self.assertRaisesRegex(ValueError, "invalid indices"):
             rpc.init_rpc(
@@ -82,7 +83,8 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_device_map_to_an_unknown_worker_is_refused(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=self.init_method, device_maps={"nobody": {"cpu": "cpu"}} if self.rank == 0 else None
+            init_method=self.init_method,
+            device_maps={"nobody": {torch.device("cpu"): torch.device("cpu")}} if self.rank == 0 else None,
         )
         # Maps are exchanged and checked by all, so that all refuse.
         with self.assertRaisesRegex(ValueError, "invalid target node names"):
