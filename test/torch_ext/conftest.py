@@ -1,0 +1,23 @@
+"""Keeps the simulated accelerator out of processes that test anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_SIM = Path(__file__).resolve().parent / "sim"
+
+
+def _asked_for(config: pytest.Config) -> bool:
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return any(path == _SIM or _SIM in path.parents for path in named)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Importing these tests registers the device, which every other test in the process would then find.
+    return True if collection_path == _SIM and not _asked_for(config) else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "" if _asked_for(config) else "test/torch_ext/sim needs a process of its own: pytest test/torch_ext/sim"
