@@ -92,7 +92,8 @@ def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, mo
     os.mkfifo(gate)
     slow = _compiler(
         tmp_path,
-        f'[ -e {tmp_path}/go ] || echo x > {gate}; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; echo made > "$out"',
+        f"[ -e {tmp_path}/go ] || echo x > {gate}; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; "
+        'echo made > "$out"',
     )
     monkeypatch.setenv("CXX", str(slow))
     code = f"import sys; sys.path.insert(0, {str(Path(build.__file__).parent)!r}); import build; build.ensure_built()"
@@ -105,7 +106,7 @@ def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, mo
     victim.wait()
     assert list(family.glob(".building-*"))
     (tmp_path / "go").touch()
-    # Ninja gives its jobs groups of their own, so the victim's compilers live; those that wait for a reader end now too.
+    # Ninja gives its jobs groups of their own, so the victim's compilers live; those that wait for a reader end now.
     os.close(os.open(gate, os.O_RDONLY | os.O_NONBLOCK))
     library = build.ensure_built()
     assert library.read_text() == "made\n" and not list(family.glob(".building-*"))
