@@ -19,10 +19,10 @@ from typing import Any
 
 from torch_ext.world.outcome import Outcome, Receipt
 from torch_ext.world.output import Capture, open_capture
+from torch_ext.world.protocol import Ended, LeftBehind, Order, Send, Start, Started
 from torch_ext.world.rank import STACK_SIGNAL, Ask, Collectives, RankOrder
 from torch_ext.world.watch import Act, Limits, Watch
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.zygote import Ended, LeftBehind, Order, Send, Start, Started
 
 __all__ = ["Body", "RankProcess", "World", "ZygoteLostError", "read_stacks", "start_world"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch_ext.world import _os
 from torch_ext.world.interpreter import Preparation
 from torch_ext.world.loading import Loaded, ModuleOrder, NotLoaded, RootOrder
+from torch_ext.world.protocol import AddClient, Ended, Order, Send, Start, Started
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair
-from torch_ext.world.zygote import AddClient, Ended, Order, Send, Start, Started
 
 __all__ = ["Child", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
 

@@ -4,16 +4,7 @@ request.
 Runs in zygotes; imports the standard library and its own layer only (torch and the test module are loaded by whoever
 starts the loop, before it starts).
 
-Note [Zygote protocol]
-~~~~~~~~~~~~~~~~~~~~~~
-A *client* holds a command channel to the zygote. It asks for a *brood*, a set of children with one fate, by sending
-:class:`Start` with the descriptor of a fresh channel, the brood's own, and of whatever the children inherit. On the
-brood's channel the zygote answers :class:`Started` and later one :class:`Ended` a child; the client may send
-:class:`Send` to signal a child. Closing the channel abandons the brood: its children are killed and reaped. Closing the
-first command channel ends the zygote with all its children.
-
-Every child, forked or executed, begins in :func:`child_main`: it waits on its own socket for one order and then calls
-the order's target. A *spare* is such a child that was forked before anyone asked; it has done nothing but wait.
+See Note [Zygote protocol] in ``protocol.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +28,10 @@ from torch_ext.world import _os
 from torch_ext.world.culprit import find_culprit
 from torch_ext.world.guard import reason_not_to_fork
 from torch_ext.world.interpreter import Preparation, start_interpreter
+from torch_ext.world.protocol import AddClient, Ended, LeftBehind, Send, Start, Started
 from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
 
-__all__ = ["AddClient", "Ended", "LeftBehind", "Order", "Send", "Start", "Started", "Zygote", "child_main"]
+__all__ = ["Zygote", "child_main"]
 
 # Variables that native libraries, or torch's modules, read once when they are loaded: a forked child cannot be given
 # other values.
@@ -54,81 +46,6 @@ _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 # Forking costs about a third less once the heap lies in huge pages, but gathering it costs as much as some fifteen
 # worlds.
 _COLLAPSE_AFTER_FORKS = 8
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one child is to do: call ``target`` (``"module:function"``) with ``payload`` and its descriptors."""
-
-    target: str
-    payload: Any
-    descriptors: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Ask for a brood. Descriptors: the brood's channel, then those of each order in turn.
-
-    Attributes:
-        orders: one a child.
-        environment: the environment of the children, as it is now; the zygote compares it with the one it was started
-            with.
-        interpreter: give every child an interpreter of its own.
-        spares: how many children to fork ahead of the next request.
-    """
-
-    orders: tuple[Order, ...]
-    environment: dict[str, str]
-    interpreter: bool = False
-    spares: int = 0
-
-
-@dataclass(frozen=True)
-class AddClient:
-    """Serve another command channel, whose descriptor comes along. Its end does not end the zygote."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """The brood's children exist.
-
-    ``why_interpreter`` says why they could not be forked; empty if they were, or if it was asked for.
-    """
-
-    pids: tuple[int, ...]
-    why_interpreter: str
-
-
-@dataclass(frozen=True)
-class LeftBehind:
-    """A process that child ``index`` started and left running. The zygote has ended it."""
-
-    index: int
-    pid: int
-    command: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Child ``index`` was reaped at ``time_s`` (of ``time.monotonic``); ``exit_code`` is negative for a signal, as in
-    multiprocessing.
-
-    ``left_behind`` comes with the last child of a brood, for the whole brood: until then a stranger may still be in
-    use.
-    """
-
-    index: int
-    exit_code: int
-    time_s: float
-    left_behind: tuple[LeftBehind, ...] = ()
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send signal ``number`` to child ``index`` of the brood; ignored if it has ended."""
-
-    index: int
-    number: int
 
 
 # Modules in whose frames torch formats stacks while nothing is wrong: every seeding on a build that knows CUDA does so,
