@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,11 +91,3 @@ def get_cycles_per_ms() -> float:
         end.synchronize()
         samples.append(cycles / max(start.elapsed_time(end), 1e-6))
     return sorted(samples)[len(samples) // 2]
-
-
-def sleep_on_device(milliseconds: float) -> None:
-    """Keep the device busy for ``milliseconds`` where it can sleep; else hold up this thread."""
-    if accelerator.capabilities().device_sleep:
-        accelerator.device_module()._sleep(int(milliseconds * get_cycles_per_ms()))
-    else:
-        time.sleep(milliseconds / 1000)

@@ -14,19 +14,16 @@ if TYPE_CHECKING:
     from torch._dynamo import config as _dynamo_config
     from torch._inductor import config as _inductor_config
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
-    from torch.distributed.distributed_c10d import _get_default_group
     from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
     from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._init_utils import (
         NO_RESHARD_AFTER_FORWARD_STRATEGIES as NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     )
-    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils._triton import has_triton as has_triton
 
     HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
     dynamo_config = _dynamo_config
-    get_default_group = _get_default_group
     inductor_config = _inductor_config
     param_group = _fsdp_param_group
     runtime_utils = _runtime_utils
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
     __name__,
     {
-        "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
         "HYBRID_SHARD_ZERO2": ("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",),
         "NO_RESHARD_AFTER_FORWARD_STRATEGIES": (
             "torch.distributed.fsdp._init_utils:NO_RESHARD_AFTER_FORWARD_STRATEGIES",
@@ -45,7 +41,6 @@ __getattr__ = lazy_names(
             "torch.distributed._composable.checkpoint_activation:checkpoint",
         ),
         "dynamo_config": ("torch._dynamo:config",),
-        "get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),
         "has_triton": ("torch.utils._triton:has_triton",),
         "inductor_config": ("torch._inductor:config",),
         "param_group": ("torch.distributed.fsdp._fully_shard:_fsdp_param_group",),

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from torch_ext.compat import fsdp as private
+from torch_ext.compat.c10d import _get_default_group
+from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.ddp_parity import ParityCheck
 from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel
@@ -168,7 +169,7 @@ class FSDPTestMixin(_SubcaseMixin):
         dist.destroy_process_group()
 
     def _join_group(self, *, fake: bool) -> None:
-        meeting_point = {"store": private.FakeStore()} if fake else {"init_method": self.init_method}
+        meeting_point = {"store": FakeStore()} if fake else {"init_method": self.init_method}
         backend = "fake" if fake else device.distributed_backend()
         try:
             dist.init_process_group(backend, world_size=int(self.world_size), rank=self.rank, **meeting_point)
@@ -309,7 +310,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        return private.get_default_group()
+        return _get_default_group()
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
