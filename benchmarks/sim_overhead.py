@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an uninstalled clone will do
 
 import torch_ext.sim  # noqa: F401 - registers the device
 

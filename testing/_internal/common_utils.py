@@ -71,6 +71,10 @@ def set_rng_seed(seed: int | None = None) -> None:
         torch.manual_seed(number)
 
 
+# TestCase.setUp seeds through this name, in the parent half of every test, while its ranks are waited for.
+_upstream.set_rng_seed = set_rng_seed
+
+
 @functools.cache
 def get_cycles_per_ms() -> float:
     """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured once with the device's own
