@@ -101,8 +101,12 @@ def compare(repeats: int) -> int:
 
 def soak(times: int, busy: int) -> int:
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    runs = []
     try:
-        runs = [measure("ours") for _ in range(times)]
+        for number in range(1, times + 1):
+            runs.append(measure("ours"))
+            if number % 10 == 0:  # a soak that is cut short has told something
+                print(f"{number} runs, {sum(bool(run['bad']) for run in runs)} with a failure", flush=True)
     finally:
         for loop in loops:
             loop.kill()
