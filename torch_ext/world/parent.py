@@ -99,6 +99,7 @@ class World:
         self, zygote: Channel, bodies: Sequence[Body], *, interpreter: bool, spares: int, show: bool, name: str
     ) -> None:
         self.started_s = time.monotonic()
+        self.zygote = zygote
         self.why_interpreter = ""
         self.processes: list[RankProcess] = []
         self._receipts: dict[int, Receipt] = {}

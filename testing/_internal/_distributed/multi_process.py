@@ -194,7 +194,6 @@ class MultiProcessTestCase(TestCase):
             raise unittest.SkipTest(
                 "no ranks were started: setUp() of the test class did not call self._spawn_processes()"
             )
-        zygote = access.zygote_for(type(self).__module__)
         try:
             self._outcomes = self._world.wait(
                 Limits(test_s=timeout_of(self)),
@@ -202,7 +201,7 @@ class MultiProcessTestCase(TestCase):
                 fn in self.skip_return_code_checks,
             )
         except ZygoteLostError:
-            access.forget(zygote)
+            access.forget(self._world.zygote)
             raise
         self._check_return_codes(fn, time.monotonic() - self._world.started_s)
 
