@@ -55,8 +55,6 @@ def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., 
         TypeError: the function is not one that ``@given`` made.
         ValueError: the limit is not positive.
     """
-    if callable(example_timeout_s):
-        raise TypeError("across_ranks takes no function: write @across_ranks() with parentheses")
     if not example_timeout_s > 0:
         raise ValueError(f"example_timeout_s must be positive, got {example_timeout_s}")
 

@@ -6,13 +6,16 @@ ranks ran what.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -55,6 +58,8 @@ class Case(FSDPTest):
 
 
 numbers = st.integers(0, 10_000)
+# For what fails by taking too long: shrinking to 40 takes a handful of examples.
+few = st.integers(0, 63)
 
 
 class TestFound(Case):
@@ -82,11 +87,11 @@ class TestFound(Case):
             inject("sigkill", rank=self.rank, at=0)
 
     @across_ranks(example_timeout_s=1)
-    @settings(database=Database())
-    @given(x=numbers)
+    @settings(database=Database(), derandomize=False)
+    @given(x=few)
     def test_rank_1_hangs(self, x):
         self.see(x=x)
-        if x >= 5000:
+        if x >= 40:
             inject("hang", rank=self.rank, at=1)
 
     @across_ranks()
@@ -107,11 +112,11 @@ class TestFound(Case):
     def test_disagreement(self, x):
         assume(x < 137 or self.rank == 0)
 
-    @across_ranks()
-    @given(x=numbers)
+    @across_ranks(example_timeout_s=1)
+    @given(x=few)
     def test_collective_left_over(self, x):
-        # The other rank's barrier finds it.
-        if x >= 137 and self.rank == 0:
+        # The barrier after the example finds it.
+        if x >= 40 and self.rank == 0:
             dist.all_reduce(torch.ones(3), async_op=True)
 
     @across_ranks()
@@ -128,7 +133,7 @@ class TestFound(Case):
             raise RuntimeError("met something else")
 
     @across_ranks()
-    @settings(database=Database())
+    @settings(database=Database(), derandomize=False)
     @given(x=numbers)
     def test_database(self, x):
         self.assertLess(x, 137)
@@ -283,7 +288,9 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
 
 @pytest.fixture(scope="module")
 def whole(suite: Suite) -> Told:
-    return told(suite, suite.run(extra={"CI": ""}))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("CI", None)
+        return told(suite, suite.run())
 
 
 # What is run
@@ -328,11 +335,12 @@ def test_shrinking_stays_in_step(whole: Told) -> None:
     ("test", "summary", "example"),
     [
         ("test_rank_0_dies", "rank 0 of 2 was killed by SIGKILL", "x=137"),
-        ("test_rank_1_hangs", r"ranks 0, 1 of 2 timed out; look at rank 1 first", "x=5000"),
+        ("test_rank_1_hangs", r"ranks 0, 1 of 2 timed out; look at rank 1 first", "x=40"),
         ("test_odd_ones", "ranks 0, 1 of 2 failed with ValueError|rank . of 2 failed with ValueError", "x=501"),
         ("test_disagreement", "the ranks disagree on skipping: rank 1 skipped .the example does not sat", "x=137"),
-        ("test_collective_left_over", "rank.* of 2 ", "x=137"),
+        ("test_collective_left_over", "rank.* of 2 timed out", "x=40"),
         ("test_state_left_over", "rank 1 of 2 failed with ValueError: left a collective", "x=137"),
+        ("test_group_broken", "rank 1 of 2 failed with RuntimeError", "x=0"),
         ("test_database", "rank.* 137 not less than 137", "x=137"),
     ],
 )
@@ -347,7 +355,7 @@ def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(whole: Told) -> None
     failed = [x >= 137 for x in whole.by_rank("test_state_left_over", "x")[0]]
     assert any(failed)
     for pids in whole.by_rank("test_state_left_over", "pid"):
-        changed = [before != after for before, after in zip(pids, pids[1:], strict=False)]
+        changed = [before != after for before, after in itertools.pairwise(pids)]
         assert changed == failed[:-1]
 
 
@@ -373,7 +381,7 @@ def test_a_failure_that_does_not_come_again_is_shown_as_such(whole: Told) -> Non
 
 
 def test_nothing_that_satisfies_the_assumptions_is_an_error(whole: Told) -> None:
-    assert "Unable to satisfy assumptions" in whole.text("test_never_meant")
+    assert re.search("filtering out a lot of inputs|FailedHealthCheck", whole.text("test_never_meant"))
 
 
 @pytest.mark.parametrize("test", ["test_in_body", "test_above", "test_below"])
@@ -403,7 +411,7 @@ def test_shrinking_ends_in_time_with_the_smallest_that_was_found(whole: Told) ->
 def test_ranks_that_cannot_start_are_no_fault_of_an_example(whole: Told) -> None:
     text = whole.text("test_start")
     assert text.startswith("rank 1 of 2 failed with ValueError: injected"), text
-    assert "example" not in text
+    assert "alike on every rank" not in text
 
 
 @pytest.mark.parametrize(
@@ -435,10 +443,15 @@ def blob(text: str) -> str:
 def test_the_reproduction_lines_reproduce(whole: Told, suite: Suite, tmp_path: Path) -> None:
     text = whole.text("test_rank_1_fails")
     (line,) = re.findall(r"^    (@example\(.*\))$", text, re.MULTILINE)
-    again = Suite(tmp_path, SOURCE.replace("    @across_ranks()\n    @given(xs=", f"    {line}\n    @across_ranks()\n    @given(xs="))
+    again = Suite(
+        tmp_path,
+        SOURCE.replace("    @across_ranks()\n    @given(xs=", f"    {line}\n    @across_ranks()\n    @given(xs="),
+    )
     by_line = told(again, again.run("-i", "test_rank_1_fails"))
     assert by_line.by_rank("test_rank_1_fails", "xs") == [[[137]], [[137]]]
-    assert "The example, alike on every rank:\n    test_rank_1_fails(xs=[137], kind='a')" in by_line.text("test_rank_1_fails")
+    assert "The example, alike on every rank:\n    test_rank_1_fails(xs=[137], kind='a')" in by_line.text(
+        "test_rank_1_fails"
+    )
 
     (again.folder / "seen").unlink()
     by_variable = told(again, again.run("-i", "test_rank_1_fails", extra={"TORCH_EXT_EXAMPLE": blob(text)}))
@@ -480,7 +493,9 @@ def test_examples_are_the_same_in_every_run_in_ci_and_leave_no_database(tmp_path
 
 def test_settings_keep_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
-    asked = hypothesis.settings(max_examples=7, deadline=200, derandomize=False, database=hypothesis.database.InMemoryExampleDatabase())
+    asked = hypothesis.settings(
+        max_examples=7, deadline=200, derandomize=False, database=hypothesis.database.InMemoryExampleDatabase()
+    )
     ours = settings_for_ranks(asked)
     assert (ours.max_examples, ours.derandomize, ours.database) == (7, False, asked.database)
     assert ours.deadline is None
@@ -509,10 +524,6 @@ def test_the_method_looks_like_the_one_that_was_decorated() -> None:
 def test_wrong_uses_are_refused() -> None:
     with pytest.raises(TypeError, match="goes directly above @given"):
         across_ranks()(lambda self: None)
-    with pytest.raises(TypeError, match="with parentheses"):
-        across_ranks(given_test())  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="with parentheses"):
-        across_ranks(example_timeout_s=given_test())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be positive, got 0"):
         across_ranks(example_timeout_s=0)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import time
 import unittest
 from collections.abc import Callable, Iterator, Sequence
@@ -63,15 +62,16 @@ def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
     run elsewhere; draws may be slow, since ranks keep the machine busy. Where ``CI`` is set, examples are the same in
     every run and no database is kept.
     """
-    alike = {"derandomize": True, "database": None} if os.environ.get("CI") else {}
+    alike = given.derandomize or bool(os.environ.get("CI"))
     return hypothesis.settings(
         given,
         deadline=None,
+        derandomize=alike,
+        database=None if alike else given.database,
         print_blob=True,
         report_multiple_bugs=False,
         phases=[phase for phase in given.phases if phase is not Phase.explain],
         suppress_health_check=[*given.suppress_health_check, HealthCheck.too_slow],
-        **alike,
     )
 
 
