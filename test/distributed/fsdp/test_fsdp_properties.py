@@ -1,0 +1,155 @@
+# Owner(s): ["oncall: distributed"]
+"""What holds for every model, however FSDP1 wraps and shards it: it trains as the unsharded one does, and its state
+dict carries it from any world size to any other.
+
+Models are drawn as trees of small layers with odd sizes, so that shards are uneven and, at four ranks, often empty.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import tempfile
+
+import hypothesis.strategies as st
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, get_full_params, rank_device
+from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.hypothesis_utils import across_ranks, build_tree, module_trees, train_tree
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+WORLD_SIZE = 4
+ROWS_PER_RANK = 2
+# Sums of a few hundred float64 terms of size one, in another order.
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
+NEED_MESH = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@functools.cache
+def hybrid_mesh():
+    return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@functools.cache
+def group_of(size):
+    """Return the group of the first ``size`` ranks. All ranks of the world call this together."""
+    return dist.new_group(list(range(size)))
+
+
+class PropertiesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return WORLD_SIZE
+
+    @property
+    def device(self):
+        return rank_device(self.rank)
+
+    def _unsharded(self, tree, seed=0):
+        return build_tree(tree, self.device, lambda module: module, seed)
+
+
+class TestTrainingProperties(PropertiesTest):
+    def _sharded(self, tree, strategy, **options):
+        if strategy in NEED_MESH:
+            options["device_mesh"] = hybrid_mesh()
+        return build_tree(
+            tree,
+            self.device,
+            lambda module: FSDP(module, sharding_strategy=strategy, device_id=self.device, **options),
+        )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=30)
+    @given(
+        tree=module_trees(),
+        strategy=st.sampled_from(ShardingStrategy),
+        use_orig_params=st.booleans(),
+        backward_prefetch=st.sampled_from([None, *BackwardPrefetch]),
+        forward_prefetch=st.booleans(),
+        steps=st.integers(1, 3),
+        accumulate=st.booleans(),
+    )
+    def test_sharded_training_equals_unsharded(self, tree, strategy, steps, accumulate, **options):
+        """Each rank trains on its own rows; the reference trains on all of them."""
+        reference = self._unsharded(tree)
+        model = self._sharded(tree, strategy, **options)
+        self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
+        own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
+        losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate else None)
+        dist.all_reduce(losses)
+        expected = train_tree(
+            reference, slice(None), steps, self.device, contextlib.nullcontext if accumulate else None
+        )
+        self.assertEqual(losses / WORLD_SIZE, expected, **TOLERANCE)
+        self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
+
+
+class TestStateDictProperties(PropertiesTest):
+    def _sharded(self, tree, size, seed):
+        """Return the model over the first ``size`` ranks; None on the others."""
+        group = group_of(size)
+        if self.rank >= size:
+            return None
+        return build_tree(
+            tree, self.device, lambda module: FSDP(module, process_group=group, device_id=self.device), seed
+        )
+
+    def _shared_folder(self):
+        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        return folder[0]
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=20)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """Its names and values are those of the unsharded model."""
+        reference = self._unsharded(tree, seed=1)
+        state = [None]
+        if saver := self._sharded(tree, saved_by, seed=1):
+            with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
+                state = [{name: tensor.cpu() for name, tensor in saver.state_dict().items()}]
+            self.assertEqual(state[0], {name: tensor.cpu() for name, tensor in reference.state_dict().items()})
+        dist.broadcast_object_list(state)
+        if loader := self._sharded(tree, loaded_by, seed=2):
+            with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
+                loader.load_state_dict(state[0])
+            self.assertEqual(get_full_params(loader), list(reference.parameters()))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
+        folder = self._shared_folder()
+        if saver := self._sharded(tree, saved_by, seed=1):
+            with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
+                dcp.save(saver.state_dict(), checkpoint_id=folder, process_group=group_of(saved_by))
+        dist.barrier()
+        if loader := self._sharded(tree, loaded_by, seed=2):
+            with FSDP.state_dict_type(loader, StateDictType.SHARDED_STATE_DICT):
+                state = loader.state_dict()
+                dcp.load(state, checkpoint_id=folder, process_group=group_of(loaded_by))
+                loader.load_state_dict(state)
+            self.assertEqual(get_full_params(loader), list(self._unsharded(tree, seed=1).parameters()))
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    run_tests()
