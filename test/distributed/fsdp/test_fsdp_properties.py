@@ -13,10 +13,11 @@ import sys
 import tempfile
 
 import hypothesis.strategies as st
+import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -47,6 +48,12 @@ def group_of(size):
     return dist.new_group(list(range(size)))
 
 
+@functools.cache
+def mesh_of_first(size):
+    """Return the mesh of the first ``size`` ranks. All ranks of the world call this together."""
+    return DeviceMesh(get_devtype().type, list(range(size)))
+
+
 class PropertiesTest(FSDPTest):
     @property
     def world_size(self):
@@ -57,17 +64,18 @@ class PropertiesTest(FSDPTest):
         return rank_device(self.rank)
 
     def _unsharded(self, tree, seed=0):
-        return build_tree(tree, self.device, lambda module: module, seed)
+        return build_tree(tree, self.device, seed=seed)
 
 
 class TestTrainingProperties(PropertiesTest):
-    def _sharded(self, tree, strategy, **options):
+    def _sharded(self, tree, strategy, dtype=torch.float64, **options):
         if strategy in NEED_MESH:
             options["device_mesh"] = hybrid_mesh()
         return build_tree(
             tree,
             self.device,
             lambda module: FSDP(module, sharding_strategy=strategy, device_id=self.device, **options),
+            dtype=dtype,
         )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -80,32 +88,47 @@ class TestTrainingProperties(PropertiesTest):
         backward_prefetch=st.sampled_from([None, *BackwardPrefetch]),
         forward_prefetch=st.booleans(),
         steps=st.integers(1, 3),
-        accumulate=st.booleans(),
+        accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
     )
     def test_sharded_training_equals_unsharded(self, tree, strategy, steps, accumulate, **options):
-        """Each rank trains on its own rows; the reference trains on all of them."""
+        """Each rank trains on its own rows; the reference trains on all of them.
+
+        Gradients accumulate over two steps after their reduction, or before it under ``no_sync``.
+        """
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
         self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
-        losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate else None)
+        plain = None if accumulate == "never" else contextlib.nullcontext
+        losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate == "unreduced" else plain)
         dist.all_reduce(losses)
-        expected = train_tree(
-            reference, slice(None), steps, self.device, contextlib.nullcontext if accumulate else None
-        )
+        expected = train_tree(reference, slice(None), steps, self.device, plain)
         self.assertEqual(losses / WORLD_SIZE, expected, **TOLERANCE)
         self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
 
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), strategy=st.sampled_from(ShardingStrategy), use_orig_params=st.booleans())
+    def test_gradient_norm_is_that_of_all_shards(self, tree, strategy, use_orig_params):
+        """Neither padding nor replicas count. FSDP1 does not know norms of float64."""
+        reference = build_tree(tree, self.device, dtype=torch.float32)
+        model = self._sharded(tree, strategy, torch.float32, use_orig_params=use_orig_params)
+        torch.manual_seed(0)
+        rows = torch.randn(4, 3).to(self.device)
+        for module in (reference, model):
+            module(rows).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        self.assertEqual(model.clip_grad_norm_(1.0), expected)
+
 
 class TestStateDictProperties(PropertiesTest):
-    def _sharded(self, tree, size, seed):
+    def _sharded(self, tree, size, seed, **where):
         """Return the model over the first ``size`` ranks; None on the others."""
-        group = group_of(size)
+        where = where or {"process_group": group_of(size)}
         if self.rank >= size:
             return None
-        return build_tree(
-            tree, self.device, lambda module: FSDP(module, process_group=group, device_id=self.device), seed
-        )
+        return build_tree(tree, self.device, lambda module: FSDP(module, device_id=self.device, **where), seed)
 
     def _shared_folder(self):
         folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
@@ -135,20 +158,52 @@ class TestStateDictProperties(PropertiesTest):
     @settings(max_examples=15)
     @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """With a mesh, that is as DTensors: a ShardedTensor without a shard on this rank wants CUDA."""
         folder = self._shared_folder()
-        if saver := self._sharded(tree, saved_by, seed=1):
+        saver_mesh, loader_mesh = mesh_of_first(saved_by), mesh_of_first(loaded_by)
+        if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
             with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
-                dcp.save(saver.state_dict(), checkpoint_id=folder, process_group=group_of(saved_by))
+                dcp.save(saver.state_dict(), checkpoint_id=folder, process_group=saver_mesh.get_group())
         dist.barrier()
-        if loader := self._sharded(tree, loaded_by, seed=2):
+        if loader := self._sharded(tree, loaded_by, seed=2, device_mesh=loader_mesh):
             with FSDP.state_dict_type(loader, StateDictType.SHARDED_STATE_DICT):
                 state = loader.state_dict()
-                dcp.load(state, checkpoint_id=folder, process_group=group_of(loaded_by))
+                dcp.load(state, checkpoint_id=folder, process_group=loader_mesh.get_group())
                 loader.load_state_dict(state)
             self.assertEqual(get_full_params(loader), list(self._unsharded(tree, seed=1).parameters()))
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
+
+    def _trained(self, model):
+        """Train ``model`` and return an optimizer with its state; every rank takes the same rows."""
+        torch.manual_seed(0)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.randn(4, 3, dtype=torch.float64).to(self.device)).square().mean().backward()
+        optim.step()
+        return optim
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_optimizer_state_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """Each parameter has the state that it has in unsharded training, under its own name."""
+        reference = self._unsharded(tree, seed=1)
+        ref_optim = self._trained(reference)
+        expected = {name: ref_optim.state[param] for name, param in reference.named_parameters()}
+        state = [None]
+        if saver := self._sharded(tree, saved_by, seed=1):
+            optim = self._trained(saver)
+            state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
+            self.assertEqual(state[0]["state"], expected, **TOLERANCE)
+        dist.broadcast_object_list(state)
+        if loader := self._sharded(tree, loaded_by, seed=2):
+            optim = self._trained(loader)
+            group = group_of(loaded_by)
+            optim.load_state_dict(FSDP.optim_state_dict_to_load(loader, optim, state[0], group=group))
+            loaded = FSDP.optim_state_dict(loader, optim, group=group)
+            self.assertEqual(loaded["state"], expected, **TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def mesh_of_first(size):
     return DeviceMesh(get_devtype().type, list(range(size)))
 
 
+@contextlib.contextmanager
+def unreduced(model):
+    """Have backward keep its gradients unsharded, to be reduced together with later ones."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
 def full_params(model):
     return [param.full_tensor() for param in model.parameters()]
 
@@ -67,7 +77,7 @@ class PropertiesTest(FSDPTest):
         return rank_device(self.rank)
 
     def _unsharded(self, tree, seed=0):
-        return build_tree(tree, self.device, lambda module: module, seed)
+        return build_tree(tree, self.device, seed=seed)
 
     def _sharded(self, tree, mesh, seed=0, **options):
         return build_tree(tree, self.device, lambda module: fully_shard(module, mesh=mesh, **options), seed)
@@ -93,7 +103,7 @@ class TestTrainingProperties(PropertiesTest):
         sizes=st.sampled_from([(4,), (2, 2), (4, 1), (1, 4)]),
         reshard_after_forward=st.sampled_from([True, False, 2]),
         steps=st.integers(1, 3),
-        accumulate=st.booleans(),
+        accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
     )
     def test_sharded_training_equals_unsharded(self, tree, sizes, reshard_after_forward, steps, accumulate):
         if sizes[-1] % 2 and reshard_after_forward == 2:
@@ -102,15 +112,8 @@ class TestTrainingProperties(PropertiesTest):
         model = self._sharded(tree, mesh_of(*sizes), reshard_after_forward=reshard_after_forward)
         self.assertEqual(full_params(model), list(reference.parameters()))
 
-        @contextlib.contextmanager
-        def without_sync():
-            model.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                model.set_requires_gradient_sync(True)
-
-        self._check_training(model, reference, steps, without_sync if accumulate else None)
+        contexts = {"never": None, "reduced": contextlib.nullcontext, "unreduced": lambda: unreduced(model)}
+        self._check_training(model, reference, steps, contexts[accumulate])
 
 
 class TestStateDictProperties(PropertiesTest):
@@ -168,9 +171,10 @@ class Padding:
         self.filler = filler
         self.gathered = 0
 
-    def attach(self, shard):
+    def attach(self, param):
+        shard = param._local_tensor
         shard.fsdp_pre_all_gather = types.MethodType(self._pre(), shard)
-        shard.fsdp_post_all_gather = types.MethodType(self._post(), shard)
+        shard.fsdp_post_all_gather = types.MethodType(self._post(param.size()), shard)
 
     def _pre(self):
         def fsdp_pre_all_gather(shard, mesh, outer_size, outer_stride, module, mp_policy):
@@ -181,8 +185,10 @@ class Padding:
 
         return fsdp_pre_all_gather
 
-    def _post(self):
+    def _post(self, size):
         def fsdp_post_all_gather(shard, outputs, outer_size, param_dtype, *, out=None):
+            if outer_size != size:
+                raise AssertionError(f"a parameter of size {size} got the metadata of one of size {outer_size}")
             self.gathered += 1
             (padded,) = outputs
             if out is not None:
@@ -206,11 +212,11 @@ class TestExtensionProperties(PropertiesTest):
         reference = self._unsharded(tree)
         model = self._sharded(tree, mesh_of(*sizes), reshard_after_forward=reshard_after_forward)
         padding = Padding(filler)
-        shards = [param._local_tensor for param in model.parameters()]
-        for shard in shards:
-            padding.attach(shard)
+        params = list(model.parameters())
+        for param in params:
+            padding.attach(param)
         self._check_training(model, reference, steps=2)
-        self.assertGreaterEqual(padding.gathered, 2 * len(shards))
+        self.assertGreaterEqual(padding.gathered, 2 * len(params))
 
 
 if __name__ == "__main__":

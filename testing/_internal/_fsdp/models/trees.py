@@ -5,6 +5,7 @@ Runs in float64: what remains between a sharded and an unsharded run is the orde
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -55,28 +56,41 @@ def _some(parts: st.SearchStrategy[Layer | Block]) -> st.SearchStrategy[tuple[La
     return st.lists(parts, min_size=1, max_size=3).map(tuple)
 
 
-def build_tree(tree: Block, device: torch.device, wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> nn.Module:
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def build_tree(
+    tree: Block,
+    device: torch.device,
+    wrap: Callable[[nn.Module], nn.Module] = _as_it_is,
+    seed: int = 0,
+    dtype: torch.dtype = _DTYPE,
+) -> nn.Module:
     """Return the model that ``tree`` describes, on ``device`` and alike wherever the seed is alike.
 
     Args:
         wrap: called on every part that is to be wrapped, innermost first, and on the whole.
     """
     torch.manual_seed(seed)
-    module, _ = _build(tree, INPUT_WIDTH, device, wrap)
-    return wrap(module)
+    make = functools.partial(nn.Linear, dtype=dtype)
+    module, _ = _build(tree, INPUT_WIDTH, make, lambda module: wrap(module.to(device)))
+    return wrap(module.to(device))
 
 
 def _build(
-    part: Layer | Block, width: int, device: torch.device, wrap: Callable[[nn.Module], nn.Module]
+    part: Layer | Block,
+    width: int,
+    make: Callable[[int, int, bool], nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
 ) -> tuple[nn.Module, int]:
     module: nn.Module
     if isinstance(part, Layer):
-        # Drawn on the host, whose generator every device test has, and then moved.
-        module, width = nn.Linear(width, part.width, part.bias, dtype=_DTYPE).to(device), part.width
+        module, width = make(width, part.width, part.bias), part.width
     else:
         modules: list[nn.Module] = []
         for each in part.parts:
-            inner, width = _build(each, width, device, wrap)
+            inner, width = _build(each, width, make, wrap)
             modules += [inner, nn.Tanh()]
         module = nn.Sequential(*modules)
     return (wrap(module) if part.wrapped else module), width
