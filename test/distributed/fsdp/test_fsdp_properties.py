@@ -63,6 +63,9 @@ class PropertiesTest(FSDPTest):
     def device(self):
         return rank_device(self.rank)
 
+    def _check_equal(self, what, found, expected, **tolerance):
+        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
+
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 
@@ -97,14 +100,16 @@ class TestTrainingProperties(PropertiesTest):
         """
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
-        self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
+        self._check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         plain = None if accumulate == "never" else contextlib.nullcontext
         losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate == "unreduced" else plain)
         dist.all_reduce(losses)
         expected = train_tree(reference, slice(None), steps, self.device, plain)
-        self.assertEqual(losses / WORLD_SIZE, expected, **TOLERANCE)
-        self.assertEqual(get_full_params(model), list(reference.parameters()), **TOLERANCE)
+        self._check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
+        self._check_equal(
+            "parameters after training", get_full_params(model), list(reference.parameters()), **TOLERANCE
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -119,7 +124,7 @@ class TestTrainingProperties(PropertiesTest):
         for module in (reference, model):
             module(rows).square().mean().backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        self.assertEqual(model.clip_grad_norm_(1.0), expected)
+        self._check_equal("norm of all gradients", model.clip_grad_norm_(1.0), expected)
 
 
 class TestStateDictProperties(PropertiesTest):
@@ -146,12 +151,13 @@ class TestStateDictProperties(PropertiesTest):
         if saver := self._sharded(tree, saved_by, seed=1):
             with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
                 state = [{name: tensor.cpu() for name, tensor in saver.state_dict().items()}]
-            self.assertEqual(state[0], {name: tensor.cpu() for name, tensor in reference.state_dict().items()})
+            expected = {name: tensor.cpu() for name, tensor in reference.state_dict().items()}
+            self._check_equal("saved state", state[0], expected)
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
                 loader.load_state_dict(state[0])
-            self.assertEqual(get_full_params(loader), list(reference.parameters()))
+            self._check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -170,7 +176,8 @@ class TestStateDictProperties(PropertiesTest):
                 state = loader.state_dict()
                 dcp.load(state, checkpoint_id=folder, process_group=loader_mesh.get_group())
                 loader.load_state_dict(state)
-            self.assertEqual(get_full_params(loader), list(self._unsharded(tree, seed=1).parameters()))
+            reference = self._unsharded(tree, seed=1)
+            self._check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
@@ -196,14 +203,14 @@ class TestStateDictProperties(PropertiesTest):
         if saver := self._sharded(tree, saved_by, seed=1):
             optim = self._trained(saver)
             state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
-            self.assertEqual(state[0]["state"], expected, **TOLERANCE)
+            self._check_equal("saved optimizer state", state[0]["state"], expected, **TOLERANCE)
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             optim = self._trained(loader)
             group = group_of(loaded_by)
             optim.load_state_dict(FSDP.optim_state_dict_to_load(loader, optim, state[0], group=group))
             loaded = FSDP.optim_state_dict(loader, optim, group=group)
-            self.assertEqual(loaded["state"], expected, **TOLERANCE)
+            self._check_equal("loaded optimizer state", loaded["state"], expected, **TOLERANCE)
 
 
 if __name__ == "__main__":
