@@ -1,7 +1,8 @@
 """The suites are worth running: for every mistake in a list, made in torch's FSDP, a test of theirs fails and says why.
 
-One run of the runner serves all: it gets a folder with a file for each suite, which holds a class for each mistake that
-the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the suite's own class.
+One run of the runner serves all: it gets a folder with a file for each suite, which holds a class for each mistake
+that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the suite's own
+class.
 """
 
 from __future__ import annotations

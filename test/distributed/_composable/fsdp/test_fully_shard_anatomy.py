@@ -240,12 +240,22 @@ gradient: torch.float32""",
         """After a forward that does not reshard, the next one must not use what it had gathered."""
         model, _ = self._sharded(reshard_after_forward=False)
         rows = self._rows()
+        self._check_load(model, rows)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_assigned_state_is_what_the_next_forward_uses(self):
+        """Also where the loaded tensors take the place of those that were sharded."""
+        model, _ = self._sharded()
+        self._check_load(model, self._rows(), assign=True)
+
+    def _check_load(self, model, rows, **options):
+        """Load twice the values between two forwards; the second must compute with them."""
+        reference = ThreeUnits().to(self.device)
+        reference.load_state_dict({name: 2 * tensor for name, tensor in reference.state_dict().items()})
         with torch.no_grad():
             model(rows)
             doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
-            model.load_state_dict(doubled)
-            reference = ThreeUnits().to(self.device)
-            reference.load_state_dict({name: 2 * tensor for name, tensor in reference.state_dict().items()})
+            model.load_state_dict(doubled, **options)
             self.assertEqual(model(rows), reference(rows))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
