@@ -9,15 +9,15 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of
 from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits, layout_over_ranks
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, get_full_params, rank_device
+from torch_ext.testing._internal.common_fsdp import get_devtype, get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -25,15 +25,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 4
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
+class AnatomyTest(FourRankTest):
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)
@@ -147,7 +139,7 @@ step:
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hybrid_shard(self):
-        mesh = init_device_mesh(get_devtype().type, (2, 2))
+        mesh = mesh_of(2, 2)
         self.assertExpectedInline(
             self._step(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh),
             """\

@@ -7,22 +7,20 @@ Models are drawn as trees of small layers with odd sizes, so that shards are une
 
 import contextlib
 import functools
-import os
 import shutil
 import sys
-import tempfile
 
 import hypothesis.strategies as st
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, get_full_params, rank_device
+from torch_ext.testing._internal.common_fsdp import get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.hypothesis_utils import across_ranks, build_tree, module_trees, train_tree
 
@@ -38,34 +36,12 @@ NEED_MESH = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 @functools.cache
-def hybrid_mesh():
-    return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-@functools.cache
 def group_of(size):
     """Return the group of the first ``size`` ranks. All ranks of the world call this together."""
     return dist.new_group(list(range(size)))
 
 
-@functools.cache
-def mesh_of_first(size):
-    """Return the mesh of the first ``size`` ranks. All ranks of the world call this together."""
-    return DeviceMesh(get_devtype().type, list(range(size)))
-
-
-class PropertiesTest(FSDPTest):
-    @property
-    def world_size(self):
-        return WORLD_SIZE
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
-    def _check_equal(self, what, found, expected, **tolerance):
-        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
-
+class PropertiesTest(FourRankTest):
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 
@@ -73,7 +49,7 @@ class PropertiesTest(FSDPTest):
 class TestTrainingProperties(PropertiesTest):
     def _sharded(self, tree, strategy, dtype=torch.float64, **options):
         if strategy in NEED_MESH:
-            options["device_mesh"] = hybrid_mesh()
+            options["device_mesh"] = mesh_of(2, 2)
         return build_tree(
             tree,
             self.device,
@@ -100,16 +76,14 @@ class TestTrainingProperties(PropertiesTest):
         """
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
-        self._check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
+        self.check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         plain = None if accumulate == "never" else contextlib.nullcontext
         losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate == "unreduced" else plain)
         dist.all_reduce(losses)
         expected = train_tree(reference, slice(None), steps, self.device, plain)
-        self._check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
-        self._check_equal(
-            "parameters after training", get_full_params(model), list(reference.parameters()), **TOLERANCE
-        )
+        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
+        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()), **TOLERANCE)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -124,7 +98,7 @@ class TestTrainingProperties(PropertiesTest):
         for module in (reference, model):
             module(rows).square().mean().backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        self._check_equal("norm of all gradients", model.clip_grad_norm_(1.0), expected)
+        self.check_equal("norm of all gradients", model.clip_grad_norm_(1.0), expected)
 
 
 class TestStateDictProperties(PropertiesTest):
@@ -134,11 +108,6 @@ class TestStateDictProperties(PropertiesTest):
         if self.rank >= size:
             return None
         return build_tree(tree, self.device, lambda module: FSDP(module, device_id=self.device, **where), seed)
-
-    def _shared_folder(self):
-        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
-        dist.broadcast_object_list(folder)
-        return folder[0]
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -152,12 +121,12 @@ class TestStateDictProperties(PropertiesTest):
             with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
                 state = [{name: tensor.cpu() for name, tensor in saver.state_dict().items()}]
             expected = {name: tensor.cpu() for name, tensor in reference.state_dict().items()}
-            self._check_equal("saved state", state[0], expected)
+            self.check_equal("saved state", state[0], expected)
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
                 loader.load_state_dict(state[0])
-            self._check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -165,7 +134,7 @@ class TestStateDictProperties(PropertiesTest):
     @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
         """With a mesh, that is as DTensors: a ShardedTensor without a shard on this rank wants CUDA."""
-        folder = self._shared_folder()
+        folder = self.shared_folder()
         saver_mesh, loader_mesh = mesh_of_first(saved_by), mesh_of_first(loaded_by)
         if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
             with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
@@ -177,7 +146,7 @@ class TestStateDictProperties(PropertiesTest):
                 dcp.load(state, checkpoint_id=folder, process_group=loader_mesh.get_group())
                 loader.load_state_dict(state)
             reference = self._unsharded(tree, seed=1)
-            self._check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
@@ -203,14 +172,14 @@ class TestStateDictProperties(PropertiesTest):
         if saver := self._sharded(tree, saved_by, seed=1):
             optim = self._trained(saver)
             state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
-            self._check_equal("saved optimizer state", state[0]["state"], expected, **TOLERANCE)
+            self.check_equal("saved optimizer state", state[0]["state"], expected, **TOLERANCE)
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             optim = self._trained(loader)
             group = group_of(loaded_by)
             optim.load_state_dict(FSDP.optim_state_dict_to_load(loader, optim, state[0], group=group))
             loaded = FSDP.optim_state_dict(loader, optim, group=group)
-            self._check_equal("loaded optimizer state", loaded["state"], expected, **TOLERANCE)
+            self.check_equal("loaded optimizer state", loaded["state"], expected, **TOLERANCE)
 
 
 if __name__ == "__main__":

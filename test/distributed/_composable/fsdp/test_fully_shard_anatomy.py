@@ -9,12 +9,11 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of
 from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits, layout_over_ranks
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, rank_device
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -22,27 +21,16 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 4
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
+class AnatomyTest(FourRankTest):
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)
-
-    def _mesh(self, *sizes):
-        return init_device_mesh(get_devtype().type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
     def _sharded(self, mesh=None, **options):
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh or self._mesh(4), **options)
+            fully_shard(module, mesh=mesh or mesh_of(4), **options)
         return model, log
 
 
@@ -99,7 +87,7 @@ step:
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hybrid(self):
         self.assertExpectedInline(
-            self._step(mesh=self._mesh(2, 2)),
+            self._step(mesh=mesh_of(2, 2)),
             """\
 step:
   all-gather last

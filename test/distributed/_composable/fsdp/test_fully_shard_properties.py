@@ -6,11 +6,8 @@ Models are drawn as trees of small layers with odd sizes, so that shards are une
 """
 
 import contextlib
-import functools
-import os
 import shutil
 import sys
-import tempfile
 import types
 
 import hypothesis.strategies as st
@@ -22,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, rank_device
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.hypothesis_utils import (
     Block,
@@ -47,19 +43,6 @@ ROWS_PER_RANK = 2
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 
 
-@functools.cache
-def mesh_of(*sizes):
-    """Return the mesh of that shape over the world. All ranks call this together."""
-    names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh(get_devtype().type, sizes, mesh_dim_names=names)
-
-
-@functools.cache
-def mesh_of_first(size):
-    """Return the mesh of the first ``size`` ranks. All ranks of the world call this together."""
-    return DeviceMesh(get_devtype().type, list(range(size)))
-
-
 @contextlib.contextmanager
 def unreduced(model):
     """Have backward keep its gradients unsharded, to be reduced together with later ones."""
@@ -74,18 +57,7 @@ def full_params(model):
     return [param.full_tensor() for param in model.parameters()]
 
 
-class PropertiesTest(FSDPTest):
-    @property
-    def world_size(self):
-        return WORLD_SIZE
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
-    def _check_equal(self, what, found, expected, **tolerance):
-        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
-
+class PropertiesTest(FourRankTest):
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 
@@ -100,8 +72,8 @@ class PropertiesTest(FSDPTest):
         expected = train_tree(
             reference, slice(None), steps, self.device, contextlib.nullcontext if accumulate else None
         )
-        self._check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
-        self._check_equal("parameters after training", full_params(model), list(reference.parameters()), **TOLERANCE)
+        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
+        self.check_equal("parameters after training", full_params(model), list(reference.parameters()), **TOLERANCE)
 
 
 class TestTrainingProperties(PropertiesTest):
@@ -128,7 +100,7 @@ class TestTrainingProperties(PropertiesTest):
             reshard_after_forward = True  # a world of one cannot be resharded to two
         reference = self._unsharded(tree)
         model = self._sharded(tree, mesh_of(*sizes), reshard_after_forward=reshard_after_forward)
-        self._check_equal("parameters before training", full_params(model), list(reference.parameters()))
+        self.check_equal("parameters before training", full_params(model), list(reference.parameters()))
 
         contexts = {"never": None, "reduced": contextlib.nullcontext, "unreduced": lambda: unreduced(model)}
         self._check_training(model, reference, steps, contexts[accumulate])
@@ -140,11 +112,6 @@ class TestStateDictProperties(PropertiesTest):
         mesh = mesh_of_first(size)
         return self._sharded(tree, mesh, seed) if self.rank < size else None
 
-    def _shared_folder(self):
-        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
-        dist.broadcast_object_list(folder)
-        return folder[0]
-
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
     @settings(max_examples=20)
@@ -155,19 +122,19 @@ class TestStateDictProperties(PropertiesTest):
         state = [None]
         if saver := self._sharded_over(tree, saved_by, seed=1):
             full = {name: shard.full_tensor() for name, shard in get_model_state_dict(saver).items()}
-            self._check_equal("saved state", full, dict(reference.state_dict()))
+            self.check_equal("saved state", full, dict(reference.state_dict()))
             state = [{name: tensor.cpu() for name, tensor in full.items()}]
         dist.broadcast_object_list(state)
         if loader := self._sharded_over(tree, loaded_by, seed=2):
             set_model_state_dict(loader, state[0], options=StateDictOptions(full_state_dict=True))
-            self._check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
     @settings(max_examples=15)
     @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
-        folder = self._shared_folder()
+        folder = self.shared_folder()
         if saver := self._sharded_over(tree, saved_by, seed=1):
             group = mesh_of_first(saved_by).get_group()
             dcp.save(get_model_state_dict(saver), checkpoint_id=folder, process_group=group)
@@ -177,7 +144,7 @@ class TestStateDictProperties(PropertiesTest):
             dcp.load(state, checkpoint_id=folder, process_group=mesh_of_first(loaded_by).get_group())
             set_model_state_dict(loader, state)
             reference = self._unsharded(tree, seed=1)
-            self._check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
