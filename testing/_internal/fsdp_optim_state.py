@@ -15,9 +15,22 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.compat.fsdp import _gather_state_dict
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, rank_device
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPTest,
+    get_devtype,
+    leave_out_without_accelerator,
+    rank_device,
+)
 
-__all__ = ["DummyModel", "NestedModel", "OptimStateCase", "compute_device", "shard", "state_by_name"]
+__all__ = [
+    "DummyModel",
+    "NestedModel",
+    "OptimStateCase",
+    "compute_device",
+    "leave_out_full_state_of_orig_params",
+    "shard",
+    "state_by_name",
+]
 
 _ParamGroups = list[dict[str, Any]]
 
@@ -30,6 +43,20 @@ def compute_device() -> torch.device:
 def shard(module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
     """Wrap ``module``, moving it to this rank's device."""
     return FSDP(module, device_id=compute_device(), **fsdp_kwargs)
+
+
+def leave_out_full_state_of_orig_params() -> None:
+    """Leave out the running sub-case, or test, on the plain host.
+
+    FSDP of torch 2.13 gathers all states of a flat parameter into one buffer, one after the other: where the "copy" to
+    the host is no copy, each overwrites the one before.
+
+    Raises:
+        unittest.SkipTest: there is no accelerator.
+    """
+    leave_out_without_accelerator(
+        "a full optimizer state with use_orig_params=True needs memory apart from the host's to be offloaded to"
+    )
 
 
 def _sharding(group: dist.ProcessGroup | None, fsdp_kwargs: dict[str, Any]) -> Callable[..., FSDP]:

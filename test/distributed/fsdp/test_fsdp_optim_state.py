@@ -36,7 +36,13 @@ from torch_ext.testing._internal.common_fsdp import (
     get_full_params,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_ext.testing._internal.fsdp_optim_state import NestedModel, OptimStateCase, compute_device, state_by_name
+from torch_ext.testing._internal.fsdp_optim_state import (
+    NestedModel,
+    OptimStateCase,
+    compute_device,
+    leave_out_full_state_of_orig_params,
+    state_by_name,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -147,6 +153,9 @@ class LoadingCase(OptimStateCase):
         **new_model_kwargs: Any,
     ):
         """The same by ``optim_state_dict`` and ``optim_state_dict_to_load``."""
+        is_full = state_dict_settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        if is_full and fsdp_kwargs and fsdp_kwargs.get("use_orig_params"):
+            leave_out_full_state_of_orig_params()
         settings = (
             state_dict_settings.state_dict_type,
             state_dict_settings.state_dict_config,
@@ -339,6 +348,8 @@ class TestFSDPOptimStateResharding(LoadingCase):
 
     def _test_training_resumes_in_a_smaller_world(self, use_orig_params: bool):
         """Stopped, moved with all state to half of the ranks and trained on, a model is as if it had not stopped."""
+        if use_orig_params:
+            leave_out_full_state_of_orig_params()
         fsdp_kwargs = {"use_orig_params": use_orig_params}
         model, optim, _ = self._init_nested_model(wrap=True, fsdp_kwargs=fsdp_kwargs)
         self._step_model(model, optim)
