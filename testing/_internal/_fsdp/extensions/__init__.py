@@ -1,0 +1,6 @@
+"""The contract of FSDP2's all-gather extensions, as checks that run on anyone's tensor subclass."""
+
+from torch_ext.testing._internal._fsdp.extensions.contract import FSDPExtensionContract
+from torch_ext.testing._internal._fsdp.extensions.errors import ContractError
+
+__all__ = ["ContractError", "FSDPExtensionContract"]

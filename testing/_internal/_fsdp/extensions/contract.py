@@ -1,0 +1,349 @@
+"""``FSDPExtensionContract``: the tests that a tensor subclass with all-gather extensions must pass under FSDP2."""
+
+from __future__ import annotations
+
+import io
+import unittest
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
+from torch_ext.testing._internal._fsdp.extensions.errors import ContractError, together
+from torch_ext.testing._internal._fsdp.extensions.hooks import HookCheck, require_hooks
+from torch_ext.testing._internal._fsdp.extensions.values import check_close, inner_tensors
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+
+if TYPE_CHECKING:
+    from torch_ext.testing._internal._fsdp.cases import FSDPTest as _FSDPTest
+else:
+    _FSDPTest = object
+
+__all__ = ["FSDPExtensionContract"]
+
+_STEPS = 10
+_BATCH = 2  # rows of input a rank
+
+_LOST = (
+    "Its __torch_dispatch__ must wrap the outputs of the operations that FSDP, to_empty() and optimizers call on "
+    "shards, such as split, new_zeros, narrow, view, detach, empty_like and copy_."
+)
+
+
+class FSDPExtensionContract(_FSDPTest):
+    """A mixin for ``FSDPTest`` that trains models made of your tensor subclass, sharded and whole, and compares.
+
+    Define :meth:`make_tensor`, or :meth:`swap_weights` where wrapping each weight is not enough; adjust the attributes
+    where your subclass rounds. Before anything is trained, the hooks of every weight are called as FSDP calls them,
+    so that a mistake is reported by its name, by all ranks, rather than by a hang. Each test has fresh processes: four
+    on ``cpu`` and the simulated accelerator. All tests together take some seconds.
+
+    Attributes:
+        dim: width of the models; ``dim`` and ``4 * dim`` are the first dimensions of weights and should be divisible by
+            the number of ranks.
+        uneven_dim: another width, whose shards differ in size and may be empty, or None if the subclass refuses it.
+        rtol, atol: how far sharded values may be from whole ones in full precision; None is torch's default for the
+            type. Allow for what the subclass rounds in the all-gather, ten steps of training long.
+        param_dtype: the type of unsharded parameters under mixed precision.
+        mixed_precision_rtol, mixed_precision_atol: the same two for that.
+        learning_rate: of SGD with momentum.
+    """
+
+    dim: int = 8
+    uneven_dim: int | None = 5
+    rtol: float | None = None
+    atol: float | None = None
+    param_dtype: torch.dtype = torch.bfloat16
+    mixed_precision_rtol: float = 0.05
+    mixed_precision_atol: float = 0.05
+    learning_rate: float = 0.05
+
+    def make_tensor(self, data: torch.Tensor) -> torch.Tensor:
+        """Return your subclass with the values of plain ``data``, 2D, on any device, ``meta`` among them."""
+        raise TypeError(
+            f"{type(self).__name__} defines neither make_tensor(self, data) nor swap_weights(self, model). The "
+            "contract needs one of them to make tensors of your subclass."
+        )
+
+    def swap_weights(self, model: nn.Module) -> None:
+        """Give ``model`` weights of your subclass, in place: by default :meth:`make_tensor` of each parameter.
+
+        Override it to swap modules, such as ``nn.Linear`` for a class of yours; names of parameters must stay.
+        """
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(self.make_tensor(parameter.detach())))
+
+    def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return plain tensors to compare in place of ``tensor``, which is a weight, an output, or a shard of one.
+
+        By default the tensors that it flattens into. Override it where the unsharded tensor is made of other parts
+        than the shard, and return what both stand for.
+        """
+        return inner_tensors(tensor)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_hooks(self) -> None:
+        """Each hook, alone, takes and returns what FSDP relies on, in full precision and with ``param_dtype``."""
+        for dim in self._dims():
+            for policy in (MixedPrecisionPolicy(), self._mixed_precision()):
+                self._sharded(dim, mp_policy=policy)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_training_parity(self) -> None:
+        """Ten steps give the outputs and the weights that unsharded training on all ranks' data gives."""
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_uneven_shards(self) -> None:
+        """The same where shards differ in size, so that some are padded and some are empty."""
+        if self.uneven_dim is None:
+            raise unittest.SkipTest(f"{type(self).__name__} sets uneven_dim = None: its subclass shards evenly or not")
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._check_parity, dim=self.uneven_dim)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_mixed_precision(self) -> None:
+        """Unsharded weights are of ``param_dtype``, shards keep theirs, and training stays near full precision."""
+        model = self._check_parity(self.dim, mp_policy=self._mixed_precision(), tolerances=self._mixed_tolerances())
+        seen: list[torch.dtype] = []
+        for module, _, _ in _parameters(model):
+            module.register_forward_pre_hook(lambda module, _: seen.append(next(module.parameters()).dtype))
+        model(self._inputs(self.dim, step=0)[self.rank])
+        self.assertEqual(set(seen), {self.param_dtype}, "types of unsharded weights in forward")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_hsdp_mesh(self) -> None:
+        """Over a 2D mesh, hooks are given its shard dimension alone, and training is the same."""
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh(get_devtype().type, shape, mesh_dim_names=("replicate", "shard"))
+        for dim in self._dims():
+            self._check_parity(dim, mesh=mesh)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_meta_device_flow(self) -> None:
+        """A model made on ``meta``, sharded, materialized and initialized trains as one that was made whole."""
+        with torch.device("meta"):
+            model = self._whole(self.dim)
+        self._check_devices(model, "meta", "before sharding")
+        self._shard(model).to_empty(device=self._device)
+        self._check_devices(model, self._device.type, "after to_empty()")
+        reference = self._whole(self.dim)
+        self._initialize(model)
+        self._initialize(reference)
+        self._check_hooks(model, reference)
+        self._train_both(model, reference, self.dim, self._tolerances(), steps=3)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_save_and_load(self) -> None:
+        """A state dict that went through a file restores every shard in a model that was initialized otherwise."""
+        for dim in self._dims():
+            trained = self._check_parity(dim, steps=2)
+            file = io.BytesIO()
+            torch.save(trained.state_dict(), file)
+            file.seek(0)
+            restored = self._shard(self._whole(dim, seed=1))
+            restored.load_state_dict(torch.load(file, weights_only=False))
+            together(lambda: self._check_restored(restored, trained))  # noqa: B023  # called at once
+            for step in range(2):
+                inputs = self._inputs(dim, step)[self.rank]
+                outputs = [model(inputs) for model in (restored, trained)]
+                self._compare(outputs[0], outputs[1], "the output after loading a state dict", (0.0, 0.0))
+
+    # What follows is no part of the interface.
+
+    @property
+    def _device(self) -> torch.device:
+        return rank_device(self.rank)
+
+    def _dims(self) -> list[int]:
+        return [self.dim] if self.uneven_dim is None else [self.dim, self.uneven_dim]
+
+    def _tolerances(self) -> tuple[float | None, float | None]:
+        return self.rtol, self.atol
+
+    def _mixed_tolerances(self) -> tuple[float | None, float | None]:
+        return self.mixed_precision_rtol, self.mixed_precision_atol
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=torch.float32)
+
+    def _whole(self, dim: int, seed: int = 0) -> nn.Module:
+        """Return two blocks of two layers each, with weights of the subclass; alike on all ranks."""
+        torch.manual_seed(seed)
+        blocks = [
+            nn.Sequential(nn.Linear(dim, 3 * dim if dim % 2 else 4 * dim, bias=False), nn.Tanh()) for _ in range(2)
+        ]
+        for block in blocks:
+            block.append(nn.Linear(block[0].out_features, dim, bias=False))
+        model = nn.Sequential(*blocks)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(self._device)
+        self.swap_weights(model)
+        together(lambda: _require_all_hooks(model))
+        return model
+
+    def _shard(self, model: nn.Module, **options: Any) -> nn.Module:
+        for block in model.children():
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
+        """Return a sharded model whose hooks are sound, and the whole model that it equals."""
+        model, reference = self._shard(self._whole(dim), **options), self._whole(dim)
+        self._check_hooks(model, reference, options.get("mp_policy", MixedPrecisionPolicy()))
+        return model, reference
+
+    def _check_hooks(self, model: nn.Module, reference: nn.Module, policy: MixedPrecisionPolicy | None = None) -> None:
+        policy = policy or MixedPrecisionPolicy()
+        tolerances = self._mixed_tolerances() if policy.param_dtype else self._tolerances()
+        whole = dict(reference.named_parameters())
+        for module, name, parameter in _parameters(model):
+            HookCheck(
+                name=name, local=parameter._local_tensor, whole=whole[name].detach(), module=module,
+                mesh=_shard_mesh(parameter), policy=policy, values=self.values, tolerances=tolerances,
+            ).run()  # fmt: skip
+
+    def _check_parity(
+        self,
+        dim: int,
+        *,
+        steps: int = _STEPS,
+        tolerances: tuple[float | None, float | None] | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        model, reference = self._sharded(dim, **options)
+        self._train_both(model, reference, dim, tolerances or self._tolerances(), steps)
+        return model
+
+    def _train_both(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        dim: int,
+        tolerances: tuple[float | None, float | None],
+        steps: int,
+    ) -> None:
+        optimizers = [self._optimizer(each) for each in (model, reference)]
+        for step in range(steps):
+            inputs = self._inputs(dim, step)
+            whole_output = reference(torch.cat(inputs))
+            output = model(inputs[self.rank])
+            mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
+            what = f"the output of step {step}"
+            # Means over a rank's rows average to the mean over all rows, as gradients do: no collective is needed.
+            for each in (whole_output, output):
+                each.square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            together(
+                lambda: (
+                    self._compare(output, mine, what, tolerances),  # noqa: B023  # called at once
+                    self._check_weights(model, reference, f"after step {step}", tolerances),  # noqa: B023
+                )
+            )
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
+
+    def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
+        """Return the input of every rank, ``(_BATCH, dim)`` each; alike on all ranks."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        rows = torch.randn(dist.get_world_size() * _BATCH, dim, generator=generator)
+        return list(rows.to(self._device).chunk(dist.get_world_size()))
+
+    def _initialize(self, model: nn.Module) -> None:
+        for index, parameter in enumerate(model.parameters()):
+            nn.init.constant_(parameter, (index + 1) / (4 * parameter.size(1)))
+
+    def _check_devices(self, model: nn.Module, kind: str, when: str) -> None:
+        def check() -> None:
+            for name, parameter in model.named_parameters():
+                shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                parts = [shard, *inner_tensors(shard)]
+                if any(part.device.type != kind for part in parts):
+                    raise ContractError(
+                        f"{name} {when}: {type(shard).__name__} has parts on {[str(part.device) for part in parts]}, "
+                        f"expected {kind}. Its __torch_dispatch__ must apply the operation to every inner tensor."
+                    )
+
+        together(check)
+
+    def _check_weights(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        when: str,
+        tolerances: tuple[float | None, float | None],
+    ) -> None:
+        whole = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            shard = _local_of(parameter, name, when)
+            mesh = _shard_mesh(parameter)
+            expected = _chunk(whole[name].detach(), mesh)
+            if (shard.shape, shard.dtype) != (expected.shape, expected.dtype):
+                raise ContractError(
+                    f"{name} {when}: this rank's shard is {shard.dtype} {tuple(shard.shape)}, expected "
+                    f"{expected.dtype} {tuple(expected.shape)}. {_LOST}"
+                )
+            self._compare(shard, expected, f"{name} {when}", tolerances)
+
+    def _check_restored(self, restored: nn.Module, trained: nn.Module) -> None:
+        when = "after loading a state dict"
+        for (name, mine), theirs in zip(restored.named_parameters(), trained.parameters(), strict=True):
+            shards = [_local_of(each, name, when) for each in (mine, theirs)]
+            self._compare(shards[0], shards[1], f"{name} {when}", (0.0, 0.0))
+
+    def _compare(
+        self,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        what: str,
+        tolerances: tuple[float | None, float | None],
+    ) -> None:
+        complaint = (
+            f"{what} is not what unsharded training gives, or not what was saved, within rtol={tolerances[0]}, "
+            f"atol={tolerances[1]}"
+        )
+        check_close(
+            self.values(got), self.values(expected), tolerances=tolerances, complaint=complaint, check_dtype=False
+        )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield each parameter with the module that owns it and its name from the root."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module, f"{prefix}.{name}", parameter
+
+
+def _require_all_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        require_hooks(parameter, name)
+
+
+def _shard_mesh(parameter: DTensor) -> DeviceMesh:
+    mesh = parameter.device_mesh
+    return mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
+
+
+def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the rows of ``whole`` that this rank of ``mesh`` holds, which may be none."""
+    rows = -(-whole.size(0) // mesh.size())
+    start = min(rows * mesh.get_local_rank(), whole.size(0))
+    return whole.narrow(0, start, min(rows, whole.size(0) - start))
+
+
+def _local_of(parameter: Any, name: str, when: str) -> torch.Tensor:
+    shard: torch.Tensor = parameter._local_tensor
+    try:
+        require_hooks(shard, name)
+    except ContractError as error:
+        raise ContractError(f"{name} has lost its subclass {when}. {_LOST} ({error})") from None
+    return shard

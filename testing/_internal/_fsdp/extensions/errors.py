@@ -1,0 +1,54 @@
+"""The contract's failures: what they say, and how all ranks come to say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["ContractError", "together"]
+
+_Result = TypeVar("_Result")
+
+
+class ContractError(AssertionError):
+    """A tensor subclass breaks the contract of all-gather extensions; the message says where, how, and the remedy."""
+
+
+def together(step: Callable[[], _Result]) -> _Result:
+    """Run ``step`` on every rank and return its result, or fail on every rank if it failed on one.
+
+    A rank that failed alone would leave the others in their next collective until the time limit, and its message
+    would be one among many. Collective over the default group; ``step`` itself must not communicate.
+
+    Raises:
+        ContractError: ``step`` failed somewhere. Ranks with the same message are named together.
+    """
+    failure: str | None = None
+    try:
+        result = step()
+    except Exception as error:
+        failure = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}"
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if any(failures):
+        raise ContractError(_by_message(failures))
+    return result
+
+
+def _by_message(failures: list[str | None]) -> str:
+    """Return each message once, after the ranks that have it.
+
+    >>> print(_by_message(["no hooks", "no hooks", None, "too small"]))
+    on ranks 0, 1 of 4: no hooks
+    on rank 3 of 4: too small
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, message in enumerate(failures):
+        if message is not None:
+            ranks.setdefault(message, []).append(rank)
+    return "\n".join(
+        f"on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))} of {len(failures)}: {message}"
+        for message, those in ranks.items()
+    )
