@@ -112,11 +112,13 @@ MISTAKES = {
         "all-gather second",
     ),
     "key_prefix_left_in": fault(
-        f"{_STATE}:_common_unshard_post_state_dict_hook",
-        '_replace_by_prefix(state_dict, prefix + f"{FSDP_PREFIX}", prefix)',
-        "pass",
+        f"{_STATE}:_full_post_state_dict_hook",
+        "return _common_unshard_post_state_dict_hook(\n"
+        "        module, fsdp_state, state_dict, prefix, param_hook\n    )",
+        "saved = _common_unshard_post_state_dict_hook(module, fsdp_state, state_dict, prefix, param_hook)\n"
+        "    if prefix:\n        _replace_by_prefix(saved, prefix, prefix + FSDP_PREFIX)\n    return saved",
         _FULL_STATE_1,
-        "_fsdp_wrapped_module",
+        "Additional keys in the actual mapping: .*_fsdp_wrapped_module",
     ),
     "state_loaded_on_rank_0_only": fault(
         f"{_STATE}:_full_pre_load_state_dict_hook",

@@ -5,11 +5,11 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 
 from __future__ import annotations
 
-from test.torch_ext.suite_faults import fsdp1, fsdp2
+from test.torch_ext.suite_faults import fsdp1, fsdp2, mirrored
 
 __all__ = ["FAULTS", "inject"]
 
-FAULTS = {**fsdp1.MISTAKES, **fsdp2.MISTAKES}
+FAULTS = {**fsdp1.MISTAKES, **fsdp2.MISTAKES, **mirrored.MISTAKES}
 
 
 def inject(name: str) -> None:
