@@ -21,6 +21,7 @@ from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
+from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
@@ -231,6 +232,7 @@ class MultiProcContinuousTest(TestCase):
         me = world_rank.current()
         if me is None:
             raise AssertionError("_rank_main() runs in a rank only")
+        accelerator.request_devices(max(world_size, devices_asked_for(cls)))
         cls.rank, cls.world_size = rank, world_size
         no_group: BaseException | None = None
         try:
