@@ -27,7 +27,7 @@ from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Outcome, Said
-from torch_ext.world.parent import Body, RankProcess, World
+from torch_ext.world.parent import Body, RankProcess, World, ZygoteLostError
 from torch_ext.world.rank import Inherited
 from torch_ext.world.watch import Limits
 
@@ -186,6 +186,9 @@ class MultiProcContinuousTest(TestCase):
         outcomes: list[Outcome] = []
         try:
             outcomes = world.wait(Limits(test_s=timeout_of(self)), keep=True)
+        except ZygoteLostError:
+            access.forget(world.zygote)
+            raise
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()
