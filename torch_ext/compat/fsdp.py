@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._init_utils import (
         NO_RESHARD_AFTER_FORWARD_STRATEGIES as NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     )
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._triton import has_triton as has_triton
 
     HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -36,6 +37,7 @@ __getattr__ = lazy_names(
         "NO_RESHARD_AFTER_FORWARD_STRATEGIES": (
             "torch.distributed.fsdp._init_utils:NO_RESHARD_AFTER_FORWARD_STRATEGIES",
         ),
+        "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode",),
         "TrainingState": ("torch.distributed.fsdp._common_utils:TrainingState",),
         "_gather_state_dict": ("torch.distributed._state_dict_utils:_gather_state_dict",),
         "checkpoint": (
