@@ -433,3 +433,17 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
     use = "import torch, torch_ext.sim; torch.ones(1, device='sim')"
     bad = _in_fresh_interpreter(use, TORCH_EXT_SIM_DEVICES="many")
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
+
+
+def test_devices_can_be_requested_until_the_first_use() -> None:
+    ask = (
+        "import torch, torch_ext.sim; torch.sim.request_devices(6); torch.sim.request_devices(2)\n"
+        "print(torch.sim.device_count())\n"
+        "if torch.sim.device_count() == 6: torch.ones(1, device='sim:5')\n"
+        "torch.ones(1, device='sim:0'); torch.sim.request_devices(9); print(torch.sim.device_count())"
+    )
+    assert _in_fresh_interpreter(ask).stdout.split() == ["6", "6"]
+    assert _in_fresh_interpreter(ask, TORCH_EXT_SIM_DEVICES="3").stdout.split() == ["3", "3"]
+    for count in (0, 65):
+        with pytest.raises(ValueError, match=f"from 1 to 64, got {count}"):
+            torch.sim.request_devices(count)

@@ -15,6 +15,7 @@ from typing import Any
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, parent_half_of, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
@@ -178,13 +179,15 @@ class MultiProcessTestCase(TestCase):
     def _spawn_processes(self) -> None:
         """Start the ranks; each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
-        arguments = (self._current_test_name(), self.file_name, Inherited(0))
+        name, size = self._current_test_name(), int(self.world_size)
+        devices = max(size, devices_asked_for(type(self), name))
+        arguments = (name, self.file_name, Inherited(0))
         kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         self._world = start_ranks(
             type(self).__module__,
             [
-                Body(bodies.run_rank, (type(self)._run, rank, *arguments), kwargs, connections=1)
-                for rank in range(int(self.world_size))
+                Body(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                for rank in range(size)
             ],
         )
         self.processes = self._world.processes
