@@ -234,6 +234,14 @@ class TestContinuous(FSDPTestContinuous):
         self.fail("ran")
 
 
+class TestZygote(Case):
+    @across_ranks()
+    @given(x=numbers)
+    def test_zygote_dies(self, x):
+        if x >= 137 and self.rank == 0 and "KILL_ZYGOTE" in os.environ:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
 class TestNotReady(Case):
     @classmethod
     def _run(cls, rank, *args, **kwargs):
@@ -475,6 +483,14 @@ def test_other_runners_find_and_show_the_same(tmp_path: Path, way: str) -> None:
     assert run.status.pop("test_rank_1_fails") == "failed", run
     assert set(run.status.values()) <= {"passed"}, run
     assert "test_rank_1_fails(xs=[137], kind='a')" in run.out + run.err
+
+
+def test_a_lost_zygote_is_no_fault_of_an_example(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, SOURCE)
+    run = suite.run_unittest("TestZygote.test_zygote_dies", extra={"KILL_ZYGOTE": "1"})
+    assert run.status == {"test_zygote_dies": "failed"}, run
+    assert "ZygoteLostError" in run.err
+    assert "minimal example" not in run.err
 
 
 def test_examples_are_the_same_in_every_run_in_ci_and_leave_no_database(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ class _StopEngine(BaseException):
         self.error = error
 
 
+@contextlib.contextmanager
+def _zygote_of(world: World) -> Iterator[None]:
+    """Blame no example, and have the next test get another zygote, if the one of ``world`` is lost inside."""
+    try:
+        yield
+    except ZygoteLostError as error:
+        access.forget(world.zygote)
+        raise _StopEngine(error) from None
+
+
 def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
     """Return ``given`` as an engine can use it whose examples run in other processes.
 
@@ -212,12 +222,19 @@ class ExampleRun:
         world: World | None = self._case._world
         if world is None or world is not self._ready:
             if self._ready is not None:
-                self._case._spawn_processes()
-                world = self._case._world
+                world = self._start_again()
             if world is None:
                 raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
             self._settle(world, Limits(test_s=_READY_S), keep=True)
             self._ready = world
+        return world
+
+    def _start_again(self) -> World:
+        try:
+            self._case._spawn_processes()
+        except ZygoteLostError as error:
+            raise _StopEngine(error) from None
+        world: World = self._case._world
         return world
 
     def _settle(self, world: World, limits: Limits, keep: bool) -> None:
@@ -228,11 +245,8 @@ class ExampleRun:
             raise _StopEngine(failure) from None
 
     def _wait(self, world: World, limits: Limits, keep: bool) -> list[Outcome]:
-        try:
+        with _zygote_of(world):
             return world.wait(limits, keep=keep)
-        except ZygoteLostError as error:
-            access.forget(world.zygote)
-            raise _StopEngine(error) from None
 
     def _send(self, world: World, message: bytes) -> None:
         for process in world.processes:
@@ -241,10 +255,11 @@ class ExampleRun:
 
     def _drop_ranks(self, world: World) -> None:
         """End the ranks and see them gone: fresh ones will meet in the same file."""
-        for process in world.processes:
-            process.kill()
-        for process in world.processes:
-            process.join(_GONE_S)
+        with _zygote_of(world):
+            for process in world.processes:
+                process.kill()
+            for process in world.processes:
+                process.join(_GONE_S)
         self._case._end_world()
         with open(self._case.file_name, "wb"):
             pass
