@@ -27,7 +27,7 @@ __all__ = [
     "NestedModel",
     "OptimStateCase",
     "compute_device",
-    "leave_out_full_state_of_orig_params",
+    "leave_out_offload_of_orig_params",
     "shard",
     "state_by_name",
 ]
@@ -45,7 +45,7 @@ def shard(module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
     return FSDP(module, device_id=compute_device(), **fsdp_kwargs)
 
 
-def leave_out_full_state_of_orig_params() -> None:
+def leave_out_offload_of_orig_params() -> None:
     """Leave out the running sub-case, or test, on the plain host.
 
     FSDP of torch 2.13 gathers all states of a flat parameter into one buffer, one after the other: where the "copy" to
@@ -55,7 +55,7 @@ def leave_out_full_state_of_orig_params() -> None:
         unittest.SkipTest: there is no accelerator.
     """
     leave_out_without_accelerator(
-        "a full optimizer state with use_orig_params=True needs memory apart from the host's to be offloaded to"
+        "to offload a full optimizer state with use_orig_params=True needs memory apart from the host's"
     )
 
 

@@ -40,7 +40,7 @@ from torch_ext.testing._internal.fsdp_optim_state import (
     NestedModel,
     OptimStateCase,
     compute_device,
-    leave_out_full_state_of_orig_params,
+    leave_out_offload_of_orig_params,
     state_by_name,
 )
 
@@ -52,6 +52,9 @@ STATE_DICT_TYPES = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_D
 FULL = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 FULL_ON_RANK0 = StateDictSettings(
     StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
+)
+FULL_ON_DEVICE = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
 )
 SHARDED = StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
@@ -153,9 +156,8 @@ class LoadingCase(OptimStateCase):
         **new_model_kwargs: Any,
     ):
         """The same by ``optim_state_dict`` and ``optim_state_dict_to_load``."""
-        is_full = state_dict_settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        if is_full and fsdp_kwargs and fsdp_kwargs.get("use_orig_params"):
-            leave_out_full_state_of_orig_params()
+        if state_dict_settings in (FULL, FULL_ON_RANK0) and fsdp_kwargs == {"use_orig_params": True}:
+            leave_out_offload_of_orig_params()
         settings = (
             state_dict_settings.state_dict_type,
             state_dict_settings.state_dict_config,
@@ -289,7 +291,7 @@ class TestFSDPOptimState(LoadingCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_use_orig_params(self):
         self.run_subtests(
-            {"state_dict_settings": [FULL, FULL_ON_RANK0, SHARDED], "wrap_alt": [True, False]},
+            {"state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE, SHARDED], "wrap_alt": [True, False]},
             self._test_load_optim_state_with_optim_state_dict,
             _ModelClass.NESTED,
             fsdp_kwargs={"use_orig_params": True},
@@ -335,7 +337,7 @@ class TestFSDPOptimStateResharding(LoadingCase):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_use_orig_params_halve_world_size(self):
         self.run_subtests(
-            {"state_dict_settings": [FULL, FULL_ON_RANK0], "wrap_alt": [True, False]},
+            {"state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE], "wrap_alt": [True, False]},
             self._test_load_optim_state_with_optim_state_dict,
             _ModelClass.NESTED,
             halve_world_size=True,
@@ -348,12 +350,15 @@ class TestFSDPOptimStateResharding(LoadingCase):
 
     def _test_training_resumes_in_a_smaller_world(self, use_orig_params: bool):
         """Stopped, moved with all state to half of the ranks and trained on, a model is as if it had not stopped."""
-        if use_orig_params:
-            leave_out_full_state_of_orig_params()
+        settings = (
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(),
+            FullOptimStateDictConfig(offload_to_cpu=False),
+        )
         fsdp_kwargs = {"use_orig_params": use_orig_params}
         model, optim, _ = self._init_nested_model(wrap=True, fsdp_kwargs=fsdp_kwargs)
         self._step_model(model, optim)
-        with FSDP.state_dict_type(model, FULL.state_dict_type):
+        with FSDP.state_dict_type(model, *settings):
             # What is outside FSDP is in there as it is, and training goes on.
             state, osd = deepcopy(model.state_dict()), FSDP.optim_state_dict(model, optim)
         # The parameters of one flat parameter share one "step": apart from each other, each would advance it.
@@ -367,7 +372,7 @@ class TestFSDPOptimStateResharding(LoadingCase):
             wrap=True, wrap_alt=True, group=group, fsdp_kwargs=fsdp_kwargs
         )
         resumed.load_state_dict(state)
-        with FSDP.state_dict_type(resumed, FULL.state_dict_type):
+        with FSDP.state_dict_type(resumed, *settings):
             resumed_optim.load_state_dict(FSDP.optim_state_dict_to_load(resumed, resumed_optim, osd, group=group))
         self.assertEqual(self._step_model(resumed, resumed_optim, seed=1), losses)
         self.assertEqual(get_full_params(resumed), uninterrupted)

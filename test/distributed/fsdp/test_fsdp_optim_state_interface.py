@@ -34,7 +34,6 @@ from torch_ext.testing._internal.fsdp_optim_state import (
     NestedModel,
     OptimStateCase,
     compute_device,
-    leave_out_full_state_of_orig_params,
     shard,
     state_by_name,
 )
@@ -374,8 +373,9 @@ class TestFSDPOptimStateInterface(OptimStateCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_grad(self):
         """Parameters that are frozen and thawed in turn have state once they had a gradient, and keep it."""
-        leave_out_full_state_of_orig_params()
         model = shard(DummyModel(no_grad=True), use_orig_params=True)
+        on_device = FullOptimStateDictConfig(offload_to_cpu=False)
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         for step in range(5):
             model.net1.requires_grad_(step % 2 == 1)
