@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Training with ``fully_shard`` equals training the whole model on every rank with averaged gradients.
+"""Training as in ``test_fully_shard_training``, under options and in orders of calls that are used less.
 
-Data differs by rank and step. A gradient that comes from one rank only, is divided by the wrong number or lands in
+The reference holds the whole model on every rank. Data differs by rank and step. A gradient that comes from one rank only, is divided by the wrong number or lands in
 another shard shows in the first step; state that survives from one step to the next shows in the later ones.
 """
 
@@ -13,7 +13,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed._composable import checkpoint
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,8 +29,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
     DoubleLinear,
-    MLPStack,
-    get_devtype,
     leave_out_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -334,25 +331,6 @@ class TestFullyShard1DTrainingCore(BesideTest):
             self.assertEqual(model.lin2.weight.grad is None, drop)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_unused_forward_module(self):
-        torch.manual_seed(0)
-        model = DoubleLinear(5, use_second_linear=False)
-        reference = self.replica(model)
-        shard_all(model.to(self.device))
-        self.train_beside(reference, model, 5)
-        self.assertIsNone(model.lin2.weight.grad)
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_frozen_parameters(self):
-        """Frozen ones, alone in their group or beside trained ones, keep their values and get no gradient."""
-        model = mlps()
-        model[0].requires_grad_(False)
-        model[1].in_proj.weight.requires_grad_(False)
-        reference = self.replica(model)
-        shard_all(model.to(self.device))
-        self.train_beside(reference, model, 5)
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharding_below_a_module_that_is_not_sharded(self):
         """Parameters outside stay plain: averaging their gradients is up to the caller."""
         model = mlps()
@@ -471,17 +449,6 @@ class TestFullyShard1DTrainingCompose(BesideTest):
         self.check_equal("forwards of three layers in two steps, each run again", len(runs), 12)
 
 
-class TestFullyShardShardPlacementFnMultiProcess(BesideTest):
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_train_parity_shard_dim1(self):
-        torch.manual_seed(0)
-        model = MLP(8)
-        reference = self.replica(model)
-        fully_shard(model.to(self.device), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-        self.assertEqual(model.in_proj.weight.to_local().shape, (32, 2))
-        self.train_beside(reference, model, 8)
-
-
 class TestFullyShardSharedParams(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_shared_params(self):
@@ -563,15 +530,6 @@ class TestFullyShardCustomForwardMethod(BesideTest):
             return self.encode(x).mean(0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_register_fsdp_forward_method(self):
-        model = self.Encoder()
-        reference = self.replica(model)
-        fully_shard(model.to(self.device).body)
-        fully_shard(model)
-        register_fsdp_forward_method(model, "encode")
-        self.train_beside(reference, model, 5, loss_of=lambda module, rows: module.encode(rows).square().sum())
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unregistered_method_finds_its_parameters_sharded(self):
         model = self.Encoder()
         fully_shard(model.to(self.device))
@@ -600,53 +558,7 @@ class TestFullyShardShareCommContext(BesideTest):
         self.assertIs(contexts[0], contexts[1])
 
 
-class TestFullyShardNDTraining(BesideTest):
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_2d_mlp_with_nd_mesh(self):
-        """Tensor parallelism inside, sharding outside; ranks of one tensor-parallel group see the same data."""
-        self.run_subtests(
-            {"reshard_after_forward": [True, False], "checkpointing": [False, True], "width": [4, 6]}, self._test_2d
-        )
-
-    def _test_2d(self, reshard_after_forward, checkpointing, width):
-        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
-        torch.manual_seed(0)
-        model = MLPStack(width)
-        reference = self.replica(model)
-        model.to(self.device).parallelize(
-            mesh["tp"], mesh["dp"], checkpointing, reshard_after_forward=reshard_after_forward
-        )
-        group = mesh.get_local_rank("dp")
-        self.train_beside(
-            reference,
-            model,
-            width,
-            check=self.check_whole,
-            loss_of=lambda module, rows: module(self._rows_of(group, rows)).square().sum(),
-        )
-
-    def _rows_of(self, group, rows):
-        shared = [None] * self.world_size
-        dist.all_gather_object(shared, rows.cpu())
-        return shared[2 * group].to(self.device)
-
-
 class TestFullyShardHooks(BesideTest):
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_hooks_of_the_user_see_whole_parameters(self):
-        """Forward hooks run while parameters are whole, and hooks on outputs run in backward."""
-        model = mlps()
-        shapes, backward = [], []
-        for child in model.to(self.device):
-            child.in_proj.register_forward_hook(
-                lambda module, args, output: shapes.append((type(module.weight), tuple(module.weight.shape)))
-            )
-            child.register_full_backward_hook(lambda *_: backward.append(None))
-        shard_all(model)
-        model(self.rows(5)).sum().backward()
-        self.assertEqual(shapes, [(nn.Parameter, (10, 5)), (nn.Parameter, (15, 5)), (nn.Parameter, (10, 5))])
-        self.assertEqual(len(backward), 3)
-
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_accumulate_grad_hook_sees_the_sharded_gradient(self):
         model = mlps(1)

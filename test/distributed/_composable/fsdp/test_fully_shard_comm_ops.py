@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Which collectives ``fully_shard`` calls, when, on what, and what setters change about that.
+"""What the collectives of ``fully_shard`` move, and how calls and setters on single modules change their number.
 
-The anatomy suite writes out the usual steps; here are the settings that change a step, and what a collective moves.
+``test_fully_shard_comm`` counts and orders the collectives of usual steps.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, whole
 from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
 from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
-from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits
+from torch_ext.testing._internal._fsdp.steps import ThreeUnits
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     patch_all_gather,
@@ -196,12 +196,6 @@ class TestFullyShardCommunication(CommTest):
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 0, 0))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_no_grad_forward_only_gathers(self):
-        model = self.three_units()
-        with torch.no_grad():
-            self.assertEqual(self.counts(lambda: model(self.rows(4))), (3, 0, 0))
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_requires_gradient_sync_of_one_module(self):
         model = self.three_units()
         model.first.set_requires_gradient_sync(False)
@@ -308,56 +302,6 @@ class TestFullyShardUnshard(CommTest):
 
 class TestFullyShardPrefetch(CommTest):
     """Prefetch moves all-gathers to earlier places, and adds or drops none."""
-
-    def _logged(self, **options):
-        model = ThreeUnits().to(self.device)
-        log = StepLog(model)
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh_of(4), **options)
-        return model, log
-
-    def _step_text(self, model, log):
-        with log.of("step"):
-            self.step(model)
-        return log.text()
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_set_modules_to_forward_prefetch(self):
-        model, log = self._logged(reshard_after_forward=False)
-        model.first.set_modules_to_forward_prefetch([model.second])
-        self.assertExpectedInline(
-            self._step_text(model, log),
-            """\
-step:
-  all-gather last
-  all-gather first
-  all-gather second
-  forward first
-  forward second
-  forward last
-  backward last
-  backward second
-  reduce-scatter second
-  backward first
-  reduce-scatter last
-  reduce-scatter first""",
-        )
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_set_modules_to_backward_prefetch(self):
-        """What is asked for takes the place of the default, which would gather ``first`` only in ``second``."""
-        model, log = self._logged()
-        model.set_modules_to_backward_prefetch([model.second, model.first])
-        lines = self._step_text(model, log).splitlines()
-        backward = lines[lines.index("  backward last") :]
-        self.assertExpectedInline(
-            "\n".join(backward[:4]),
-            """\
-  backward last
-  all-gather second
-  all-gather first
-  backward second""",
-        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_prefetch_of_what_is_no_fsdp_module_is_refused(self):
