@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """Training as in ``test_fully_shard_training``, under options and in orders of calls that are used less.
 
-The reference holds the whole model on every rank. Data differs by rank and step. A gradient that comes from one rank only, is divided by the wrong number or lands in
-another shard shows in the first step; state that survives from one step to the next shows in the later ones.
+The reference holds the whole model on every rank. Data differs by rank and step: a gradient that comes from one rank
+only, is divided by the wrong number or lands in another shard shows in the first step; state that survives from one
+step to the next shows in the later ones.
 """
 
 import itertools
