@@ -80,7 +80,7 @@ class BesideTest(FourRankTest):
         for step in range(steps):
             losses = [(loss_of or _squares)(model, self.rows(width, step)) for model in (reference, sharded)]
             for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             average_gradients(reference)
             self.check_equal(f"loss of step {step}", losses[1], losses[0], **tolerance)
             compare(reference, sharded)

@@ -512,6 +512,7 @@ class TestFullyShardHSDPTraining(BesideTest):
             optimizer.step()
             optimizer.zero_grad()
         local = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
+        self.assertNotEqual(whole(model[0].in_proj.weight), mlps()[0].in_proj.weight.detach().to(self.device))
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, local.cpu())
         self.assertEqual(everyone[self.rank], everyone[(self.rank + 2) % 4], atol=0, rtol=0)
