@@ -126,6 +126,11 @@ class SimCCL final : public c10d::Backend {
     options_->timeout = timeout;
     transport_->setTimeout(timeout);
   }
+  // The flight recorder's entries are the transport's.
+  void setGroupUid(const std::string& name) override {
+    c10d::Backend::setGroupUid(name);
+    transport_->setGroupUid(name);
+  }
   void setSequenceNumberForGroup() override { transport_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return transport_->getSequenceNumberForGroup(); }
   void enableCollectivesTiming() override { transport_->enableCollectivesTiming(); }
