@@ -1,7 +1,9 @@
-"""Test classes that are made once per device type, in files whose lists of device types are older than the device.
+"""What in torch's own test helpers goes by the names of devices and backends, and so leaves out an accelerator that is
+younger than the list.
 
 Upstream's files end in ``instantiate_device_type_tests(TestX, globals(), only_for=("cuda", "hpu"))``: the list is what
-their authors had at hand. An accelerator under test that such a list leaves out would find no test at all.
+their authors had at hand, and an accelerator that is not on it would find no test at all. ``DTensorTestBase`` refuses
+backends that it does not know, unless host and device have one each.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
@@ -20,12 +24,22 @@ _SLOT = "privateuse1"
 
 
 def install() -> None:
-    """Have ``instantiate_device_type_tests`` make a class for the device under test wherever an accelerator is listed."""
-    if accelerator.is_accelerator():
-        module = upstream_module("common_device_type")
-        module.instantiate_device_type_tests = _for_device_under_test(  # type: ignore[attr-defined]
-            module.instantiate_device_type_tests, module.device_type_test_bases
-        )
+    """Have torch's helpers serve the accelerator under test wherever they list some; does nothing on the host."""
+    if not accelerator.is_accelerator():
+        return
+    module = upstream_module("common_device_type")
+    module.instantiate_device_type_tests = _for_device_under_test(  # type: ignore[attr-defined]
+        module.instantiate_device_type_tests, module.device_type_test_bases
+    )
+    if accelerator.backend() not in upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS:
+        upstream_module("distributed._tensor.common_dtensor").DTensorTestBase.backend = property(_backends)
+
+
+def _backends(case: Any) -> str:
+    device = case.device_type
+    own = dist.get_default_backend_for_device(device)
+    host = dist.get_default_backend_for_device(accelerator.HOST)
+    return own if device == accelerator.HOST else f"{accelerator.HOST}:{host},{device}:{own}"
 
 
 def _for_device_under_test(instantiate: Any, bases: Sequence[Any]) -> Any:
