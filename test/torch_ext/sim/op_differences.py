@@ -6,6 +6,8 @@ may draw for some samples only.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Draw from the device's own generator, for some samples at least. A call that did draw is compared by shapes, types and
 # devices; one that did not, by values. An operator that is not named here may not draw.
 RANDOM = frozenset(
@@ -43,18 +45,27 @@ RANDOM = frozenset(
 # Values of memory that nothing has written.
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
-# Compared within the usual tolerance of their type.
+
+class Rounded(NamedTuple):
+    """Why an operator rounds otherwise, and how far that goes (relative and absolute) in float32 and in bfloat16."""
+
+    reason: str
+    full: float = 0.0
+    half: float = 0.0
+
+
 _GELSY = "LAPACK's gelsy rounds by the alignment of its workspace: the host does not always equal itself"
 _BY_NAME = "torch chooses the type it accumulates in by the device's name, and knows only its own devices"
-ROUNDED: dict[str, str] = {
-    "linalg.lstsq": _GELSY,
-    "linalg.lstsq.grad_oriented": _GELSY,
-    "nn.functional.linear_cross_entropy.chunked": _BY_NAME,
-    "nn.functional.linear_cross_entropy.chunked_none": _BY_NAME,
+_PATH = "for some shapes one of them takes the fused kernel and the other the decomposition"
+ROUNDED: dict[str, Rounded] = {
+    "linalg.lstsq": Rounded(_GELSY, full=1e-5),
+    "linalg.lstsq.grad_oriented": Rounded(_GELSY, full=1e-5),
+    "nn.functional.linear_cross_entropy.chunked": Rounded(_BY_NAME, half=5e-2),
+    "nn.functional.linear_cross_entropy.chunked_none": Rounded(_BY_NAME, half=5e-2),
+    "nn.functional.scaled_dot_product_attention": Rounded(_PATH, full=3e-5, half=3e-2),
 }
 
-# Run on cpu and raise NotImplementedError on sim, by operator and, where some samples run, by the keyword that decides.
-SPARSE_REASON = "the device has dense tensors only"
+# The device has dense tensors only: run on cpu and raise NotImplementedError on sim, by operator and, where some samples run, by the keyword that decides.
 SPARSE = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"})
 SPARSE_IF_ASKED = frozenset({"nn.functional.embedding", "nn.functional.embedding_bag"})  # by sparse=True
 
