@@ -65,9 +65,10 @@ ROUNDED: dict[str, Rounded] = {
     "nn.functional.scaled_dot_product_attention": Rounded(_PATH, full=3e-5, half=3e-2),
 }
 
-# The device has dense tensors only: run on cpu and raise NotImplementedError on sim, by operator and, where some samples run, by the keyword that decides.
+# The device has dense tensors only: these run on cpu and raise NotImplementedError on sim; all samples, or those that
+# ask for sparse gradients.
 SPARSE = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"})
-SPARSE_IF_ASKED = frozenset({"nn.functional.embedding", "nn.functional.embedding_bag"})  # by sparse=True
+SPARSE_IF_ASKED = frozenset({"nn.functional.embedding", "nn.functional.embedding_bag"})
 
 # Arguments that are on the host for every accelerator.
 HOST_ARGUMENTS = frozenset({"tensor_split"})
