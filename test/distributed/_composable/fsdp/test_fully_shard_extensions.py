@@ -284,6 +284,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         """FSDP itself names the padded size; only the rank with the small shard learns of it, so it alone is asked."""
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             model = self._shard(self._init_two_tensor_mlp(3))
+            model(self._input(3))  # the first use replaces local tensors that need padding
             weight = model[0].out_proj.weight._local_tensor
             weight.fsdp_pre_all_gather = unpadded_pre_all_gather.__get__(weight)
             if weight.size(0) == 2:
@@ -297,6 +298,20 @@ def unpadded_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_pol
 
 
 class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
+    @property
+    def device(self):
+        # One for all ranks: DTensor's caches are shared by threads, and remember whose device was current.
+        return rank_device(0)
+
+    def _input(self, dim=8):
+        # Positive inputs, and positive weights below, so that ReLU stops no gradient.
+        return super()._input(dim).abs()
+
+    def _initialize(self, param):
+        # Of the local tensor: through DTensor, threads would share what it remembers of devices.
+        with torch.no_grad():
+            nn.init.uniform_(param._local_tensor, 0.01, 0.1)
+
     def _materialize(self, dim=8, **options):
         """Return a sharded model that was made on ``meta``, with values on the device."""
         with torch.device("meta"):
@@ -306,7 +321,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self._shard(model, **options).to_empty(device=self.device)
         for param in model.parameters():
             self.assertEqual(param.device, self.device)
-            nn.init.trunc_normal_(param)
+            self._initialize(param)
         return model
 
     def _patch_weights(self, model):
@@ -353,7 +368,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         model = nn.Sequential(*[MLP(8, bias=False, device=torch.device("meta")) for _ in range(3)])
         self._shard(model).to_empty(device=self.device)
         for param in model.parameters():
-            nn.init.trunc_normal_(param)
+            self._initialize(param)
         # Not earlier: to_empty() replaces the local tensors.
         hooks = self._patch_weights(model)
         before = [param.to_local().clone() for param in model.parameters()]
@@ -409,7 +424,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_one_hook_alone_is_refused(self):
         weight = torch.ones(4, 4, device=self.device)
         model = nn.Linear(4, 4, bias=False)
-        tensor = OnlyPreAllGather(weight)
+        tensor = OnlyPreAllGather(weight, weight.clone())
         model.weight = nn.Parameter(tensor)
         with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"):
             fully_shard(model)
@@ -417,12 +432,6 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
 class OnlyPreAllGather(TwoTensor):
     @staticmethod
-    def __new__(cls, data):
-        return TwoTensor.__new__(cls, data, data)
-
-    def __init__(self, data, _same=None):
-        self.a = self.b = data
-
     def fsdp_pre_all_gather(self, mesh):
         return (self.a,), None
 
