@@ -232,23 +232,6 @@ class TestFullyShardAllGatherExtensionsCommon:
             losses.append(loss.detach())
         return losses
 
-    def _average_gradients(self, model):
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.detach().div_(self.world_size)
-
-
-class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_all_gather_extensions_train_parity(self):
-        """Ten steps of a sharded TwoTensor model equal those of a replicated one, with either signature."""
-        for num_arguments in PRE_ALL_GATHER:
-            with self._patch_two_tensor_fsdp_all_gather(num_arguments):
-                self.run_subtests(
-                    {"reshard_after_forward": [True, False]},
-                    self._test_all_gather_extensions_train_parity,
-                )
-
     def _test_all_gather_extensions_train_parity(self, reshard_after_forward, dim=8, mesh=None):
         torch.manual_seed(42)
         model = self._init_two_tensor_mlp(dim)
@@ -270,9 +253,28 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
                 optim.zero_grad(set_to_none=(step % 2 == 0))
             check_sharded_parity(self, ref_model, model)
 
+    def _average_gradients(self, model):
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.detach().div_(self.world_size)
+
+
+class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_all_gather_extensions_train_parity(self):
+        """Ten steps of a sharded TwoTensor model equal those of a replicated one."""
+        with self._patch_two_tensor_fsdp_all_gather(num_arguments=1):
+            self.run_subtests(
+                {"reshard_after_forward": [True, False]},
+                self._test_all_gather_extensions_train_parity,
+            )
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_all_gather_extensions_uneven_train_parity(self):
-        """The same with first dimensions that two ranks cannot share evenly: rank 1 gives padding that none may see."""
+        """The same with first dimensions that two ranks cannot share evenly: rank 1 gives padding that none may see.
+
+        Only hooks that are told the outer size can do that.
+        """
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             self.run_subtests(
                 {"reshard_after_forward": [True, False], "dim": [3]},
@@ -281,15 +283,23 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards_without_padding_are_refused(self):
-        """FSDP itself names the padded size; only the rank with the small shard learns of it, so it alone is asked."""
-        with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
-            model = self._shard(self._init_two_tensor_mlp(3))
-            weight = model[0].out_proj.weight._local_tensor
-            weight.fsdp_pre_all_gather = unpadded_pre_all_gather.__get__(weight)
-            if weight.size(0) == 2:
-                return
+        """FSDP names the padded size, to the rank with the small shard alone: the other would wait for it for ever."""
+        SHARED_HOOKS.enter(unpadded_pre_all_gather)
+        self.addCleanup(SHARED_HOOKS.leave)
+        model = self._shard(self._init_two_tensor_mlp(3))
+        if self.rank == 1:
+            self.assertEqual(model[0].out_proj.weight.to_local().size(0), 1)
             with self.assertRaisesRegex(AssertionError, r"padded sharded size torch.Size\(\[2, 12\]\)"):
                 model[0].unshard()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_one_hook_alone_is_refused(self):
+        TwoTensor.fsdp_pre_all_gather = two_tensor_fsdp_pre_all_gather
+        try:
+            with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+                self._shard(self._init_two_tensor_mlp())
+        finally:
+            del TwoTensor.fsdp_pre_all_gather
 
 
 def unpadded_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
@@ -405,27 +415,6 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
                 SHARED_HOOKS.leave()
         self.assertFalse(hasattr(TwoTensor, "fsdp_pre_all_gather"))
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_one_hook_alone_is_refused(self):
-        weight = torch.ones(4, 4, device=self.device)
-        model = nn.Linear(4, 4, bias=False)
-        tensor = OnlyPreAllGather(weight)
-        model.weight = nn.Parameter(tensor)
-        with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"):
-            fully_shard(model)
-
-
-class OnlyPreAllGather(TwoTensor):
-    @staticmethod
-    def __new__(cls, data):
-        return TwoTensor.__new__(cls, data, data)
-
-    def __init__(self, data, _same=None):
-        self.a = self.b = data
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.a,), None
-
 
 class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
     @property
@@ -456,11 +445,7 @@ class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCom
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_gather_extensions_hsdp_train_parity(self):
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
-            self.run_subtests({"dim": [8, 3]}, self._test_hsdp_parity)
-
-    def _test_hsdp_parity(self, dim):
-        parity = TestFullyShardAllGatherExtensionsMultiProcess._test_all_gather_extensions_train_parity
-        parity(self, reshard_after_forward=True, dim=dim, mesh=self._mesh())
+            self._test_all_gather_extensions_train_parity(reshard_after_forward=True, dim=3, mesh=self._mesh())
 
 
 class TestTwoTensorContract(FSDPExtensionContract, FSDPTest):

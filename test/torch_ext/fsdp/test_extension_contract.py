@@ -1,0 +1,138 @@
+"""``FSDPExtensionContract`` passes what is sound, and says of each broken subclass what it lacks and what to do.
+
+The subclasses are in ``broken_extensions.py``, which is run once, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_ext.testing._internal._fsdp.extensions.errors import _by_message
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+PAGE = CHECKOUT / "EXTENSIONS.md"
+
+# Test case, test, and what its failure must say.
+BROKEN = [
+    ("TestNoPost", "test_hooks", r"0\.0\.weight: kind has no fsdp_post_all_gather; .* Define fsdp_post_all"),
+    ("TestPlain", "test_hooks", r"is a plain Parameter, expected a tensor with hooks\. Check make_tensor"),
+    ("TestUndefined", "test_hooks", r"TestUndefined defines neither make_tensor\(self, data\) nor swap_weights"),
+    ("TestLosesClass", "test_hooks", r"detach\(\) returns an instance of the same type"),
+    ("TestSilent", "test_hooks", r"kind has no __tensor_flatten__, .* or override values\(tensor\)"),
+    ("TestBareTensor", "test_hooks", r"returned a Tensor as all_gather_inputs, expected a tuple\. Return \(tensor,\)"),
+    ("TestNoPair", "test_hooks", r"returned a list, expected a pair\. Return \(all_gather_inputs, metadata\)"),
+    ("TestThreeArguments", "test_hooks", r"takes 3 arguments, expected 1 \(mesh\) or 5\. Define fsdp_pre_all_gather"),
+    ("TestSendsSubclass", "test_hooks", r"returned a kind as all_gather_inputs\[0\], expected a plain tensor"),
+    ("TestUnpadded", "test_hooks", r"\(7, 5\) on rank 1 but .* \(8, 5\) on rank 0\. .* pad the shard to 8x5 at"),
+    ("TestNumberOfInputsByRank", "test_hooks", r"on rank 1 but .* on rank 0\. Return the same number of tensors"),
+    ("TestPaddedInFront", "test_hooks", r"\(15x5 over 2 ranks\) is not equal .* padding is at the end of each shard"),
+    ("TestPaddingLeaks", "test_hooks", r"\(15x5 over 2 ranks\) is not equal .* nothing reads it\. .* difference: nan"),
+    ("TestMetadataSwapped", "test_hooks", r"\(32x8 .* is not equal after the round trip of .* metadata"),
+    ("TestNumberOfOutputs", "test_hooks", r"fsdp_post_all_gather .* raised ValueError: not enough values to unpack"),
+    ("TestNoUnshardedTensor", "test_hooks", r"returned None when called without out, expected a pair"),
+    ("TestNothingToFree", "test_hooks", r"keeps 1 tensor\(s\) of the unsharded weight in memory after resharding"),
+    ("TestWrongType", "test_hooks", r"returned torch\.float32, expected param_dtype torch\.bfloat16\. Cast"),
+    ("TestWrongSize", "test_hooks", r"returned size \(256,\), expected \(32, 8\)"),
+    ("TestOutIgnored", "test_hooks", r"a later all-gather into out\. .* If out was ignored: copy into what out holds"),
+    ("TestOutSeenByAutograd", "test_hooks", r"wrote into out 1 time\(s\) in sight of autograd, .*_unsafe_preserve"),
+    ("TestAutogradOn", "test_hooks", r"leaf Variable .* Decorate the hook with torch\.no_grad\(\)"),
+    ("TestStale", "test_training_parity", r"the output of step 1 is off by more than .* kept by a hook"),
+    ("TestStaysOnMeta", "test_meta_device_flow", r"after to_empty\(\): kind has parts on \['meta', 'meta'\], expected"),
+    ("TestNotInTheFile", "test_save_and_load", r"after loading a state dict is not what was saved\. What torch\.save"),
+    ("TestWholeWorld", "test_hsdp_mesh", r"\(15x5 over 2 ranks\) .* \(7, 5\) on rank 1 but .* pad the shard to 8x5"),
+]  # fmt: skip
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter in ``folder`` as someone does who has torch_ext on their path and nothing of the checkout."""
+    environment = {"TORCH_EXT_DEVICE": "cpu"} | os.environ | {"PYTHONPATH": str(CHECKOUT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=500,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copy(Path(__file__).with_name("broken_extensions.py"), folder / "test_broken.py")
+    chosen = ["TestSound", *(f"{case}.{test}" for case, test, _ in BROKEN)]
+    return python(folder, "-m", "torch_ext", "--root", ".", "-v", "-i", *chosen).stdout
+
+
+def endings(report: str) -> dict[str, str]:
+    return dict(re.findall(r"^test_broken\.py::(\S+)  (passed|failed|skipped)", report, re.MULTILINE))
+
+
+def test_sound_subclass_passes_every_test(report: str) -> None:
+    found = {name: ending for name, ending in endings(report).items() if name.startswith("TestSound::")}
+    assert set(found.values()) == {"passed"}, report
+    assert {name.partition("::")[2] for name in found} == {
+        "test_hooks", "test_training_parity", "test_uneven_shards", "test_mixed_precision", "test_hsdp_mesh",
+        "test_meta_device_flow", "test_save_and_load",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "test", "message"), BROKEN, ids=[case for case, _, _ in BROKEN])
+def test_broken_subclass_is_told_what_it_lacks(report: str, case: str, test: str, message: str) -> None:
+    assert endings(report)[f"{case}::{test}"] == "failed"
+    block = report.partition(f"\nFAILED test_broken.py::{case}::{test}")[2].partition("\nrerun: ")[0]
+    assert re.search(message, block), block
+
+
+def test_every_broken_subclass_is_looked_at() -> None:
+    source = Path(__file__).with_name("broken_extensions.py").read_text(encoding="utf-8")
+    cases = set(re.findall(r"^class (Test\w+)", source, re.MULTILINE))
+    assert cases == {case for case, _, _ in BROKEN} | {"TestSound"}
+
+
+def test_no_broken_subclass_costs_a_time_limit(report: str) -> None:
+    """All ranks fail together where one alone would leave the others waiting."""
+    assert "timed out" not in report
+
+
+def test_ranks_that_say_the_same_are_named_together() -> None:
+    assert _by_message(["a", None, "a", "b"]) == "on ranks 0, 2 of 4: a\non rank 3 of 4: b"
+
+
+@pytest.fixture(scope="module")
+def example() -> str:
+    """The test file that the page shows."""
+    shown = re.search(r"<!-- test_my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    return shown[1]
+
+
+@pytest.fixture(scope="module")
+def subclass() -> str:
+    """The tensor subclass that the page shows."""
+    shown = re.search(r"<!-- my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    return shown[1]
+
+
+def test_example_on_the_page_is_as_short_as_it_says(example: str) -> None:
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+
+
+WAYS = {
+    "python file.py": ("test_my_tensor.py",),
+    "pytest": ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_tensor.py"),
+    "torch_ext --root": ("-m", "torch_ext", "--root", "."),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_example_on_the_page_runs_in_a_folder_of_its_own(tmp_path: Path, example: str, subclass: str, way: str) -> None:
+    (tmp_path / "my_tensor.py").write_text(subclass, encoding="utf-8")
+    (tmp_path / "test_my_tensor.py").write_text(example, encoding="utf-8")
+    done = python(tmp_path, *WAYS[way])
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\b7 passed", done.stdout), done.stdout
