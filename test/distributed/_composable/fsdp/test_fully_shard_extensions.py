@@ -220,10 +220,14 @@ class TestFullyShardAllGatherExtensionsCommon:
         torch.manual_seed(42 + self.rank + 1)
         return torch.randn((2, dim), device=self.device)
 
+    def _initialize(self, param):
+        # All positive, like the input of _train: threads share a generator, and no draw may leave a ReLU dead.
+        nn.init.uniform_(param, 0.1, 0.2)
+
     def _train(self, model, num_steps=3):
-        """Return the losses, which must fall or rise: a weight that is not trained, or trained on nothing, stays."""
+        """Train weights of :meth:`_initialize`, each of which must change, and return the losses."""
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
-        inp, losses = self._input(), []
+        inp, losses = self._input().abs(), []
         for _ in range(num_steps):
             loss = model(inp).sum()
             loss.backward()
@@ -307,6 +311,11 @@ def unpadded_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_pol
 
 
 class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
+    @property
+    def device(self):
+        # One for all ranks: DTensor's caches are shared by threads, and remember whose device was current.
+        return rank_device(0)
+
     def _materialize(self, dim=8, **options):
         """Return a sharded model that was made on ``meta``, with values on the device."""
         with torch.device("meta"):
@@ -316,7 +325,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self._shard(model, **options).to_empty(device=self.device)
         for param in model.parameters():
             self.assertEqual(param.device, self.device)
-            nn.init.trunc_normal_(param)
+            self._initialize(param)
         return model
 
     def _patch_weights(self, model):
@@ -363,7 +372,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         model = nn.Sequential(*[MLP(8, bias=False, device=torch.device("meta")) for _ in range(3)])
         self._shard(model).to_empty(device=self.device)
         for param in model.parameters():
-            nn.init.trunc_normal_(param)
+            self._initialize(param)
         # Not earlier: to_empty() replaces the local tensors.
         hooks = self._patch_weights(model)
         before = [param.to_local().clone() for param in model.parameters()]

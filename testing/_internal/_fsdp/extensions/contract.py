@@ -312,8 +312,8 @@ class FSDPExtensionContract(_FSDPTest):
         tolerances: tuple[float | None, float | None],
     ) -> None:
         complaint = (
-            f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. If it follows from rounding, allow "
-            "for it in rtol and atol; a value of an earlier step, kept by a hook or not copied into out, shows so too"
+            f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. If it follows from rounding, "
+            "allow for it in rtol and atol; a value of an earlier step, kept by a hook or not copied into out, shows so too"
         )
         check_close(
             self.values(got), self.values(expected), tolerances=tolerances, complaint=complaint, check_dtype=False
