@@ -3,16 +3,20 @@
 Note [Device choice]
 ~~~~~~~~~~~~~~~~~~~~
 One process knows one device type. It is chosen outside the rank and travels to it in ``TORCH_EXT_DEVICE``; where that
-variable is unset (a file run by hand, a REPL) the first question asked here decides: a real accelerator if torch sees
-one, else ``cpu``. The four questions are :func:`device_type`, :func:`device_module`, :func:`device_count` and
-:func:`backend`; :func:`capabilities` tells what the device can do. Callers ask them on use, never at import, so that a
-device registered later is seen; and nobody outside this file, ``compat`` and ``sim`` compares a device type to a name.
+variable is unset the first question asked here decides: a real accelerator if torch sees one, else the simulated one
+(compiled on the spot where that was not done before), else, where it cannot be compiled, plain ``cpu`` with a message
+on stderr that says why. A run asks in its first zygote, before any test has a time limit. The four questions are
+:func:`device_type`, :func:`device_module`, :func:`device_count` and :func:`backend`; :func:`capabilities` tells what
+the device can do. Callers ask them on use, never at import, so that a device registered later is seen; and nobody
+outside this file, ``compat`` and ``sim`` compares a device type to a name.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -32,6 +36,7 @@ __all__ = [
     "device_module",
     "device_type",
     "is_accelerator",
+    "request_devices",
     "set_device_index",
 ]
 
@@ -45,7 +50,8 @@ _HOST_RANKS, _MOST_RANKS = 4, 8
 
 # Packages that register an out-of-tree device when they are imported: torch's own backend autoload list is an
 # entry-point group (``torch.backends``) that names no device type, so the types are spelt out here.
-_PROVIDERS = {"sim": "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+_SIMULATED = "sim"
+_PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
 _chosen: str | None = None
 
@@ -86,8 +92,7 @@ def device_type() -> str:
 def _choose() -> str:
     requested = os.environ.get(DEVICE_VARIABLE)
     if not requested:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if found is None else found.type
+        return _what_the_machine_has()
     try:
         if requested in _PROVIDERS:
             importlib.import_module(_PROVIDERS[requested])
@@ -106,6 +111,22 @@ def _choose() -> str:
     return requested
 
 
+def _what_the_machine_has() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return found.type
+    try:
+        importlib.import_module(_PROVIDERS[_SIMULATED])
+    except (ImportError, OSError, RuntimeError) as error:
+        print(
+            f"torch_ext: no accelerator here, nor can the simulated one be had; tests run on plain {HOST}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return HOST
+    return _SIMULATED
+
+
 def is_accelerator() -> bool:
     """Whether the device under test is an accelerator (simulated ones included), not the plain host."""
     return device_type() != "cpu"
@@ -121,9 +142,26 @@ def device_count() -> int:
     return int(device_module().device_count()) if is_accelerator() else 1
 
 
+def request_devices(count: int) -> None:
+    """Have at least ``count`` devices, where devices can be had for the asking: on simulated ones. See
+    ``torch.sim.request_devices``. Does nothing on others.
+    """
+    ask = _ask_for_devices()
+    if ask is not None:
+        ask(count)
+
+
+def _ask_for_devices() -> Callable[[int], None] | None:
+    return getattr(device_module(), "request_devices", None) if is_accelerator() else None
+
+
 def default_world_size() -> int:
-    """Return how many ranks a test gets that names no world size: 4 on plain ``cpu``, else one a device, at most 8."""
-    return min(device_count(), _MOST_RANKS) if is_accelerator() else _HOST_RANKS
+    """Return how many ranks a test gets that names no world size: one a device, at most 8; at most 4 where the host
+    carries them all, as on plain ``cpu`` and on simulated devices.
+    """
+    if not is_accelerator():
+        return _HOST_RANKS
+    return min(device_count(), _MOST_RANKS if _ask_for_devices() is None else _HOST_RANKS)
 
 
 def backend() -> str:

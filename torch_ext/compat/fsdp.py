@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from torch._dynamo import config as _dynamo_config
     from torch._inductor import config as _inductor_config
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
+    from torch.distributed._state_dict_utils import _gather_state_dict as _gather_state_dict
     from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
     from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._init_utils import (
         NO_RESHARD_AFTER_FORWARD_STRATEGIES as NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     )
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._triton import has_triton as has_triton
 
     HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -35,7 +37,9 @@ __getattr__ = lazy_names(
         "NO_RESHARD_AFTER_FORWARD_STRATEGIES": (
             "torch.distributed.fsdp._init_utils:NO_RESHARD_AFTER_FORWARD_STRATEGIES",
         ),
+        "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode",),
         "TrainingState": ("torch.distributed.fsdp._common_utils:TrainingState",),
+        "_gather_state_dict": ("torch.distributed._state_dict_utils:_gather_state_dict",),
         "checkpoint": (
             "torch.distributed._composable:checkpoint",
             "torch.distributed._composable.checkpoint_activation:checkpoint",

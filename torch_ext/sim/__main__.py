@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
+
+from torch_ext.sim import _register, build
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_ext.sim", description="The simulated accelerator.")
     parser.add_argument("command", choices=["build", "info"], help="build it now, or tell where it is")
     command = parser.parse_args().command
 
-    # The package has registered the device by the time this runs (`-m` imports it first), and so has built the library.
-    import torch
-
-    from torch_ext.sim import build
-
-    print(f"{build.ensure_built(verbose=True)}")
+    try:
+        _register.register()
+    except build.BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(build.ensure_built())
     if command == "info":
         print(f"torch {torch.__version__}, {torch.get_device_module('sim').device_count()} sim devices")
     return 0

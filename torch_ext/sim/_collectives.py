@@ -1,10 +1,24 @@
-"""The process group backend ``simccl``: how groups are made. What it does lies in csrc/simccl.cpp."""
+"""The process group backend ``simccl``: how groups are made. What it does lies in csrc/simccl.cpp.
+
+Which backends a group gets:
+
+========================================================  =======================
+``init_process_group()`` and ``new_group()`` after it     ``cpu:gloo,sim:simccl``
+``init_process_group(device_id=torch.device("sim", r))``  ``sim:simccl``
+``backend="simccl"``                                      ``sim:simccl``
+``backend="cpu:gloo,sim:simccl"``                         as written
+========================================================  =======================
+
+A group that is bound to a device is device-only, because torch takes the backend of the device for it, as on CUDA.
+"""
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -12,6 +26,7 @@ from torch_ext.sim import _native
 
 BACKEND = "simccl"
 _DEVICE = "sim"
+_PAIR = f"{_DEVICE}:{BACKEND}"
 
 
 def register() -> None:
@@ -20,6 +35,7 @@ def register() -> None:
     _native.set_transport_factory(_make_transport)
     _join_threaded_group()
     _pair_with_gloo()
+    _lead_groups()
 
 
 def _pair_with_gloo() -> None:
@@ -36,6 +52,41 @@ def _pair_with_gloo() -> None:
             self.device_backend_map = {"cpu": dist.Backend(dist.Backend.GLOO), **self.device_backend_map}
 
     setattr(config, "__init__", __init__)  # noqa: B010 - mypy refuses to assign a method
+
+
+def _lead_groups() -> None:
+    """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is.
+
+    The default backend runs a group's completion hook, and torch would name gloo, which has none. Sequence
+    numbers are asked of it too, but torch knows how to for backends of its own only.
+    """
+    helper = c10d._new_process_group_helper
+
+    @functools.wraps(helper)
+    def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        made = helper(*args, **kwargs)
+        if _has_simccl(made[0]):
+            made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        return made
+
+    setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
+
+
+def _has_simccl(group: object) -> bool:
+    config = c10d._world.pg_backend_config.get(group, "") if isinstance(group, dist.ProcessGroup) else ""
+    return _PAIR in config.split(",")
+
+
+def _of_simccl(name: str, original: Any) -> Any:
+    """Return the method ``name`` of process groups, which asks the group's ``simccl`` if it has one."""
+
+    def method(self: dist.ProcessGroup) -> Any:
+        return getattr(self._get_backend(torch.device(_DEVICE)), name)() if _has_simccl(self) else original(self)
+
+    method.__name__ = name
+    return method
 
 
 def _join_threaded_group() -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "request_devices",
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "seed",
@@ -85,8 +86,20 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices; ``TORCH_EXT_SIM_DEVICES`` sets it until the first use. Initialises nothing."""
+    """Return the number of devices: ``TORCH_EXT_SIM_DEVICES``, else 4 or as many as were requested. The first use of a
+    device fixes it; asking does not.
+    """
     return _native.device_count()
+
+
+def request_devices(count: int) -> None:
+    """Have at least ``count`` devices from now on; ``TORCH_EXT_SIM_DEVICES``, where it is set, goes before. Initialises
+    nothing, and is without effect in a process that has used a device.
+
+    Raises:
+        ValueError: ``count`` is not from 1 to 64.
+    """
+    _native.request_devices(count)
 
 
 def init() -> None:

@@ -24,8 +24,10 @@ def register() -> None:
     """
     if _NATIVE in sys.modules:
         return
+    # Before the name is taken: a process whose build fails must be left as it was.
+    library = str(build.ensure_built(verbose=True))
     _claim_name()
-    _load_native()
+    _load_native(library)
     from torch_ext.sim import _collectives, _dynamo, _module
 
     torch._register_device_module(NAME, _module)
@@ -46,8 +48,7 @@ def _claim_name() -> None:
         ) from error
 
 
-def _load_native() -> None:
-    library = str(build.ensure_built(verbose=True))
+def _load_native(library: str) -> None:
     loader = importlib.machinery.ExtensionFileLoader(_NATIVE, library)
     spec = importlib.util.spec_from_file_location(_NATIVE, library, loader=loader)
     if spec is None:

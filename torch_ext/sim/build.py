@@ -3,7 +3,7 @@
 Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build that is
 killed leaves nothing that a later one trips over, because it works in a folder of its own that is renamed into place
 when it is complete, under an operating-system lock that dies with its holder. Waiting processes share one build.
-Cost: about a minute on two cores once per key; finding a finished build takes a few milliseconds.
+Cost: about two minutes on two cores once per key; finding a finished build takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _any_finished(family: Path) -> Path:
     raise MissingCompilerError(
         "The simulated accelerator is compiled on first use and no C++ compiler was found. Install one "
         "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or point CXX at it, "
-        "then run `python -m torch_ext.sim build`. Without it every test that needs more than plain cpu is skipped."
+        "then run `python -m torch_ext.sim build`. Without it tests run on plain cpu, "
+        "where those that need an accelerator are skipped; the summary of a run counts them."
     )
 
 
@@ -129,7 +130,10 @@ def _lock(family: Path) -> Iterator[None]:
 def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
     started = time.monotonic()
     if verbose:
-        print(f"building the simulated accelerator with {compiler.version} into {target}", file=sys.stderr)
+        print(
+            f"building the simulated accelerator with {compiler.version} into {target} (some two minutes, once)",
+            file=sys.stderr,
+        )
     # Leftovers of builds that were killed: the lock is ours, so nobody is working in them.
     for leftover in target.parent.glob(".building-*"):
         shutil.rmtree(leftover, ignore_errors=True)

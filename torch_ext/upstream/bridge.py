@@ -12,6 +12,7 @@ import importlib
 import sys
 
 from torch_ext.compat.testing import keep_upstream
+from torch_ext.upstream import devices
 
 __all__ = ["REPLACED"]
 
@@ -34,3 +35,5 @@ def _replace(name: str) -> None:
 
 for _name in REPLACED:
     _replace(_name)
+
+devices.install()

@@ -234,7 +234,7 @@ def failure(error: BaseException) -> Receipt:
 
 # Frames between the world and a test's body; they are the same in every failure and tell a reader nothing.
 _HARNESS = re.compile(
-    r"/testing/_internal/(common_distributed|common_utils|_distributed/\w+)\.py$"
+    r"/testing/_internal/(common_distributed|common_utils|hypothesis_utils|_distributed/\w+)\.py$"
     r"|/multiprocessing/process\.py$|/unittest/(case|mock)\.py$|/torch/distributed/c10d_logger\.py$"
 )
 

@@ -19,7 +19,8 @@ _COLLECTIVES = 3
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 _FRAMES_OF_HARNESS = re.compile(
     rf'^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?  File "[^"]*/world/rank\.py", line \d+ in _listen\n(?:{_FRAME})*\n?'
-    r'|^  File "[^"]*/testing/_internal/_distributed/\w+\.py", line \d+ in (?:wrapper|run_test|_run|run_rank)\n'
+    r'|^  File "[^"]*/testing/_internal/(?:_distributed/\w+|_fsdp/cases|hypothesis_utils)\.py", line \d+ in '
+    r"(?:wrapper|run_test|_run|run_rank|serve|in_rank|_receipt_of_body)\n"
     rf'|^  File "[^"]*/world/rank\.py", line \d+ in _body\n(?:{_FRAME})*'
     r"|^Extension modules: .*\n?",
     re.MULTILINE,

@@ -274,8 +274,9 @@ class StopBodyError(Exception):
 
 
 class TestCompiled(FSDPTestMultiThread):
-    def _run_decorated(self, body, only=None, triton=True):
+    def _run_decorated(self, body, only=None, triton=True, accelerator=True):
         """Run ``body`` under the decorator with compilation recorded rather than done."""
+        self.backends = []
         built, compiled_modules = [], []
 
         @compiled_fsdp_test(compile_compute_on_module=only)
@@ -283,8 +284,13 @@ class TestCompiled(FSDPTestMultiThread):
             built.append(fully_shard is not ORIGINAL_FULLY_SHARD)
             body(compiled_modules)
 
+        def record(module, backend):
+            compiled_modules.append(type(module))
+            self.backends.append(backend)
+
         with (
-            mock.patch.object(nn.Module, "compile", lambda module: compiled_modules.append(type(module))),
+            mock.patch.object(nn.Module, "compile", record),
+            mock.patch.object(compiled.device, "is_accelerator", lambda: accelerator),
             mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
             warnings.catch_warnings(record=True) as caught,
         ):
@@ -315,10 +321,14 @@ class TestCompiled(FSDPTestMultiThread):
         self.assertEqual(len(compiled_modules), 1)
         self.assertTrue(issubclass(compiled_modules[0], nn.Linear))
 
-    def test_without_triton_the_compiled_run_is_left_out_with_a_warning(self):
-        built, compiled_modules, said = self._run_decorated(self._shard_two, triton=False)
-        self.assertEqual((built, compiled_modules), ([False], []))
-        self.assertTrue(any("COMPILED_COMPUTE left out" in text for text in said), said)
+    def test_only_an_accelerator_without_triton_does_without_inductor(self):
+        for triton, accelerator, backend in (
+            (True, True, "inductor"),
+            (False, True, "aot_eager"),
+            (False, False, "inductor"),
+        ):
+            built, _, _ = self._run_decorated(self._shard_two, triton=triton, accelerator=accelerator)
+            self.assertEqual((built, set(self.backends)), ([False, True], {backend}))
 
     def test_globals_and_settings_are_back_after_a_raise(self):
         import torch._inductor.config

@@ -66,6 +66,7 @@ def test_default_world_size(count, expected):
     with (
         mock.patch.object(accelerator, "is_accelerator", return_value=count is not None),
         mock.patch.object(accelerator, "device_count", return_value=count),
+        mock.patch.object(accelerator, "device_module", return_value=SimpleNamespace()),
     ):
         assert accelerator.default_world_size() == expected
 

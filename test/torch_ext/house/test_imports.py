@@ -23,7 +23,9 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat"}),
     "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.compat.untested_torch"}),
-    "torch_ext.upstream": frozenset({"torch_ext.world", "torch_ext.runner", "torch_ext.compat"}),
+    "torch_ext.upstream": frozenset(
+        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
+    ),
     "torch_ext.__main__": frozenset({"torch_ext.runner"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),

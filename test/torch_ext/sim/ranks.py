@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 DEADLINE_S = 120.0
 GROUP_TIMEOUT = timedelta(seconds=30)
+SHORT = timedelta(seconds=1)  # the time limit of a group in which somebody is meant to run into it
 
 
 def run(
@@ -45,6 +46,11 @@ def run(
         wanted = [(expected or {}).get(rank, 0) for rank in range(world_size)]
         said = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error-*")))
         assert statuses == wanted, f"ranks ended with {statuses}, expected {wanted}\n{said}"
+
+
+def leave() -> None:
+    """End this rank with success and without leaving its group, which is broken or already gone."""
+    os._exit(0)
 
 
 def _run_in_fresh_process(

@@ -50,6 +50,16 @@ def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.
         build.ensure_built()
 
 
+def test_the_program_says_in_one_line_what_is_missing(cache: Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch_ext.sim", "build"], capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "CXX": "no-such-compiler"},
+    )  # fmt: skip
+    assert finished.returncode == 1 and not finished.stdout
+    (told,) = finished.stderr.splitlines()
+    assert told.startswith("error: ") and "apt install g++" in told
+
+
 def test_finished_build_is_used_again_even_without_a_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

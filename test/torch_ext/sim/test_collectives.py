@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
-import signal
 import time
-import unittest
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional  # here, so that ranks need not load it
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
@@ -199,7 +195,7 @@ def test_reductions_without_meaning_are_refused() -> None:
     ranks.run(2, _check_meaningless)
 
 
-# --- coalescing, groups, futures ---
+# --- several at once ---
 
 
 def _check_coalescing(rank: int, world_size: int) -> None:
@@ -227,78 +223,77 @@ def test_coalesced_collectives() -> None:
     ranks.run(2, _check_coalescing)
 
 
-def _check_groups(rank: int, world_size: int) -> None:
-    pair = dist.new_group([0, 1])
-    x = torch.ones(1, device="sim")
-    if rank < 2:
-        dist.all_reduce(x, group=pair)
-    assert x.item() == (2 if rank < 2 else 1)
-    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    assert half is not None
-    y = torch.full((1,), float(rank), device="sim")
-    dist.all_reduce(y, group=half)
-    assert y.item() == (1 if rank < 2 else 5)
+def _check_coalesced_calls(rank: int, world_size: int) -> None:
+    mine = [_values(rank, torch.float32, n).to("sim") for n in (3, 4)]
+    every = [_every_rank(world_size, torch.float32, n) for n in (3, 4)]
+    group = dist.group.WORLD
+    assert group is not None
+    default = group._get_backend(torch.device("sim"))
+
+    for op in (OPS.SUM, OPS.AVG):
+        summed = [one.clone() for one in mine]
+        dist.all_reduce_coalesced(summed, op)
+        assert all(torch.equal(a.cpu(), _reduced(b, op)) for a, b in zip(summed, every, strict=True))
+    lists = [[torch.empty_like(one) for one in mine] for _ in range(world_size)]
+    dist.all_gather_coalesced(lists, mine)
+    for r, row in enumerate(lists):
+        assert all(torch.equal(a.cpu(), b[r]) for a, b in zip(row, every, strict=True))
+
+    sums = functional.all_reduce_coalesced(mine, "sum", group)
+    assert all(torch.equal(a.cpu(), b.sum(0)) for a, b in zip(sums, every, strict=True))
+    wholes = functional.all_gather_into_tensor_coalesced(mine, group)
+    assert all(torch.equal(a.cpu(), b.flatten()) for a, b in zip(wholes, every, strict=True))
+    parts = functional.reduce_scatter_tensor_coalesced(list(wholes), "sum", [0, 0], group)
+    assert all(torch.equal(a.cpu(), world_size * b[rank]) for a, b in zip(parts, every, strict=True))
+
+    copies = [one.clone() for one in mine]
+    dist._broadcast_coalesced(group, copies, 1 << 20, 1)
+    assert all(torch.equal(a.cpu(), b[1]) for a, b in zip(copies, every, strict=True))
+    assert default.supports_coalescing and default.supports_splitting
 
 
-def test_new_and_split_groups() -> None:
-    # split_group works on device-bound groups only, hence one bound by hand in each rank.
-    ranks.run(4, _bound, _check_groups)
+def test_coalesced_calls() -> None:
+    ranks.run(2, _check_coalesced_calls)
 
 
-def _bound(rank: int, world_size: int, body: Any) -> None:
-    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("sim", rank)
-    body(rank, world_size)
+# --- unequal sizes ---
 
 
-def _check_default_backend(rank: int, world_size: int) -> None:
-    assert str(dist.get_backend_config()) == "cpu:gloo,sim:simccl"
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, {"rank": rank, "tensor": torch.full((1,), rank, device="sim")})
-    assert [one["rank"] for one in gathered] == list(range(world_size))
-    assert gathered[1]["tensor"].device.type == "sim"
-    only = dist.new_group(backend="simccl")
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(1), group=only)
-    objects = [f"from {rank}"]
-    dist.broadcast_object_list(objects, 1, group=only, device=torch.device("sim", rank))
-    assert objects == ["from 1"]
+def _check_uneven_lists(rank: int, world_size: int) -> None:
+    def block(sender: int, receiver: int) -> torch.Tensor:
+        return _values(sender, torch.float32, (sender + 2 * receiver) % 4)  # some are empty
+
+    outputs = [torch.empty_like(block(r, rank), device="sim") for r in range(world_size)]
+    dist.all_to_all(outputs, [block(rank, r).to("sim") for r in range(world_size)])
+    for r, output in enumerate(outputs):
+        assert torch.equal(output.cpu(), block(r, rank))
+
+    part = torch.empty(rank + 1, device="sim")
+    dist.reduce_scatter(part, [torch.full((r + 1,), float(rank + r), device="sim") for r in range(world_size)])
+    assert part.tolist() == [float(sum(range(world_size)) + world_size * rank)] * (rank + 1)
 
 
-def test_default_backend_serves_both_devices_and_device_group_refuses_host() -> None:
-    ranks.run(2, _check_default_backend)
+def test_lists_of_unequal_sizes() -> None:
+    ranks.run(3, _check_uneven_lists)
 
 
-def _check_futures(rank: int, world_size: int) -> None:
-    x = torch.ones(2, device="sim")
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
-    assert doubled.tolist() == [4.0, 4.0] and doubled.device.type == "sim"
-    assert work.is_completed() and work.is_success()
-    averaged = torch.full((2,), float(rank), device="sim")
-    (value,) = dist.all_reduce(averaged, OPS.AVG, async_op=True).get_future().wait()
-    assert value.tolist() == [0.5, 0.5]  # the division has run by the time the future completes
-    sent = dist.isend(x, 1 - rank)
-    received = torch.empty(2, device="sim")
-    (value,) = dist.irecv(received, 1 - rank).get_future().wait()
-    sent.wait()
-    assert value.tolist() == [2.0, 2.0]
+def _check_unequal_to_one(rank: int, world_size: int) -> None:
+    # NCCL refuses these too, at the root, which alone sees all sizes.
+    unequal = [torch.ones(r + 1, device="sim") for r in range(world_size)]
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"invalid tensor size at index 1 \(expected \(1\), got \(2\)\)"):
+            dist.gather(unequal[0], unequal, 0)
+        with pytest.raises(RuntimeError, match=r"invalid tensor size at index 1 \(expected \(1\), got \(2\)\)"):
+            dist.scatter(unequal[0].clone(), unequal, 0)
+        store.set("seen", "yes")
+    else:
+        store.wait(["seen"])
+    ranks.leave()
 
 
-def test_futures_carry_finished_device_tensors() -> None:
-    ranks.run(2, _check_futures)
-
-
-def _check_inference_mode(rank: int, world_size: int) -> None:
-    with torch.inference_mode():
-        for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
-            x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
-            dist.all_reduce(x, OPS.AVG)
-            assert x.tolist() == [1, 1]
-
-
-def test_results_are_finished_for_inference_tensors() -> None:
-    ranks.run(2, _check_inference_mode)
+def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root() -> None:
+    ranks.run(2, _check_unequal_to_one)
 
 
 # --- point to point ---
@@ -339,90 +334,3 @@ def _check_p2p(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_point_to_point_patterns(world_size: int) -> None:
     ranks.run(world_size, _check_p2p)
-
-
-# --- faults ---
-
-
-def _die_inside(rank: int, world_size: int) -> None:
-    x = torch.ones(1, device="sim")
-    dist.all_reduce(x)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
-        dist.all_reduce(x)
-    os._exit(0)
-
-
-def test_peers_of_a_dead_rank_get_an_error() -> None:
-    ranks.run(2, _die_inside, expected={1: signal.SIGKILL})
-
-
-def _never_arrive(rank: int, world_size: int) -> None:
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            dist.all_reduce(torch.ones(1, device="sim"))
-    else:
-        time.sleep(4)
-    os._exit(0)
-
-
-def test_a_collective_that_a_rank_misses_times_out() -> None:
-    ranks.run(2, _never_arrive, timeout=timedelta(seconds=2))
-
-
-def _check_sequence(rank: int, world_size: int) -> None:
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("sim"))
-    before = backend._get_sequence_number_for_group()
-    dist.all_reduce(torch.ones(1, device="sim"))
-    dist.all_reduce(torch.ones(1, device="sim"))
-    assert backend._get_sequence_number_for_group() == before + 2 and backend.name() == "simccl"
-
-
-def test_sequence_numbers_count_collectives() -> None:
-    ranks.run(2, _check_sequence)
-
-
-def _check_flight_recorder(rank: int, world_size: int) -> None:
-    import json
-
-    dist.all_reduce(torch.ones(3, device="sim"))
-    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
-    assert any("all_reduce" in entry["profiling_name"] and entry["input_sizes"] == [[3]] for entry in entries)
-
-
-def test_flight_recorder_sees_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
-    ranks.run(2, _check_flight_recorder)
-
-
-# --- torch's threaded group ---
-
-
-def _check_threaded(rank: int, world_size: int) -> None:
-    from torch.testing._internal.common_distributed import MultiThreadedTestCase
-
-    class Threads(MultiThreadedTestCase):
-        world_size = 2
-
-        def setUp(self) -> None:
-            super().setUp()
-            self._spawn_threads()
-
-        def test_all_reduce(self) -> None:
-            SIM.set_device(self.rank)
-            x = torch.full((2,), float(self.rank + 1), device="sim")
-            dist.all_reduce(x)
-            assert x.device == torch.device("sim", self.rank) and x.tolist() == [3.0, 3.0]
-
-    dist.destroy_process_group()
-
-    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_all_reduce"))
-    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
-    os._exit(0)
-
-
-def test_threaded_group_serves_each_thread_its_device() -> None:
-    ranks.run(1, _check_threaded)

@@ -82,6 +82,24 @@ def test_missing_operator_names_operator_and_device() -> None:
         torch.ops.aten._cudnn_init_dropout_state(0.5, True, 1, device="sim")
 
 
+_SPARSE_CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "aten::_to_sparse": lambda x: x.to_sparse(),
+    "aten::_to_sparse_csr": lambda x: x.to_sparse_csr(),
+    "aten::_sparse_coo_tensor_with_dims_and_tensors": lambda x: torch.eye(3).to_sparse().to("sim"),
+    "aten::empty.memory_format": lambda x: torch.empty(2, 2, layout=torch.sparse_coo, device="sim"),
+    "aten::mm": lambda x: torch.mm(torch.eye(3).to_sparse(), x),
+    "aten::_embedding_bag_backward": lambda x: (
+        nn.functional.embedding_bag(torch.tensor([[1]], device="sim"), x.requires_grad_(), sparse=True).sum().backward()
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", _SPARSE_CALLS)
+def test_sparse_layouts_are_refused_by_operator_and_device(operator: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"'{operator}' .* sparse layout on the device sim"):
+        _SPARSE_CALLS[operator](torch.eye(3, device="sim"))
+
+
 # --- aliasing ---
 
 
@@ -110,6 +128,15 @@ def test_conjugate_and_negative_views_resolve_on_the_device() -> None:
     assert x.conj().imag.resolve_neg().tolist() == [-2.0, 1.0]
     assert x.conj().cpu().tolist() == [1 - 2j, 3 + 1j]
     assert torch.vdot(x, x).item() == 15
+
+
+def test_output_that_a_kernel_leaves_lazily_conjugated_is_the_same_number() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 3, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
+    factors, pivots = torch.linalg.lu_factor(a)
+    expected = torch.linalg.lu_solve(factors, pivots, b, left=False, adjoint=True)
+    got = torch.linalg.lu_solve(factors.to("sim"), pivots.to("sim"), b.to("sim"), left=False, adjoint=True)
+    assert expected.is_conj() and torch.equal(got.cpu(), expected)
 
 
 def test_empty_tensors_pass_through() -> None:
@@ -359,6 +386,43 @@ def test_autocast_follows_the_policies_and_the_scaler_steps(dtype: torch.dtype) 
     assert torch.allclose(before - net.weight, torch.full_like(before, 0.2), atol=1e-3)  # the gradient is 2
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("of_input", "of_weight", "of_statistics"),
+    [
+        (torch.float16, torch.float16, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+        (torch.float32, torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+)
+def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(
+    of_input: torch.dtype, of_weight: torch.dtype, of_statistics: torch.dtype, training: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 3, 5), torch.rand(3) + 0.5, torch.rand(3)
+
+    def run(device: str, *types: torch.dtype) -> list[torch.Tensor]:
+        leaves = [one.to(device, kind).requires_grad_() for one, kind in zip((x, weight, bias), types, strict=False)]
+        mean, variance = torch.zeros(3, device=device, dtype=types[3]), torch.ones(3, device=device, dtype=types[3])
+        y = nn.functional.batch_norm(leaves[0], mean, variance, *leaves[1:], training=training)
+        return [y, *torch.autograd.grad(y.square().sum(), leaves), mean, variance]
+
+    expected = run("cpu", *[torch.float32] * 4)
+    got = run("sim", of_input, of_weight, of_weight, of_statistics)
+    wanted = [of_input, of_input, of_weight, of_weight, of_statistics, of_statistics]
+    assert [one.dtype for one in got] == wanted
+    for one, other in zip(got, expected, strict=True):
+        # bfloat16 keeps eight bits; gradients of the weight are sums of twenty products.
+        torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=6e-2)
+
+
+def test_batch_norm_refuses_the_mixture_that_gpus_refuse() -> None:
+    x, half = torch.randn(4, 3, device="sim"), torch.ones(3, device="sim", dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        nn.functional.batch_norm(x, None, None, half, half, training=True)
+
+
 def test_checkpointing_replays_device_random_numbers() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -433,3 +497,17 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
     use = "import torch, torch_ext.sim; torch.ones(1, device='sim')"
     bad = _in_fresh_interpreter(use, TORCH_EXT_SIM_DEVICES="many")
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
+
+
+def test_devices_can_be_requested_until_the_first_use() -> None:
+    ask = (
+        "import torch, torch_ext.sim; torch.sim.request_devices(6); torch.sim.request_devices(2)\n"
+        "print(torch.sim.device_count())\n"
+        "if torch.sim.device_count() == 6: torch.ones(1, device='sim:5')\n"
+        "torch.ones(1, device='sim:0'); torch.sim.request_devices(9); print(torch.sim.device_count())"
+    )
+    assert _in_fresh_interpreter(ask).stdout.split() == ["6", "6"]
+    assert _in_fresh_interpreter(ask, TORCH_EXT_SIM_DEVICES="3").stdout.split() == ["3", "3"]
+    for count in (0, 65):
+        with pytest.raises(ValueError, match=f"from 1 to 64, got {count}"):
+            torch.sim.request_devices(count)

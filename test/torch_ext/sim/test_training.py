@@ -180,31 +180,41 @@ def _fsdp2_hybrid(rank: int, world_size: int) -> None:
 def _fsdp2_with_tensor_parallel(rank: int, world_size: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("sim", (2, world_size // 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh("sim", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
     net = _net().to("sim")
     for block in net.blocks:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["data"])
     fully_shard(net, mesh=mesh["data"])
-    _assert_parity(_sharded_losses(net, rank, world_size, replicas=2), world_size)
+    _assert_parity(_sharded_losses(net, rank, world_size, replicas=world_size // 2), world_size)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("body", [_fsdp2_hybrid, _fsdp2_with_tensor_parallel])
-def test_fsdp2_on_two_dimensions_equals_the_host(body: Callable[..., None]) -> None:
-    ranks.run(4, body)
+def test_fsdp2_on_two_dimensions_equals_the_host(body: Callable[..., None], world_size: int) -> None:
+    ranks.run(world_size, body)
 
 
 def _ddp(rank: int, world_size: int) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    hooks: list[Any] = [None, default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
-    for hook in hooks:
+    def exact_at_first() -> powerSGD_hook.PowerSGDState:
+        # Approximates from the step after the last on; until then it averages.
+        return powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=STEPS + 2)
+
+    hooks: list[tuple[Any, Callable[[], Any], bool]] = [
+        (None, lambda: None, False),
+        (default_hooks.allreduce_hook, lambda: None, False),
+        (default_hooks.fp16_compress_hook, lambda: None, True),
+        # bf16_compress_hook: DDP itself refuses it everywhere but on CUDA and XPU.
+        (powerSGD_hook.powerSGD_hook, exact_at_first, False),
+    ]
+    for hook, state, half in hooks:
         for views in (False, True):
             net = nn.parallel.DistributedDataParallel(_net().to("sim"), gradient_as_bucket_view=views)
             if hook is not None:
-                net.register_comm_hook(None, hook)
-            losses = _sharded_losses(net, rank, world_size)
-            _assert_parity(losses, world_size, half=hook is default_hooks.fp16_compress_hook)
+                net.register_comm_hook(state(), hook)
+            _assert_parity(_sharded_losses(net, rank, world_size), world_size, half=half)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -228,8 +238,9 @@ def _sync_batch_norm(rank: int, world_size: int) -> None:
     torch.testing.assert_close(device.module[1].running_var.cpu(), host[1].running_var, rtol=1e-4, atol=1e-5)
 
 
-def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch() -> None:
-    ranks.run(2, _sync_batch_norm)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(world_size: int) -> None:
+    ranks.run(world_size, _sync_batch_norm)
 
 
 def _checkpointed(rank: int, world_size: int) -> None:
@@ -240,9 +251,17 @@ def _checkpointed(rank: int, world_size: int) -> None:
     sharded = FullyShardedDataParallel(net, use_orig_params=True, device_id=SIM.current_device())
     _assert_parity(_sharded_losses(sharded, rank, world_size), world_size)
 
+    net = _net().to("sim")
+    apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, Block))
+    for block in net.blocks:
+        fully_shard(block, mesh=init_device_mesh("sim", (world_size,)))
+    fully_shard(net, mesh=init_device_mesh("sim", (world_size,)))
+    _assert_parity(_sharded_losses(net, rank, world_size), world_size)
 
-def test_activation_checkpointing_under_fsdp_equals_the_host() -> None:
-    ranks.run(2, _checkpointed)
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_activation_checkpointing_under_fsdp_equals_the_host(world_size: int) -> None:
+    ranks.run(world_size, _checkpointed)
 
 
 def _memory(rank: int, world_size: int) -> None:

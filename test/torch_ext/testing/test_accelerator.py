@@ -41,15 +41,33 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return machine
 
 
+@pytest.fixture
+def simulator_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
+
+
 def test_without_a_wish_an_available_accelerator_is_taken(machine: types.SimpleNamespace) -> None:
     machine.found = "xpu"
     assert accelerator.device_type() == "xpu"
     assert accelerator.is_accelerator()
 
 
-def test_without_a_wish_and_an_accelerator_the_host_is_taken(machine: types.SimpleNamespace) -> None:
-    assert accelerator.device_type() == "cpu"
+def test_without_a_wish_and_an_accelerator_the_simulated_one_is_taken(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_ext.sim", types.ModuleType("torch_ext.sim"))
+    assert accelerator.device_type() == "sim"
+    assert accelerator.is_accelerator()
+
+
+def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
+    machine: types.SimpleNamespace, simulator_missing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accelerator.device_type() == accelerator.device_type() == "cpu"
     assert not accelerator.is_accelerator()
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "tests run on plain cpu: " in told[0] and "torch_ext.sim" in told[0]
 
 
 @pytest.mark.parametrize("wish", ["cpu", "cuda"])
@@ -75,7 +93,9 @@ def test_the_host_is_there_whatever_its_module_says(
     assert accelerator.device_type() == "cpu"
 
 
-def test_the_first_answer_holds(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_answer_holds(
+    machine: types.SimpleNamespace, simulator_missing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert accelerator.device_type() == "cpu"
     monkeypatch.setenv(REQUESTED, "cuda")
     machine.found = "cuda"
@@ -186,3 +206,24 @@ def test_what_a_device_can_is_read_off_its_module(
     machine.module = pretend_module(**names)
     found = accelerator.capabilities()
     assert (found.streams, found.device_sleep, found.separate_memory) == (streams, sleeps, True)
+
+
+def test_devices_are_requested_of_those_who_can_make_them(
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("xpu", monkeypatch)
+    asked: list[int] = []
+    machine.module = pretend_module(count=8, request_devices=asked.append)
+    accelerator.request_devices(6)
+    assert asked == [6]
+    assert accelerator.default_world_size() == 4  # the host carries them all
+    machine.module = pretend_module(count=8)
+    accelerator.request_devices(6)
+    assert asked == [6]
+    assert accelerator.default_world_size() == 8
+
+
+def test_the_host_is_not_asked_for_devices(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cpu", monkeypatch)
+    machine.module = pretend_module(request_devices=lambda count: pytest.fail("asked"))
+    accelerator.request_devices(6)

@@ -56,9 +56,84 @@ if __name__ == "__main__":
     run_tests()
 """
 
+# What upstream's files for accelerators do. None of the lists in it, nor in torch's helpers, names our accelerator.
+DEVICE_FILE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor, Shard
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest, MultiThreadedTestCase, requires_accelerator_dist_backend, skip_if_lt_x_gpu
+)
+from torch.testing._internal.common_fsdp import FSDPTest, get_devtype
+from torch.testing._internal.common_utils import run_tests, TEST_PRIVATEUSE1
+from torch.testing._internal.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TORCH_EXT_DEVICE": "cpu"}
+device_type = torch.device(get_devtype())
+
+
+class TestPerDevice(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_device(self, device):
+        self.assertEqual(torch.device(device).type, device_type.type)
+        self.assertEqual(self.device_type, device_type.type)
+        self.assertTrue(TEST_PRIVATEUSE1)
+
+
+class TestOnHostOnly(FSDPTest):
+    def test_is_left_alone(self, device):
+        self.assertEqual(device, "cpu")
+
+
+class TestThreads(MultiThreadedTestCase):
+    @property
+    def world_size(self):
+        return 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    @skip_if_lt_x_gpu(2)
+    def test_all_reduce(self):
+        tensor = torch.ones(1, device=torch.device(device_type.type, self.rank))
+        dist.all_reduce(tensor)
+        self.assertEqual(tensor.item(), 2)
+
+
+class TestMesh(DTensorTestBase):
+    @with_comms
+    def test_sharded(self):
+        mesh = self.build_device_mesh()
+        whole = torch.arange(8.0, device=self.device_type)
+        self.assertEqual(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
+        self.assertEqual(mesh.device_type, device_type.type)
+
+
+class TestContinuous(MultiProcContinuousTest):
+    world_size = 2
+
+    @requires_accelerator_dist_backend()
+    def test_broadcast(self):
+        tensor = torch.full((1,), float(self.rank), device=torch.device(device_type.type, self.rank))
+        dist.broadcast(tensor, 1)
+        self.assertEqual(tensor.item(), 1)
+
+
+instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu", "xpu"))
+instantiate_device_type_tests(TestOnHostOnly, globals(), only_for=("cpu",))
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def run(*arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TORCH_EXT_DEVICE": device}
     command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -71,6 +146,15 @@ def test_unmodified_file_runs_on_our_ranks_and_cannot_pass_falsely(tmp_path: Pat
     assert "rank 1 of 2 left with code 0 without a receipt" in done.stdout
     assert f"-i test_unmodified.py::TestProcesses::test_death_of_rank_1_is_seen --upstream {file}" in done.stdout
     assert done.returncode == 1
+
+
+def test_unmodified_file_for_accelerators_runs_on_the_simulated_one_without_a_skip(tmp_path: Path) -> None:
+    file = tmp_path / "test_for_accelerators.py"
+    file.write_text(DEVICE_FILE)
+    done = run("--upstream", str(file), "-v", device="sim")
+    assert "5 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
+    assert "::test_device_sim" in done.stdout and "::test_is_left_alone_cpu" in done.stdout
+    assert done.returncode == 0
 
 
 def test_missing_file_is_a_usage_error_that_names_it() -> None:

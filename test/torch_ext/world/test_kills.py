@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,11 +111,41 @@ def test_killed_supervisor_takes_everything_along(suite: Suite, run: Run) -> Non
     assert suite.files_left() == []
 
 
-@pytest.mark.parametrize("threads", ["", "1"], ids=["forked zygote", "zygote of its own interpreter"])
+# A thread that runs when the test program starts keeps it from forking its zygote.
+STARTS_A_THREAD = """
+import threading
+if os.environ.get('THREADS') and 'unittest' in sys.argv[0]:
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+"""
+BOTH_ZYGOTES = pytest.mark.parametrize("threads", ["", "1"], ids=["forked zygote", "zygote of its own interpreter"])
+
+
+@BOTH_ZYGOTES
+def test_killed_zygote_of_standing_ranks_fails_one_test(tmp_path: Path, threads: str) -> None:
+    source = """
+    class TestStanding(MultiProcContinuousTest):
+        world_size = 2
+
+        def test_1_zygote_killed(self):
+            if self.rank == 0:
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+
+        def test_2_following(self):
+            ones = torch.ones(3)
+            dist.all_reduce(ones)
+            self.assertEqual(ones, torch.full((3,), 2.0))
+    """
+    suite = Suite(tmp_path, STARTS_A_THREAD + textwrap.dedent(source))
+    run = suite.finish(suite.start(["-m", "unittest", "-v", "test_suite"], {"THREADS": threads}), parse_unittest)
+    assert run.status == {"test_1_zygote_killed": "failed", "test_2_following": "passed"}, run
+    assert suite.survivors() == {}
+    assert suite.files_left() == []
+
+
+@BOTH_ZYGOTES
 def test_killed_zygote_of_a_test_program_fails_one_test(tmp_path: Path, threads: str) -> None:
-    source = "import threading\nif os.environ.get('THREADS') and 'unittest' in sys.argv[0]:\n"
-    source += "    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-    suite = Suite(tmp_path, source + SOURCE)
+    suite = Suite(tmp_path, STARTS_A_THREAD + SOURCE)
     command = ["-m", "unittest", "-v", "-k", "zygote_killed"]
     process = suite.start([*command, "test_suite"], {"THREADS": threads})
     *_, rank = await_pids(suite, "zygote", process)

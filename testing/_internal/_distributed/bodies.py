@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as c10d
 
+from torch_ext import accelerator
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Receipt, Said
@@ -43,14 +44,15 @@ def receipt_of(error: BaseException) -> Receipt | None:
     return world_rank.failure(error)
 
 
-def run_rank(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Body of a rank: call ``run``, a class's ``_run``, and hand in a receipt.
+def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Body of a rank: call ``run``, a class's ``_run``, and hand in a receipt. ``devices`` is how many the test wants.
 
     An exit that is no skip goes through without one.
     """
     rank = world_rank.current()
     if rank is None:
         raise AssertionError("run_rank() runs in a rank only")
+    accelerator.request_devices(devices)
     try:
         run(*args, **kwargs)
     except BaseException as error:

@@ -21,12 +21,13 @@ from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
+from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Outcome, Said
-from torch_ext.world.parent import Body, RankProcess, World
+from torch_ext.world.parent import Body, RankProcess, World, ZygoteLostError
 from torch_ext.world.rank import Inherited
 from torch_ext.world.watch import Limits
 
@@ -185,6 +186,9 @@ class MultiProcContinuousTest(TestCase):
         outcomes: list[Outcome] = []
         try:
             outcomes = world.wait(Limits(test_s=timeout_of(self)), keep=True)
+        except ZygoteLostError:
+            access.forget(world.zygote)
+            raise
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()
@@ -231,6 +235,7 @@ class MultiProcContinuousTest(TestCase):
         me = world_rank.current()
         if me is None:
             raise AssertionError("_rank_main() runs in a rank only")
+        accelerator.request_devices(max(world_size, devices_asked_for(cls)))
         cls.rank, cls.world_size = rank, world_size
         no_group: BaseException | None = None
         try:

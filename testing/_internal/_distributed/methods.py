@@ -10,9 +10,10 @@ from typing import Any
 
 __unittest = True
 
-__all__ = ["chosen_method", "take_over", "waits_or_runs"]
+__all__ = ["bring_parent_half", "chosen_method", "parent_half_of", "take_over", "waits_or_runs"]
 
 _DEFAULT = "runTest"
+_PARENT_HALF = "_torch_ext_parent_half"
 
 
 def chosen_method(method_name: str, methodName: str) -> str:
@@ -45,3 +46,17 @@ def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: 
             method()
 
     return types.MethodType(wrapper, case)
+
+
+def bring_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
+    """Have ``parent_half(case, method)`` run beside the ranks of test method ``method`` instead of merely waiting.
+
+    Decorators that copy attributes, as :func:`functools.wraps` does, carry it on.
+    """
+    setattr(method, _PARENT_HALF, parent_half)
+
+
+def parent_half_of(method: Any) -> Callable[[Any, Any], None] | None:
+    """Return what a test method brings for its parent half, if anything."""
+    found: Callable[[Any, Any], None] | None = getattr(method, _PARENT_HALF, None)
+    return found

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import bodies
-from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import chosen_method, parent_half_of, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import access
@@ -104,6 +105,7 @@ class MultiProcessTestCase(TestCase):
 
     rank: int
     file_name: str
+    parent_pipe: Connection
     processes: list[RankProcess]
     pid_to_pipe: dict[int, Connection]
     special_return_code_checks: dict[Any, int]
@@ -137,11 +139,13 @@ class MultiProcessTestCase(TestCase):
         return self.id().rpartition(".")[2]
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Return what takes the place of test method ``fn`` on this instance: it waits on the parent half and runs in
-        ranks.
+        """Return what takes the place of test method ``fn`` on this instance: it waits on the parent half, or does
+        what the method brings for it, and runs in ranks.
         """
 
-        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._join_processes(fn))
+        own = parent_half_of(fn)
+        wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
+        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, wait)
 
     # The parent half
 
@@ -175,13 +179,15 @@ class MultiProcessTestCase(TestCase):
     def _spawn_processes(self) -> None:
         """Start the ranks; each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
-        arguments = (self._current_test_name(), self.file_name, Inherited(0))
+        name, size = self._current_test_name(), int(self.world_size)
+        devices = max(size, devices_asked_for(type(self), name))
+        arguments = (name, self.file_name, Inherited(0))
         kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         self._world = start_ranks(
             type(self).__module__,
             [
-                Body(bodies.run_rank, (type(self)._run, rank, *arguments), kwargs, connections=1)
-                for rank in range(int(self.world_size))
+                Body(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                for rank in range(size)
             ],
         )
         self.processes = self._world.processes
@@ -227,6 +233,7 @@ class MultiProcessTestCase(TestCase):
             SystemExit: the test failed or skipped. Code that must run all the same belongs in a ``finally``.
         """
         set_rng_seed()
+        self.parent_pipe = parent_pipe
         try:
             getattr(self, test_name)()
         except BaseException as error:

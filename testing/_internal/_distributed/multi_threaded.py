@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
+from torch_ext import accelerator
 from torch_ext.compat.c10d import _set_thread_isolation_mode
 from torch_ext.compat.testing import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
+from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
@@ -142,6 +144,8 @@ class MultiThreadedTestCase(TestCase):
     def _spawn_threads(self) -> None:
         """Start one thread a rank; call it in ``setUp``."""
         cls, name, size = type(self), self._current_test_name, int(self.world_size)
+        # One process has one number of devices, for the tests that follow as well.
+        accelerator.request_devices(max(size, devices_asked_for(cls)))
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
         cls.global_store = c10d.HashStore()

@@ -22,6 +22,7 @@ __all__ = [
     "TEST_SKIPS",
     "TestSkip",
     "at_least_x_gpu",
+    "devices_asked_for",
     "get_required_world_size",
     "requires_accelerator_dist_backend",
     "requires_gloo",
@@ -87,7 +88,8 @@ def at_least_x_gpu(x: int) -> bool:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
-    """Skip a test, in its ranks, unless the device under test has at least ``x`` devices.
+    """Skip a test, in its ranks, unless the device under test has at least ``x`` devices. Simulated devices are made as
+    many as that.
 
     Args:
         x: how many devices the test needs, from 1 to 8.
@@ -101,9 +103,20 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _T
                 return function(*args, **kwargs)
             return _skip(args, f"multi-gpu-{x}")
 
+        wrapper._required_devices = x  # type: ignore[attr-defined]
         return wrapper  # type: ignore[return-value]
 
     return decorator
+
+
+def devices_asked_for(cls: type, test_name: str = "") -> int:
+    """Return how many devices the decorators of a test ask for, or those of all tests of ``cls``; 0 if they ask for
+    none.
+    """
+    names = [test_name] if test_name else [name for name in dir(cls) if name.startswith("test")]
+    tests = [getattr(cls, name, None) for name in names]
+    wishes = ("_required_devices", "_required_world_size")
+    return max((int(getattr(test, wish, 0)) for test in tests for wish in wishes), default=0)
 
 
 def skip_if_no_gpu(function: _Test) -> _Test:

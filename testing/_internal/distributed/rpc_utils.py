@@ -24,6 +24,7 @@ from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
     FaultyAgentDistAutogradTest,
     FaultyAgentRpcTest,
 )
+from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
 from torch_ext.testing._internal.distributed.rpc.remote_module_test import (
     RemoteModuleTest,
     ThreeWorkersRemoteModuleTest,
@@ -54,6 +55,7 @@ GENERIC_TESTS: list[type] = [
     DistOptimizerTest,
     RemoteModuleTest,
     ThreeWorkersRemoteModuleTest,
+    ProfilerTest,
     DdpUnderDistAutogradTest,
     DdpComparisonTest,
 ]

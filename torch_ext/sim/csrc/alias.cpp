@@ -130,6 +130,13 @@ void AliasSet::publish(c10::DeviceIndex device) {
       pair.device.unsafeGetTensorImpl()->set_sizes_and_strides(
           pair.host.sizes(), pair.host.strides(), pair.host.storage_offset());
     }
+    // Some kernels hand over an output lazily conjugated (`linalg.lu_solve`).
+    if (pair.host.is_conj() != pair.device.is_conj()) {
+      pair.device.unsafeGetTensorImpl()->_set_conj(pair.host.is_conj());
+    }
+    if (pair.host.is_neg() != pair.device.is_neg()) {
+      pair.device.unsafeGetTensorImpl()->_set_neg(pair.host.is_neg());
+    }
   }
 }
 

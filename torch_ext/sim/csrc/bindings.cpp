@@ -16,6 +16,7 @@ PYBIND11_MODULE(_native, m) {
   install_pinned_allocator();
   install_host_override();
 
+  m.def("request_devices", &request_devices);
   m.def("device_count", [] { return static_cast<int>(device_count()); });
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int index) { set_current_device(checked_index(static_cast<c10::DeviceIndex>(index))); });

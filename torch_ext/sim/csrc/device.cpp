@@ -17,11 +17,12 @@ thread_local c10::DeviceIndex current = 0;
 std::atomic<bool> initialized{false};
 std::atomic<bool> bad_fork{false};
 std::atomic<int> frozen_count{-1};
+std::atomic<int> requested_count{kDefaultCount};
 
 int count_from_environment() noexcept {
   const char* text = std::getenv(kCountVariable);
   if (text == nullptr || *text == '\0') {
-    return kDefaultCount;
+    return requested_count;
   }
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
@@ -57,6 +58,15 @@ void initialize_slow() {
 c10::DeviceIndex device_count() noexcept {
   const int frozen = frozen_count.load(std::memory_order_relaxed);
   return static_cast<c10::DeviceIndex>(frozen >= 0 ? frozen : count_from_environment());
+}
+
+void request_devices(int count) {
+  TORCH_CHECK_VALUE(
+      count >= 1 && count <= kMaxDevices, "request_devices(): expected a number of devices from 1 to ",
+      static_cast<int>(kMaxDevices), ", got ", count, ".");
+  int known = requested_count;
+  while (known < count && !requested_count.compare_exchange_weak(known, count)) {
+  }
 }
 
 c10::DeviceIndex current_device() noexcept {

@@ -17,8 +17,12 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
-// Number of devices: TORCH_EXT_SIM_DEVICES, 4 where it is unset, 0 where it is no number from 1 to kMaxDevices.
+// Number of devices: TORCH_EXT_SIM_DEVICES; where it is unset 4, or as many as were requested; 0 where it is no number
+// from 1 to kMaxDevices.
 c10::DeviceIndex device_count() noexcept;
+
+// Has at least `count` devices where TORCH_EXT_SIM_DEVICES does not say how many. Too late after the first use.
+void request_devices(int count);
 
 c10::DeviceIndex current_device() noexcept;
 void set_current_device(c10::DeviceIndex index) noexcept;

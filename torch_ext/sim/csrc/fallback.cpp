@@ -90,6 +90,33 @@ void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
       "or register a kernel for PrivateUse1.");
 }
 
+[[noreturn]] void refuse_sparse(const c10::OperatorHandle& op) {
+  C10_THROW_ERROR(
+      NotImplementedError,
+      c10::str(
+          "The operator '", toString(op.operator_name()), "' is not implemented for tensors of a sparse layout on the ",
+          "device sim, which has dense tensors only. Use dense ones (.to_dense()), or compute on the host (.cpu())."));
+}
+
+void refuse_sparse_boxed(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
+  refuse_sparse(op);
+}
+
+bool is_sparse(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() != c10::kStrided;
+}
+
+bool is_sparse(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return is_sparse(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    const auto tensors = value.toListRef();
+    return std::any_of(tensors.begin(), tensors.end(), [](const auto& element) { return is_sparse(element.toTensor()); });
+  }
+  return false;
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
@@ -102,6 +129,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(device);
   const size_t first = stack->size() - count;
   for (size_t i = 0; i < count; ++i) {
+    if (is_sparse((*stack)[first + i])) {
+      refuse_sparse(op);
+    }
     call.to_host((*stack)[first + i]);
   }
   if (facts.generator >= 0) {
@@ -114,6 +144,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   call.publish();
   for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (is_sparse((*stack)[stack->size() - 1 - i])) {
+      refuse_sparse(op);
+    }
     call.to_device((*stack)[stack->size() - 1 - i]);
   }
 }
@@ -122,6 +155,14 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_boxed>());
+}
+
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_boxed>());
 }
 
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,

@@ -1,14 +1,19 @@
 // Kernels that exist on GPUs only, so that no host kernel can serve them: synchronised batch norm and the fused cells of
-// recurrent layers. They are written in terms of other operators on device tensors.
+// recurrent layers. They are written in terms of other operators on device tensors. And batch norm itself, whose host
+// kernel takes fewer combinations of types than GPUs do.
 #include <ATen/core/Tensor.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "alias.h"
+#include "allocator.h"
 #include "device.h"
 #include "same_device.h"
 
@@ -136,6 +141,76 @@ Tensor batch_norm_backward_elemt(
   return grad.to(input.scalar_type());
 }
 
+// --- batch norm: the host wants weight, bias and statistics of one type ---
+
+Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
+  return given(tensor) ? on_host(*tensor).to(type) : Tensor();
+}
+
+// Weight, bias and running statistics as the host kernel takes them beside `input`: in the input's type, or all in float.
+// GPUs keep statistics in float beside parameters of half precision, and the other way round. Weights of a type that
+// GPUs refuse too stay as they are, for the kernel to refuse.
+class HostTypes {
+ public:
+  HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
+    const auto parameters = given(weight) ? weight->scalar_type() : input.scalar_type();
+    const bool accepted_by_gpus = parameters == input.scalar_type() || parameters == at::kFloat;
+    mixed_ = given(running) && running->scalar_type() != parameters && accepted_by_gpus;
+    common_ = accumulate_type(input);
+  }
+
+  Tensor operator()(const OptionalTensor& tensor) const {
+    return mixed_ ? cast(tensor, common_) : (given(tensor) ? on_host(*tensor) : Tensor());
+  }
+
+  // Brings what the kernel wrote to a converted copy of `original` back.
+  void store(const Tensor& converted, const OptionalTensor& original) const {
+    if (mixed_ && given(original)) {
+      on_host(*original).copy_(converted);
+    }
+  }
+
+ private:
+  bool mixed_;
+  c10::ScalarType common_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, bool training, double momentum, double eps) {
+  const auto device = same_device(
+      "aten::native_batch_norm",
+      {input, value_or_none(weight), value_or_none(bias), value_or_none(running_mean), value_or_none(running_var)});
+  KernelScope scope(device);
+  const HostTypes host(input, weight, running_mean);
+  const Tensor mean = host(running_mean);
+  const Tensor variance = host(running_var);
+  auto [output, save_mean, save_invstd] =
+      at::native_batch_norm(on_host(input), host(weight), host(bias), mean, variance, training, momentum, eps);
+  if (training) {
+    host.store(mean, running_mean);
+    host.store(variance, running_var);
+  }
+  return {adopt(std::move(output), device), adopt(std::move(save_mean), device), adopt(std::move(save_invstd), device)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
+    const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd, bool training,
+    double eps, std::array<bool, 3> output_mask) {
+  const auto device = same_device(
+      "aten::native_batch_norm_backward", {grad_output, input, value_or_none(weight), value_or_none(running_mean)});
+  KernelScope scope(device);
+  const HostTypes host(input, weight, running_mean);
+  auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
+      on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),
+      host(save_invstd), training, eps, output_mask);
+  const auto as_weight = [&](Tensor&& grad) {
+    return adopt(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad), device);
+  };
+  return {adopt(std::move(grad_input), device), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
+}
+
 // --- fused cells: gates are (N, G * H) with G = 4 for LSTM and 3 for GRU ---
 
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
@@ -228,6 +303,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
   m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
   m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
+  m.impl("native_batch_norm", TORCH_FN(native_batch_norm));
+  m.impl("native_batch_norm_backward", TORCH_FN(native_batch_norm_backward));
   m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));

@@ -35,6 +35,9 @@ class SimWork : public c10d::Work {
   // Completes the future from the transport's own futures. For collectives, called once.
   void track();
 
+  // Whether it has completed, as far as is known without asking the transport.
+  bool is_over() const { return future_->completed(); }
+
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;

@@ -126,8 +126,15 @@ class SimCCL final : public c10d::Backend {
     options_->timeout = timeout;
     transport_->setTimeout(timeout);
   }
-  void setSequenceNumberForGroup() override { transport_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return transport_->getSequenceNumberForGroup(); }
+  // The flight recorder's entries are the transport's.
+  void setGroupUid(const std::string& name) override {
+    c10d::Backend::setGroupUid(name);
+    transport_->setGroupUid(name);
+  }
+  // Counts collectives, so that the ranks of a group agree on it: the transport counts what it carries, transfers between
+  // two ranks and the parts of a collective among it.
+  void setSequenceNumberForGroup() override { sequence_ = 0; }
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void enableCollectivesTiming() override { transport_->enableCollectivesTiming(); }
   void abort() override { transport_->abort(); }
   void shutdown() override { transport_->shutdown(); }
@@ -159,6 +166,7 @@ class SimCCL final : public c10d::Backend {
   void startCoalescing() override {
     TORCH_CHECK(!coalescing_, "startCoalescing was called twice without endCoalescing in between.");
     coalescing_ = true;
+    ++sequence_;
   }
   WorkPtr endCoalescing() override {
     TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
@@ -170,10 +178,8 @@ class SimCCL final : public c10d::Backend {
     onCompletionHook_ = std::move(hook);
   }
   void waitForPendingWorks() override {
-    for (const auto& weak : std::exchange(pending_, {})) {
-      if (auto work = weak.lock()) {
-        work->wait();
-      }
+    for (const auto& work : std::exchange(pending_, {})) {
+      work->wait();
     }
   }
 
@@ -192,6 +198,7 @@ class SimCCL final : public c10d::Backend {
   }
 
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    const OneCollective one_collective(*this);
     std::vector<WorkPtr> works;
     for (auto& tensor : tensors) {
       Tensors one{tensor};
@@ -233,6 +240,7 @@ class SimCCL final : public c10d::Backend {
   WorkPtr allgather_coalesced(
       TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     // outputs[r][i] receives inputs[i] of rank r
+    const OneCollective one_collective(*this);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
       TensorLists column(1);
@@ -249,6 +257,7 @@ class SimCCL final : public c10d::Backend {
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "Expected as many outputs as inputs, but got ", outputs.size(),
                       " and ", inputs.size(), ".");
+    const OneCollective one_collective(*this);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
       works.push_back(_allgather_base(outputs[i], inputs[i], options));
@@ -276,6 +285,7 @@ class SimCCL final : public c10d::Backend {
         inputs.size() == 1 && inputs.front().size() == static_cast<size_t>(size_),
         "simccl expects one list with a tensor for each of the ", size_, " ranks.");
     const at::Tensor host_output = checked_alias(output);
+    const OneCollective one_collective(*this);
     std::vector<WorkPtr> works;
     for (int root = 0; root < size_; ++root) {
       const at::Tensor host_input = checked_alias(inputs.front()[root]);
@@ -313,6 +323,7 @@ class SimCCL final : public c10d::Backend {
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "Expected as many outputs as inputs, but got ", outputs.size(),
                       " and ", inputs.size(), ".");
+    const OneCollective one_collective(*this);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
       works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
@@ -381,6 +392,22 @@ class SimCCL final : public c10d::Backend {
   }
 
  private:
+  // While it lives, what is started are parts of one collective, which has one sequence number.
+  class OneCollective {
+   public:
+    explicit OneCollective(SimCCL& group) : group_(group) {
+      if (group_.parts_of_one_++ == 0 && !group_.coalescing_) {
+        ++group_.sequence_;
+      }
+    }
+    ~OneCollective() { --group_.parts_of_one_; }
+    OneCollective(const OneCollective&) = delete;
+    OneCollective& operator=(const OneCollective&) = delete;
+
+   private:
+    SimCCL& group_;
+  };
+
   WorkPtr reduce_everywhere(const at::Tensor& buffer, const Reduction& reduction, std::chrono::milliseconds timeout) {
     c10d::AllreduceOptions options;
     options.reduceOp = reduction.transport_op();
@@ -415,6 +442,7 @@ class SimCCL final : public c10d::Backend {
     TORCH_CHECK_VALUE(
         outputs.size() == static_cast<size_t>(size_), "all_gather expects an output for each of the ", size_,
         " ranks, but got ", outputs.size(), ".");
+    const OneCollective one_collective(*this);
     outputs[rank_].copy_(input);
     std::vector<WorkPtr> works;
     for (int root = 0; root < size_; ++root) {
@@ -439,6 +467,9 @@ class SimCCL final : public c10d::Backend {
 
   WorkPtr start(
       OpType kind, std::vector<WorkPtr> transport, Tensors outputs, std::function<void()> finish = nullptr) {
+    if (parts_of_one_ == 0 && !coalescing_) {
+      ++sequence_;
+    }
     auto work = make(kind, std::move(transport), std::move(outputs), std::move(finish));
     work->set_hook(onCompletionHook_);
     work->track();
@@ -469,9 +500,8 @@ class SimCCL final : public c10d::Backend {
 
   c10::intrusive_ptr<SimWork> make(
       OpType kind, std::vector<WorkPtr> transport, Tensors outputs, std::function<void()> finish) {
-    const auto sequence = transport_->getSequenceNumberForGroup();
     return c10::make_intrusive<SimWork>(
-        kind, rank_, std::move(transport), std::move(outputs), std::move(finish), sequence);
+        kind, rank_, std::move(transport), std::move(outputs), std::move(finish), sequence_);
   }
 
   WorkPtr remember(const c10::intrusive_ptr<SimWork>& work) {
@@ -479,16 +509,20 @@ class SimCCL final : public c10d::Backend {
       coalesced_.push_back(work);
     }
     if (onCompletionHook_) {
-      pending_.emplace_back(work);
+      // The hook hears of works, too, that nobody else holds on to.
+      std::erase_if(pending_, [](const auto& earlier) { return earlier->is_over(); });
+      pending_.push_back(work);
     }
     return work;
   }
 
   c10::intrusive_ptr<c10d::Backend> transport_;
   c10::intrusive_ptr<SimOptions> options_;
+  uint64_t sequence_ = 0;
+  int parts_of_one_ = 0;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
-  std::vector<c10::weak_intrusive_ptr<SimWork>> pending_;
+  std::vector<c10::intrusive_ptr<SimWork>> pending_; // with a hook only
 };
 
 void bind_simccl(pybind11::module_& m) {

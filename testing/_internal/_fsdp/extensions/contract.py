@@ -176,12 +176,13 @@ class FSDPExtensionContract(_FSDPTest):
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
         """Return two blocks of two layers each, with weights of the subclass; alike on all ranks."""
         torch.manual_seed(seed)
-        blocks = [
-            nn.Sequential(nn.Linear(dim, 3 * dim if dim % 2 else 4 * dim, bias=False), nn.Tanh()) for _ in range(2)
-        ]
-        for block in blocks:
-            block.append(nn.Linear(block[0].out_features, dim, bias=False))
-        model = nn.Sequential(*blocks)
+        hidden = 3 * dim if dim % 2 else 4 * dim
+        model = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(dim, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, dim, bias=False))
+                for _ in range(2)
+            )
+        )
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self._device)
         self.swap_weights(model)
@@ -191,7 +192,8 @@ class FSDPExtensionContract(_FSDPTest):
     def _shard(self, model: nn.Module, **options: Any) -> nn.Module:
         for block in model.children():
             fully_shard(block, **options)
-        return fully_shard(model, **options)
+        fully_shard(model, **options)
+        return model
 
     def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
         """Return a sharded model whose hooks are sound, and the whole model that it equals."""
@@ -242,12 +244,12 @@ class FSDPExtensionContract(_FSDPTest):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
-            together(
-                lambda: (
-                    self._compare(output, mine, what, tolerances),  # noqa: B023  # called at once
-                    self._check_weights(model, reference, f"after step {step}", tolerances),  # noqa: B023
-                )
-            )
+
+            def check() -> None:
+                self._compare(output, mine, what, tolerances)  # noqa: B023  # called at once
+                self._check_weights(model, reference, f"after step {step}", tolerances)  # noqa: B023
+
+            together(check)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
@@ -313,7 +315,7 @@ class FSDPExtensionContract(_FSDPTest):
     ) -> None:
         complaint = (
             f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. If it follows from rounding, "
-            "allow for it in rtol and atol; a value of an earlier step, kept by a hook or not copied into out, shows so too"
+            "allow for it in rtol and atol; a value of an earlier step, kept by a hook or not copied into out, shows too"
         )
         check_close(
             self.values(got), self.values(expected), tolerances=tolerances, complaint=complaint, check_dtype=False
@@ -332,8 +334,8 @@ def _require_all_hooks(model: nn.Module) -> None:
         require_hooks(parameter, name)
 
 
-def _shard_mesh(parameter: DTensor) -> DeviceMesh:
-    mesh = parameter.device_mesh
+def _shard_mesh(parameter: Any) -> DeviceMesh:
+    mesh: DeviceMesh = parameter.device_mesh
     return mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -14,7 +15,13 @@ from torch_ext import accelerator
 from torch_ext.compat import dist_autograd
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.dist_utils import dist_init, poll_until, worker_name
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    initialize_pg,
+    poll_until,
+    wait_until_node_failure,
+    worker_name,
+)
 from torch_ext.testing._internal.distributed.rpc import _workload as remote
 from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
@@ -379,6 +386,26 @@ class DistAutogradTest(RpcAgentTestFixture):
                 rpc.rpc_sync(self.peer(), remote.raise_value_error, args=("in between",))
             product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
             self._assert_gradients(context_id, product.sum(), {a: b.detach(), b: a.detach()})
+
+    @dist_init(setup_rpc=False)
+    def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        self.start_agent(rpc_timeout=20)
+        (a,) = self._leaves(1)
+        with dist_autograd.context() as context_id:
+            # Worker 0 calls worker 1 itself; worker 2 reaches it over worker 0.
+            hops = 0 if self.rank == 0 else 1
+            product = rpc.rpc_sync(self.peer(), remote.relay, args=(multiply, (a, a), hops, self.world_size))
+            dist.barrier()
+            if self.rank == 1:
+                rpc.shutdown(graceful=False)
+            else:
+                wait_until_node_failure(1, self.get_shutdown_error_regex())
+                with self.assertRaisesRegex(RuntimeError, self.get_shutdown_error_regex()):
+                    dist_autograd.backward(context_id, [product.sum()])
+            dist.barrier()  # workers 0 and 2 stay until both have seen it
+        if self.rank != 1:
+            rpc.shutdown(graceful=False)
 
 
 def on_device(a: Tensor, rank: int) -> Tensor:

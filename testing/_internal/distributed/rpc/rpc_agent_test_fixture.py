@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import rpc
+
 from torch_ext.testing._internal import dist_utils
 
 if TYPE_CHECKING:
@@ -61,6 +63,24 @@ class RpcAgentTestFixture(_MixedInLater):
         self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
     ) -> None:
         """Take the faults given to ``dist_init``, before the options are asked for. Sound agents ignore them."""
+
+    def start_agent(self, name: str | None = None, **options: Any) -> None:
+        """Start this worker's agent, for tests under ``dist_init(setup_rpc=False)``; ``options`` replace the agent's
+        own.
+
+        Args:
+            name: of the worker; by default ``worker_name`` of its rank.
+        """
+        backend_options = self.rpc_backend_options
+        for key, value in options.items():
+            setattr(backend_options, key, value)
+        rpc.init_rpc(
+            dist_utils.worker_name(self.rank) if name is None else name,
+            backend=self.rpc_backend,
+            rank=self.rank,
+            world_size=self.world_size,
+            rpc_backend_options=backend_options,
+        )
 
     def get_shutdown_error_regex(self) -> str:
         """Return a pattern for the errors of calls to a worker that has shut down."""

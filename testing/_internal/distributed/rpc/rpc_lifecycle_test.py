@@ -17,23 +17,11 @@ _NOT_RUNNING = "RPC has not been initialized"
 
 
 class RpcLifecycleTest(RpcAgentTestFixture):
-    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and :meth:`_start`."""
+    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and :meth:`start_agent`."""
 
     @property
     def world_size(self) -> int:
         return 3
-
-    def _start(self, name: str | None = None, **options: Any) -> None:
-        backend_options = self.rpc_backend_options
-        for key, value in options.items():
-            setattr(backend_options, key, value)
-        rpc.init_rpc(
-            worker_name(self.rank) if name is None else name,
-            backend=self.rpc_backend,
-            rank=self.rank,
-            world_size=self.world_size,
-            rpc_backend_options=backend_options,
-        )
 
     # Names.
 
@@ -68,7 +56,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_two_workers_of_one_name_are_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is not unique|duplicate"):
-            self._start("twin")
+            self.start_agent("twin")
         self.assertFalse(private.api._is_current_rpc_agent_set())
 
     # Start.
@@ -76,7 +64,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init
     def test_second_start_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is already initialized"):
-            self._start()
+            self.start_agent()
         self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
 
     @dist_init(setup_rpc=False)
@@ -99,7 +87,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_time_limit_in_the_options_is_the_default_of_calls(self) -> None:
-        self._start(rpc_timeout=17)
+        self.start_agent(rpc_timeout=17)
         self.assertEqual(rpc.get_rpc_timeout(), 17)
         rpc.shutdown()
 
@@ -134,7 +122,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_graceful_shutdown_finishes_work_in_flight(self) -> None:
-        self._start()
+        self.start_agent()
         futures = []
         if self.rank == 0:
             # Worker 1 finishes its own part at once; what it was asked to do must still be done.
@@ -147,7 +135,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_after_shutdown_calls_are_refused_and_another_is_harmless(self) -> None:
-        self._start()
+        self.start_agent()
         rpc.shutdown()
         with self.assertRaisesRegex(RuntimeError, _NOT_RUNNING):
             rpc.rpc_sync("worker0", remote.my_name)
@@ -157,7 +145,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_local_shutdown_waits_for_nobody(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        self._start()
+        self.start_agent()
         dist.barrier()
         if self.rank == 0:
             rpc.shutdown(graceful=False)
@@ -168,7 +156,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_calls_to_a_worker_that_left_fail_as_such(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        self._start()
+        self.start_agent()
         dist.barrier()
         if self.rank == 1:
             rpc.shutdown(graceful=False)

@@ -1,0 +1,323 @@
+# Owner(s): ["oncall: distributed"]
+"""What the collectives of ``fully_shard`` move, and how calls and setters on single modules change their number.
+
+``test_fully_shard_comm`` counts and orders the collectives of usual steps.
+"""
+
+import copy
+import functools
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, whole
+from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
+from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal._fsdp.steps import ThreeUnits
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    patch_all_gather,
+    patch_reduce_scatter,
+    patch_reshard,
+    patch_unshard,
+    reduce_scatter_with_assert,
+)
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+c10d_ops = torch.ops.c10d
+
+
+class CommTest(BesideTest):
+    def three_units(self, mesh=None, **options):
+        model = ThreeUnits().to(self.device)
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh or mesh_of(4), **options)
+        return model
+
+    def step(self, model, step=0):
+        model(self.rows(4, step)).square().sum().backward()
+
+    def counts(self, run):
+        """Return how many all-gathers, reduce-scatters and all-reduces ``run`` calls."""
+        with CommDebugMode() as counted:
+            run()
+        found = counted.get_comm_counts()
+        names = (c10d_ops._allgather_base_, c10d_ops._reduce_scatter_base_, c10d_ops.allreduce_)
+        return tuple(found.get(name, 0) for name in names)
+
+
+class TestFullyShardCollectiveOps(CommTest):
+    """What the two main collectives are given and leave behind."""
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_all_gather_fp32(self):
+        """An all-gather moves a padded shard of every parameter of its group, each rank's behind the other."""
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5).to(self.device)
+        weight = model.weight.detach().clone()
+        original = getattr(dist, ALL_GATHER)
+        seen = []
+
+        def all_gather(*args, **kwargs):
+            output, source = [*args, *kwargs.values()][:2]
+            work = original(*args, **kwargs)
+            seen.append((output, source.shape, work))
+            return work
+
+        fully_shard(model)
+        with patch_all_gather(all_gather):
+            model.unshard()
+        (output, shape, _) = seen[0]
+        # Rows per rank: 2 of 3 columns for the weight, 2 for the bias; ranks 2 and 3 pad.
+        self.assertEqual((len(seen), tuple(shape), output.numel()), (1, (8,), 32))
+        self.assertEqual(model.weight.detach(), weight)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_numerics_over_uneven_parameters(self):
+        """Each parameter comes back whole and in its place, and reshard leaves what was there."""
+        torch.manual_seed(0)
+        model = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)])
+        reference = self.replica(model)
+        fully_shard(model.to(self.device))
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        model.unshard()
+        self.assertEqual(list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+        model.reshard()
+        self.assertEqual([parameter.to_local() for parameter in model.parameters()], before, atol=0, rtol=0)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_reduce_scatter_fp32(self):
+        """Each rank receives the rows it owns, averaged; the padding of short shards is zero when it is sent."""
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5, bias=False).to(self.device)
+        reference = self.replica(model)
+        original, sent = getattr(dist, REDUCE_SCATTER), []
+
+        def reduce_scatter(*args, **kwargs):
+            source = args[1] if len(args) > 1 else kwargs["input"]
+            sent.append(source.clone())
+            return original(*args, **kwargs)
+
+        fully_shard(model)
+        with patch_reduce_scatter(reduce_scatter):
+            for each in (reference, model):
+                each(self.rows(3)).square().sum().backward()
+        self.assertEqual(sent[0].numel(), 4 * 2 * 3)
+        self.assertEqual(sent[0].view(8, 3)[:5], reference.weight.grad)
+        self.assertEqual(sent[0].view(8, 3)[5:], torch.zeros(3, 3, device=self.device))
+        average_gradients(reference)
+        self.check_shards(reference, model)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_reduce_scatter_output_is_a_shard(self):
+        model = self.three_units()
+        found = []
+        assert_fn = functools.partial(self._note_shape, found)
+        original = getattr(dist, REDUCE_SCATTER)
+        with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, assert_fn)):
+            self.step(model)
+        self.assertEqual(sorted(found), [(4, torch.float32), (12, torch.float32), (60, torch.float32)])
+
+    def _note_shape(self, found, output):
+        found.append((output.numel(), output.dtype))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_gradient_divide_factor(self):
+        """A factor of one sums; any other divides the sum."""
+        if not self._device_premultiplies():
+            self._test_divide_factor(force_sum=True)
+        else:
+            self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
+
+    def _device_premultiplies(self):
+        return dist.get_backend() == "nccl"
+
+    def _test_divide_factor(self, force_sum):
+        for factor in (1.0, 3.0):
+            model = ThreeUnits()
+            reference = self.replica(model)
+            fully_shard(model.to(self.device), mesh=mesh_of(4))
+            model.set_force_sum_reduction_for_comms(force_sum)
+            model.set_gradient_divide_factor(factor)
+            for each in (reference, model):
+                self.step(each)
+            average_gradients(reference)
+            for parameter in reference.parameters():
+                parameter.grad.mul_(self.world_size / factor)
+            self.check_shards(reference, model)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_all_reduce_hook(self):
+        """The hook sees each group's reduced gradients once, and what it writes is what parameters get."""
+        model = ThreeUnits()
+        reference = self.replica(model)
+        fully_shard(model.to(self.device), mesh=mesh_of(4))
+        numels = []
+
+        def double(reduced):
+            numels.append(reduced.numel())
+            reduced.mul_(2)
+
+        model.set_all_reduce_hook(double)
+        for each in (reference, model):
+            self.step(each)
+        average_gradients(reference)
+        for parameter in reference.parameters():
+            parameter.grad.mul_(2)
+        self.check_shards(reference, model)
+        self.assertEqual(numels, [4 + 12 + 60])
+
+
+class TestFullyShardCommunication(CommTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fully_shard_communication_count(self):
+        """One all-gather a group in forward, one more in backward for each that resharded, one reduce-scatter each."""
+        for reshard, expected in ((True, (6, 3, 0)), (False, (3, 3, 0)), (None, (5, 3, 0))):
+            model = self.three_units(reshard_after_forward=reshard)
+            for _ in range(2):
+                self.check_equal(f"{reshard}", self.counts(lambda model=model: self.step(model)), expected)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_communication_count_of_a_hybrid_mesh(self):
+        model = self.three_units(mesh=mesh_of(2, 2))
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 3))
+        model.set_requires_all_reduce(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))
+        model.set_requires_all_reduce(True)
+        model.set_requires_gradient_sync(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 0, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_requires_gradient_sync_of_one_module(self):
+        model = self.three_units()
+        model.first.set_requires_gradient_sync(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
+        self.assertIsNone(model.first.weight.grad)
+        model.set_requires_gradient_sync(False, recurse=False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 1, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_reshard_after_forward(self):
+        """The setting takes effect from the next forward, for one module or for all below."""
+        model = self.three_units()
+        model.set_reshard_after_forward(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+        model.set_reshard_after_forward(True)
+        self.assertEqual(self.counts(lambda: self.step(model)), (6, 3, 0))
+        model.set_reshard_after_forward(False, recurse=False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))
+        with self.assertRaisesRegex(ValueError, "should be a bool"):
+            model.set_reshard_after_forward(2)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_reshard_after_backward(self):
+        """Parameters that stay gathered need no all-gather in the next step, and none in its backward."""
+        model = self.three_units(reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        model.set_reshard_after_backward(True)
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_manual_reshard_with_reshard_after_forward_false(self):
+        model = self.three_units(reshard_after_forward=False)
+        loss = model(self.rows(4)).sum()
+        for module in (model.first, model.second):
+            module.reshard()
+        self.assertEqual(self.counts(loss.backward), (2, 3, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_gradients_of_a_group_that_backward_never_reaches_are_not_reduced(self):
+        model = self.three_units()
+        model.first.requires_grad_(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
+
+
+class TestFullyShardUnshard(CommTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_async(self):
+        """Waited for or left to the forward, gathered parameters are whole, gathered once and used."""
+        for wait in (True, False):
+            model = self.three_units()
+            reference = ThreeUnits().to(self.device)
+            handles = [module.unshard(async_op=True) for module in (model, model.first, model.second)]
+            if wait:
+                for handle in handles:
+                    handle.wait()
+                self.assertEqual(model.second.weight.detach(), reference.second.weight.detach(), atol=0, rtol=0)
+            with torch.no_grad():
+                self.assertEqual(self.counts(lambda model=model: model(self.rows(4))), (0, 0, 0))
+                self.assertEqual(model(self.rows(4)), reference(self.rows(4)))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_without_async(self):
+        model = self.three_units()
+        with CommDebugMode() as counted:
+            self.assertIsNone(model.first.unshard())
+            # Gathered already: nothing to do.
+            self.assertIsNone(model.first.unshard())
+        self.assertEqual(counted.get_total_counts(), 1)
+        self.assertEqual(tuple(model.first.weight.shape), (4, 4))
+        self.assertEqual(whole(model.second.weight).shape, (12, 4))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_and_reshard_order(self):
+        """Calls of a step on the groups, by the number of elements of each group."""
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        calls = []
+        units = {4: "first", 12: "second", 60: "last"}
+
+        def noting(name, original):
+            def method(group, *args, **kwargs):
+                numel = sum(param._sharded_param_data.numel() for param in group.fsdp_params)
+                if name == "reshard" or group.is_sharded:
+                    calls.append(f"{name} {units[numel]}")
+                return original(group, *args, **kwargs)
+
+            return method
+
+        model = self.three_units()
+        with (
+            patch_unshard(noting("unshard", FSDPParamGroup.unshard)),
+            patch_reshard(noting("reshard", FSDPParamGroup.reshard)),
+        ):
+            self.step(model)
+        gathered = [call for call in calls if call.startswith("unshard")]
+        self.assertExpectedInline("\n".join(dict.fromkeys(gathered)), "unshard last\nunshard first\nunshard second")
+        resharded = [call for call in calls if call.startswith("reshard")]
+        self.assertEqual(resharded[:2], ["reshard first", "reshard second"])
+        self.assertEqual(set(resharded[-3:]), {"reshard first", "reshard second", "reshard last"})
+
+
+class TestFullyShardPrefetch(CommTest):
+    """Prefetch moves all-gathers to earlier places, and adds or drops none."""
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_prefetch_of_what_is_no_fsdp_module_is_refused(self):
+        model = self.three_units()
+        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+            with self.assertRaisesRegex(ValueError, "FSDP"):
+                setter([nn.Linear(2, 2)])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_no_prefetch_without_use_trains_alike(self):
+        model = ThreeUnits()
+        reference = copy.deepcopy(model).to(self.device)
+        model = self.three_units()
+        model.set_modules_to_forward_prefetch([model.first, model.second])
+        self.train_beside(reference, model, 4)
+
+
+if __name__ == "__main__":
+    run_tests()

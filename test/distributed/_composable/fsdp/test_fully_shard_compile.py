@@ -1,0 +1,89 @@
+# Owner(s): ["oncall: distributed"]
+"""Modules compiled under ``fully_shard`` train as eager ones do, and are compiled in earnest.
+
+``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each case here counts graphs in both.
+Inductor generates code on the host (C++) and where there is Triton; another accelerator, the simulated one among
+them, stops after AOTAutograd: the same graphs, run operator by operator.
+"""
+
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+from torch_ext.testing._internal._fsdp.beside import BesideTest
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import MLP, compiled_fsdp_test
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+WIDTH = 5
+
+
+class TestFullyShardCompileCompute(BesideTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _models(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(MLP(WIDTH), nn.Linear(WIDTH, WIDTH))
+        return self.replica(model), model.to(self.device)
+
+    def _count_graphs(self):
+        """Return the number of graphs that were captured, and put through autograd's tracer, since the last call."""
+        counts = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
+        counters.clear()
+        return counts
+
+    def _check_runs(self, body):
+        """Run ``body`` in both modes and return the graphs of the compiled one; the eager one has none."""
+        self.graphs = []
+        self._count_graphs()
+        body()
+        self.assertEqual(len(self.graphs), 2, "a mode was left out")
+        eager, compiled = self.graphs
+        self.assertEqual(eager, (0, 0))
+        self.assertGreater(min(compiled), 0)
+        return compiled
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_compiled_training_equals_eager_training(self):
+        """Three steps: what was compiled in the first serves the later ones, on new shards each time."""
+        self._check_runs(self._train)
+
+    @compiled_fsdp_test()
+    def _train(self):
+        reference, model = self._models()
+        fully_shard(model[0])
+        fully_shard(model)
+        self.train_beside(reference, model, WIDTH, steps=1)
+        first = counters["stats"]["unique_graphs"]
+        self.train_beside(reference, model, WIDTH, steps=2)
+        self.assertEqual(counters["stats"]["unique_graphs"], first, "recompiled after the first step")
+        self.graphs.append(self._count_graphs())
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_only_modules_of_a_class_are_compiled(self):
+        """The root and its other child stay eager around the compiled child."""
+        self._check_runs(self._train_some)
+
+    @compiled_fsdp_test(compile_compute_on_module=MLP)
+    def _train_some(self):
+        reference, model = self._models()
+        fully_shard(model[0])
+        fully_shard(model)
+        compiled = [module._compiled_call_impl is not None for module in (model[0], model[1], model)]
+        self.assertIn(compiled, ([False] * 3, [True, False, False]))
+        self.train_beside(reference, model, WIDTH, steps=1)
+        self.graphs.append(self._count_graphs())
+
+
+if __name__ == "__main__":
+    run_tests()

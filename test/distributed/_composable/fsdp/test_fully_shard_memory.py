@@ -1,0 +1,151 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP2's memory on the device: shards between steps, no more than two whole groups at once, nothing left behind.
+
+Bounds are in bytes of the model's own tensors, which is what a device that accounts for its memory can tell.
+"""
+
+import gc
+import sys
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest, leave_out_without_accelerator, rank_device
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+# Large beside what allocators round up to, small beside a test.
+WIDTH, LAYERS = 256, 6
+LAYER_BYTES = WIDTH * WIDTH * 4
+MODEL_BYTES = LAYERS * LAYER_BYTES
+# Activations of a batch of 8, losses, indices: far below one shard of one layer.
+SLACK = LAYER_BYTES // 4
+
+
+class TestFullyShardMemory(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return rank_device(self.rank)
+
+    def _model(self, **options: Any) -> nn.Sequential:
+        leave_out_without_accelerator("the plain host does not account for the memory of tensors")
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=self.device) for _ in range(LAYERS)))
+        self.base = self._allocated() - MODEL_BYTES
+        for layer in model:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+    def _allocated(self) -> int:
+        gc.collect()
+        torch.accelerator.synchronize()
+        return torch.accelerator.memory_allocated()
+
+    def _held(self) -> int:
+        """Return how many bytes the model and its training hold now."""
+        return self._allocated() - self.base
+
+    def _peak_of(self, body: Any) -> int:
+        """Return the most bytes held while ``body`` ran."""
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        body()
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - self.base
+
+    def _inputs(self) -> torch.Tensor:
+        return torch.ones(8, WIDTH, device=self.device)
+
+    def assertAbout(self, got: int, expected: float, what: str) -> None:
+        self.assertTrue(
+            expected - SLACK <= got <= expected + SLACK,
+            f"{what}: {got / LAYER_BYTES:.2f} layers are held, expected {expected / LAYER_BYTES:.2f}",
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("reshard_after_forward", [True, False])
+    def test_training_step(self, reshard_after_forward):
+        model = self._model(reshard_after_forward=reshard_after_forward)
+        shards = MODEL_BYTES / 2
+        self.assertAbout(self._held(), shards, "after sharding")
+
+        outputs: list[torch.Tensor] = []
+        peak = self._peak_of(lambda: outputs.append(model(self._inputs()).sum()))
+        if reshard_after_forward:
+            # The group at work and the next one, whose gather has an output and a copy of it per parameter.
+            self.assertLess(peak, shards + 4 * LAYER_BYTES + SLACK, "peak of forward")
+            self.assertAbout(self._held(), shards, "after forward")
+        else:
+            self.assertGreater(peak, shards + MODEL_BYTES, "peak of forward")
+            self.assertAbout(self._held(), shards + MODEL_BYTES, "after forward")
+
+        held = self._held()
+        peak = self._peak_of(lambda: outputs.pop().backward())
+        # Whole gradients of the group at work and of the one whose reduction is under way.
+        self.assertLess(peak, max(held, shards) + shards + 6 * LAYER_BYTES + SLACK, "peak of backward")
+        self.assertAbout(self._held(), 2 * shards, "after backward: shards and their gradients")
+
+        optim = torch.optim.Adam(model.parameters(), foreach=True)
+        optim.step()
+        self.assertAbout(self._held(), 4 * shards, "after the first step: two more states")
+        optim.zero_grad()
+        self.assertAbout(self._held(), 3 * shards, "after zero_grad")
+
+    @skip_if_lt_x_gpu(2)
+    def test_second_step_needs_no_more_than_the_first(self):
+        model = self._model()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        peaks = []
+        for _ in range(4):
+            peaks.append(self._peak_of(lambda: model(self._inputs()).sum().backward()))
+            optim.step()
+            optim.zero_grad()
+        self.assertLessEqual(max(peaks[1:]) - peaks[0], SLACK, f"peaks of four steps: {peaks}")
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy()])
+    def test_offload(self, offload_policy):
+        model = self._model(offload_policy=offload_policy)
+        offloads = isinstance(offload_policy, CPUOffloadPolicy)
+        shards = 0 if offloads else MODEL_BYTES / 2
+        if offloads:
+            model.cpu()
+        self.assertAbout(self._held(), shards, "after sharding")
+        model(self._inputs()).sum().backward()
+        self.assertAbout(self._held(), 2 * shards, "after backward")
+
+    @skip_if_lt_x_gpu(2)
+    def test_unshard_and_reshard(self):
+        model = self._model()
+        model(self._inputs())
+        model.reshard()
+        before = self._held()
+        model[2].unshard()
+        self.assertAbout(self._held() - before, LAYER_BYTES, "one layer gathered by hand")
+        model[2].reshard()
+        self.assertAbout(self._held() - before, 0, "and freed again")
+
+    @skip_if_lt_x_gpu(2)
+    def test_deleting_the_model_frees_all(self):
+        model = self._model()
+        model(self._inputs()).sum().backward()
+        self.assertAbout(self._held(), MODEL_BYTES, "shards and gradients")
+        del model
+        self.assertAbout(self._held(), 0, "after deletion")
+
+
+instantiate_parametrized_tests(TestFullyShardMemory)
+
+if __name__ == "__main__":
+    run_tests()

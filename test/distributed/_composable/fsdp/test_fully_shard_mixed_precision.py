@@ -1,0 +1,197 @@
+# Owner(s): ["oncall: distributed"]
+"""``MixedPrecisionPolicy``: the types that FSDP2 computes, reduces and answers in, and those it leaves alone."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, patch_reduce_scatter, rank_device
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+
+
+class MixedPrecisionCase(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return rank_device(self.rank)
+
+    def _inputs(self, step: int = 0) -> torch.Tensor:
+        torch.manual_seed(10 * step + self.rank)
+        return torch.randn(4, 8, device=self.device)
+
+    def _mlps(self) -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*(MLP(8, self.device) for _ in range(2)))
+
+    def _shard(self, model: nn.Sequential, **policy: Any) -> nn.Sequential:
+        for module in (*model, model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(**policy))
+        return model
+
+    def _reduced_in(self, body: Callable[[], Any]) -> set[torch.dtype]:
+        """Run ``body``; return the types in which gradients were reduced."""
+        types: set[torch.dtype] = set()
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # by release of torch
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            types.add((args[0] if args else kwargs["output"]).dtype)
+            return reduce_scatter(*args, **kwargs)
+
+        with patch_reduce_scatter(recording):
+            body()
+        return types
+
+
+class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
+    """Beside a reference that does by hand what the policy says."""
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("param_dtype", [BRAIN, HALF])
+    @parametrize("reduce_dtype", [None, FULL])
+    def test_compute_and_reduce_types(self, param_dtype, reduce_dtype):
+        model = self._shard(self._mlps(), param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        reference = self._mlps()
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        for step in range(3):
+            inputs = self._inputs(step)
+            computing = copy.deepcopy(reference).to(param_dtype)
+            losses = [each(inputs.to(param_dtype)).sum() for each in (computing, model)]
+            self.assertEqual(losses[1], losses[0])
+            losses[0].backward()
+            self.assertEqual(self._reduced_in(losses[1].backward), {reduce_dtype or param_dtype})
+            for param, half in zip(reference.parameters(), computing.parameters(), strict=True):
+                grad = half.grad.to(reduce_dtype or param_dtype)
+                dist.all_reduce(grad)
+                param.grad = (grad / self.world_size).to(FULL)
+            tolerances = {} if reduce_dtype is FULL else {"atol": 1e-2, "rtol": 1.6e-2}
+            for param, sharded in zip(reference.parameters(), model.parameters(), strict=True):
+                self.assertEqual((sharded.dtype, sharded.grad.dtype), (FULL, FULL), "the optimizer's types")
+                self.assertEqual(sharded.grad.full_tensor(), param.grad, **tolerances)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("reduce_dtype", [None, FULL])
+    def test_gradient_accumulation_in_the_type_of_the_reduction(self, reduce_dtype):
+        model = self._shard(self._mlps(), param_dtype=BRAIN, reduce_dtype=reduce_dtype)
+        reference = self._mlps()
+        sums = [torch.zeros_like(param, dtype=reduce_dtype or BRAIN) for param in reference.parameters()]
+        for step in range(4):
+            model.set_requires_gradient_sync(step == 3)
+            computing = copy.deepcopy(reference).to(BRAIN)
+            inputs = self._inputs(step).to(BRAIN)
+            computing(inputs).sum().backward()
+            for total, param in zip(sums, computing.parameters(), strict=True):
+                total.add_(param.grad)
+            model(inputs).sum().backward()
+        for total, sharded in zip(sums, model.parameters(), strict=True):
+            dist.all_reduce(total)
+            expected = (total / self.world_size).to(FULL)
+            tolerances = {} if reduce_dtype is FULL else {"atol": 5e-2, "rtol": 5e-2}
+            self.assertEqual(sharded.grad.full_tensor(), expected, **tolerances)
+
+
+class Seeing(nn.Module):
+    """A linear layer that remembers the types it met. Shapes: ``(*, 8)``; takes what it passes over as it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, device=device)
+        self.register_buffer("offset", torch.ones(8, device=device))
+
+    def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        self.seen = {"x": x.dtype, "weight": self.layer.weight.dtype, "offset": self.offset.dtype}
+        self.seen.update({name: each.dtype for name, each in others.items() if isinstance(each, torch.Tensor)})
+        return self.layer(x)
+
+
+class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("output_dtype", [None, FULL, HALF])
+    def test_output_dtype(self, output_dtype):
+        model = fully_shard(
+            Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN, output_dtype=output_dtype)
+        )
+        self.assertEqual(model(self._inputs()).dtype, output_dtype or BRAIN)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_inputs_are_cast_where_they_are_floating(self):
+        model = fully_shard(Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN))
+        indices = torch.arange(3, device=self.device)
+        model(self._inputs(), indices=indices, mask=indices > 1, other=self._inputs().double())
+        expected = {
+            "x": BRAIN,
+            "weight": BRAIN,
+            "offset": FULL,
+            "indices": torch.int64,
+            "mask": torch.bool,
+            "other": BRAIN,
+        }
+        self.assertEqual(model.seen, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_inputs_are_left_alone_when_asked(self):
+        model = fully_shard(
+            Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN, cast_forward_inputs=False)
+        )
+        with self.assertRaisesRegex(RuntimeError, "same dtype"):
+            model(self._inputs())
+        model(self._inputs().to(BRAIN))
+        self.assertEqual(model.seen["x"], BRAIN)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_a_norm_in_full_precision_between_layers_in_half(self):
+        first, norm, last = Seeing(self.device), nn.LayerNorm(8, device=self.device), Seeing(self.device)
+        model = nn.Sequential(first, norm, last)
+        fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=FULL))
+        for module in (first, last, model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL))
+        types: list[torch.dtype] = []
+        norm.register_forward_hook(
+            lambda module, args, output: types.extend((module.weight.dtype, args[0].dtype, output.dtype))
+        )
+        output = model(self._inputs())
+        self.assertEqual(types, [FULL] * 3)
+        self.assertEqual((first.seen["weight"], last.seen["x"], output.dtype), (HALF, HALF, HALF))
+        self.assertEqual(self._reduced_in(lambda: output.sum().backward()), {FULL})
+        self.assertTrue(all(param.grad is not None for param in model.parameters()))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_parameters_of_several_types_in_one_model(self):
+        model = nn.Sequential(nn.Linear(8, 8, device=self.device), nn.Linear(8, 8, device=self.device, dtype=BRAIN))
+        fully_shard(model[0], mp_policy=MixedPrecisionPolicy(output_dtype=BRAIN))
+        fully_shard(model[1])
+        model(self._inputs()).sum().backward()
+        self.assertEqual([layer.weight.grad.dtype for layer in model], [FULL, BRAIN])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_evaluation_without_gradients(self):
+        model = self._shard(self._mlps(), param_dtype=BRAIN).eval()
+        with torch.no_grad():
+            output = model(self._inputs())
+        self.assertEqual(output, copy.deepcopy(self._mlps()).to(BRAIN)(self._inputs().to(BRAIN)))
+        self.assertEqual({param.dtype for param in model.parameters()}, {FULL})
+
+
+for case in (TestFullyShardMixedPrecisionTraining, TestFullyShardMixedPrecisionCasts):
+    instantiate_parametrized_tests(case)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,262 @@
+# Owner(s): ["oncall: distributed"]
+"""State dicts of ``fully_shard`` models: sharded as they are, whole through the checkpoint helpers, and back.
+
+A load is checked by values that differ between ranks' shards, on every rank, so that one which reached rank 0 alone,
+or put a shard in another's place, shows.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_ext.testing._internal._fsdp.beside import BesideTest, whole
+from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import MLP, get_devtype, leave_out_without_accelerator
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+WIDTH = 6
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(MLP(WIDTH, dim_multiplier=3, with_buffer=True), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+
+class StateDictTest(BesideTest):
+    def shard(self, model, mesh=None, **options):
+        mesh = mesh or mesh_of(4)
+        fully_shard(model[0], mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    def sharded(self, seed, mesh=None, **options):
+        return self.shard(make_model(seed).to(self.device), mesh, **options)
+
+    def check_is(self, model, seed):
+        """The model holds, whole and on every rank, what ``make_model(seed)`` draws."""
+        expected = make_model(seed).state_dict()
+        found = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+        self.assertEqual(list(found), list(expected))
+        for name, tensor in expected.items():
+            self.check_equal(name, found[name], tensor, atol=0, rtol=0)
+
+
+class TestFullyShardStateDictMultiProcess(StateDictTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_dp_state_dict_save_load(self):
+        """Names are those of the plain model; parameters are DTensors that share memory with the model."""
+        self.run_subtests({"mesh_shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}, self._test_save_load)
+
+    def _test_save_load(self, mesh_shape, reshard_after_forward):
+        mesh = mesh_of(*mesh_shape)
+        model = self.sharded(0, mesh, reshard_after_forward=reshard_after_forward)
+        # With parameters left gathered, the state dict is sharded all the same.
+        model(self.rows(WIDTH))
+        state = model.state_dict()
+        self.assertEqual(list(state), list(make_model().state_dict()))
+        for name, parameter in model.named_parameters():
+            self.assertIsInstance(state[name], DTensor, name)
+            self.assertEqual(state[name].device_mesh, mesh)
+            self.assertEqual(state[name].to_local().data_ptr(), parameter.to_local().data_ptr(), name)
+        self.check_is(model, 0)
+        other = self.sharded(1, mesh)
+        self.assertNotEqual(whole(other[2].weight), whole(model[2].weight))
+        other.load_state_dict(state)
+        self.check_is(other, 0)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_plain_tensors_are_refused_by_a_sharded_model(self):
+        """A whole tensor must be distributed before it is loaded; nothing scatters it silently."""
+        model = self.sharded(0)
+        with self.assertRaisesRegex(
+            (RuntimeError, NotImplementedError), "mixed torch.Tensor and DTensor|size mismatch"
+        ):
+            model.load_state_dict(make_model(1).to(self.device).state_dict())
+        distributed = {
+            name: distribute_tensor(tensor.to(self.device), model.state_dict()[name].device_mesh, [Shard(0)])
+            if isinstance(model.state_dict()[name], DTensor)
+            else tensor
+            for name, tensor in make_model(1).state_dict().items()
+        }
+        model.load_state_dict(distributed)
+        self.check_is(model, 1)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_wrong_names_and_shapes_are_reported(self):
+        model = self.sharded(0)
+        state = model.state_dict()
+        missing = {name: tensor for name, tensor in state.items() if name != "2.bias"}
+        with self.assertRaisesRegex(RuntimeError, 'Missing key.*"2.bias"'):
+            model.load_state_dict(missing)
+        with self.assertRaisesRegex(RuntimeError, 'Unexpected key.*"2.extra"'):
+            model.load_state_dict({**state, "2.extra": state["2.bias"]})
+        result = model.load_state_dict(missing, strict=False)
+        self.assertEqual(result.missing_keys, ["2.bias"])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_dp_state_dict_cpu_offload(self):
+        """An offloaded model's state is on the host and loads from the host, into memory the optimizer still owns."""
+        self.run_subtests({"mesh_shape": [(4,), (2, 2)]}, self._test_cpu_offload)
+
+    def _test_cpu_offload(self, mesh_shape):
+        leave_out_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
+        mesh, policy = mesh_of(*mesh_shape), CPUOffloadPolicy()
+        model = self.shard(make_model(0), mesh, offload_policy=policy)
+        model[0].buffer = model[0].buffer.to(self.device)
+        model(self.rows(WIDTH)).sum().backward()
+        for name, parameter in model.named_parameters():
+            self.assertFalse(parameter.to_local().device == self.device, name)
+            self.assertEqual(model.state_dict()[name].device, parameter.device)
+        saved = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        other = self.shard(make_model(1), mesh, offload_policy=policy)
+        other.load_state_dict(saved, assign=True)
+        for name, parameter in other.named_parameters():
+            self.check_equal(name, parameter.to_local().detach(), saved[name].to_local())
+        other[0].buffer = other[0].buffer.to(self.device)
+        self.assertEqual(other(self.rows(WIDTH)), model(self.rows(WIDTH)))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_2d_state_dict_save_load(self):
+        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
+        models = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = MLP(8).to(self.device)
+            plan = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            models.append(fully_shard(model, mesh=mesh["dp"]))
+        torch.manual_seed(0)
+        expected = MLP(8).state_dict()
+        source, target = models
+        for model in (source, target):
+            if model is target:
+                model.load_state_dict(source.state_dict())
+            found = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+            self.assertEqual(found, expected, atol=0, rtol=0)
+        self.assertEqual(source.state_dict()["in_proj.weight"].device_mesh.ndim, 2)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_hooks_on_state_dict_run_in_order(self):
+        model = self.sharded(0)
+        seen = []
+        model.register_state_dict_pre_hook(lambda *_: seen.append("pre"))
+        model.register_state_dict_post_hook(lambda *_: seen.append("post"))
+        model.load_state_dict(model.state_dict())
+        self.assertEqual(seen, ["pre", "post"])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_rank0_loads_for_all_on_meta(self):
+        """From the meta device: materialize, then rank 0's values reach the shards of all ranks."""
+        with torch.device("meta"):
+            model = make_model()
+        self.shard(model).to_empty(device=self.device)
+        full = make_model(3).state_dict() if self.rank == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, full, options=options)
+        self.check_is(model, 3)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_assign_sharded_state_to_a_meta_model(self):
+        with torch.device("meta"):
+            model = make_model()
+        self.shard(model)
+        source = self.sharded(2)
+        model.load_state_dict(source.state_dict(), assign=True)
+        self.check_is(model, 2)
+        self.assertEqual(model(self.rows(WIDTH)), source(self.rows(WIDTH)))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_meta_model_refuses_to_run(self):
+        with torch.device("meta"):
+            model = make_model()
+        self.shard(model)
+        with self.assertRaisesRegex(RuntimeError, "meta"):
+            model(self.rows(WIDTH))
+
+
+class TestFullyShardCheckpoint(StateDictTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_full_state_dict(self):
+        """Whole tensors for all ranks; offloaded, for rank 0 alone and on the host."""
+        model = self.sharded(0)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        expected = make_model(0).state_dict()
+        self.assertEqual({name: tensor.cpu() for name, tensor in full.items()}, expected, atol=0, rtol=0)
+        self.assertFalse(any(isinstance(tensor, DTensor) for tensor in full.values()))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        offloaded = get_model_state_dict(model, options=options)
+        if self.rank:
+            self.assertEqual(offloaded, {})
+        else:
+            self.assertEqual(dict(offloaded), expected, atol=0, rtol=0)
+            self.assertEqual({tensor.device for tensor in offloaded.values()}, {torch.empty(0).device})
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_full_state_dict_into_a_sharded_model(self):
+        model = self.sharded(0)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, make_model(1).state_dict(), options=options)
+        self.check_is(model, 1)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_round_trip_across_meshes(self):
+        """Saved under one mesh and loaded under another, by way of files."""
+        self.run_subtests({"meshes": [((4,), (2, 2)), ((2, 2), (4,))]}, self._test_round_trip)
+
+    def _test_round_trip(self, meshes):
+        folder = self.shared_folder()
+        saved, loaded = (mesh_of(*shape) for shape in meshes)
+        dcp.save(get_model_state_dict(self.sharded(0, saved)), checkpoint_id=folder)
+        model = self.sharded(1, loaded)
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+        self.check_is(model, 0)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_optimizer_state_round_trip(self):
+        """Training goes on after a load as it would have without one."""
+        self.run_subtests({"full": [True, False]}, self._test_optimizer_round_trip)
+
+    def _test_optimizer_round_trip(self, full):
+        options = StateDictOptions(full_state_dict=full)
+        model, other = self.sharded(0), self.sharded(1)
+        optimizer, other_optimizer = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, other))
+        self._train(model, optimizer, steps=2)
+        set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
+        # Sharded state is handed out as it is; a copy stands for the way through a file.
+        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        set_optimizer_state_dict(other, other_optimizer, state, options=options)
+        for each, of_each in ((model, optimizer), (other, other_optimizer)):
+            self._train(each, of_each, steps=1, start=2)
+        for (name, found), expected in zip(other.named_parameters(), model.parameters(), strict=True):
+            self.check_equal(name, found.to_local().detach(), expected.to_local().detach(), atol=0, rtol=0)
+
+    def _train(self, model, optimizer, steps, start=0):
+        for step in range(start, start + steps):
+            model(self.rows(WIDTH, step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,304 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP trains as DDP does, over every test model and option; its hooks, and what it does outside of training."""
+
+import functools
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    AlwaysWrapNestedWrappedModule,
+    DEVICEInitMode,
+    DummyDDP,
+    FSDPInitMode,
+    FSDPTest,
+    MixtureOfExperts,
+    NestedWrappedModule,
+    NestedWrappedModuleWithDelay,
+    TransformerWithSharedParams,
+    get_full_params,
+    leave_out_without_accelerator,
+    rank_device,
+)
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
+WHEN_TO_MOVE = [DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER]
+PREFETCHES = [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
+# Long enough to reorder what streams leave unordered, and short beside a test.
+DELAY_MS = 10
+
+
+def leave_out_autocast() -> None:
+    leave_out_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
+
+
+class FSDPCoreTest(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return rank_device(self.rank)
+
+    def _leave_out_parameter_offload(self, cpu_offload: CPUOffload) -> None:
+        if cpu_offload.offload_params:
+            leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+
+    def _parity(self, model_class: Any, **kwargs: Any) -> None:
+        self._leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
+        offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params
+        mode = kwargs.pop("device_init_mode", None) or (
+            DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE
+        )
+        self._test_fsdp_parity(model_class, FSDPInitMode.RECURSIVE, mode, **kwargs)
+
+    def _parity_of_mixed_precision(self, **kwargs: Any) -> None:
+        leave_out_autocast()
+        self._parity(NestedWrappedModule, save_model=False, **kwargs)
+
+
+class TestParityWithDDP(FSDPCoreTest):
+    """Losses and, in full precision, parameters after some steps; what is not named in a grid is FSDP's default."""
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("sharding_strategy", STRATEGIES)
+    @parametrize("model_class", [NestedWrappedModule, AlwaysWrapNestedWrappedModule, TransformerWithSharedParams])
+    def test_offload_and_original_parameters(self, model_class, sharding_strategy):
+        self.run_subtests(
+            {"cpu_offload": OFFLOADS, "use_orig_params": [False, True]},
+            self._parity,
+            model_class=model_class,
+            sharding_strategy=sharding_strategy,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("model_class", [NestedWrappedModule, TransformerWithSharedParams])
+    def test_prefetch(self, model_class):
+        self.run_subtests(
+            {"backward_prefetch": PREFETCHES, "forward_prefetch": [False, True], "save_model": [False]},
+            self._parity,
+            model_class=model_class,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_single_iteration_and_moving_after_wrapping(self):
+        self.run_subtests(
+            {"num_iters": [1], "device_init_mode": WHEN_TO_MOVE, "save_model": [True, False]},
+            self._parity,
+            model_class=NestedWrappedModule,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_moving_offloaded_parameters_is_refused(self):
+        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        self._parity(
+            NestedWrappedModule,
+            cpu_offload=CPUOffload(offload_params=True),
+            device_init_mode=DEVICEInitMode.DEVICE_AFTER,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_delays(self):
+        """Late losses and late reductions change nothing: the optimizer waits for both."""
+        self.run_subtests(
+            {"delay_after_loss_ms": [0, DELAY_MS], "delay_before_reduction_ms": [0, DELAY_MS], "cpu_offload": OFFLOADS},
+            self._test_delays,
+        )
+
+    def _test_delays(self, delay_after_loss_ms: int, delay_before_reduction_ms: int, cpu_offload: CPUOffload) -> None:
+        delays = {
+            "delay_after_loss_ms": delay_after_loss_ms,
+            "delay_before_reduction_ms": delay_before_reduction_ms,
+        }
+        self._parity(NestedWrappedModuleWithDelay, init_kwargs=delays, cpu_offload=cpu_offload, save_model=False)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_mixture_of_experts(self):
+        """Experts differ by rank and are reduced over one rank alone; so the reference must not average over ranks."""
+        self.run_subtests(
+            {
+                "cpu_offload": OFFLOADS,
+                "init_kwargs": [{}, {"delay_before_free_ms": DELAY_MS}],
+                "sharding_strategy": STRATEGIES[:2],
+            },
+            self._parity,
+            model_class=MixtureOfExperts,
+            ref_init_fn=DummyDDP,  # the model itself reduces the gradients of the layers that all ranks share
+            save_model=False,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_mixed_precision(self, sharding_strategy):
+        self.run_subtests(
+            {
+                "mixed_precision": [
+                    MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16),
+                    MixedPrecision(param_dtype=torch.bfloat16),
+                ],
+                "enable_sharded_grad_scaler": [False, True],
+                "cpu_offload": OFFLOADS,
+            },
+            self._parity_of_mixed_precision,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=True,
+        )
+
+
+class TestParityWithEmptyShards(FSDPCoreTest):
+    """More ranks than some parameters have elements: some hold no shard of them."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_sharded_grad_scaler(self):
+        self.run_subtests(
+            {"use_orig_params": [False, True], "enable_sharded_grad_scaler": [True], "cpu_offload": OFFLOADS},
+            self._parity_of_mixed_precision,
+            mixed_precision=MixedPrecision(param_dtype=torch.float16),
+        )
+        tiny = FSDP(nn.Linear(1, 1, bias=False, device=self.device), device_id=self.device, use_orig_params=True)
+        self.assertEqual(sum(param.numel() for param in tiny.parameters()), 1 if self.rank == 0 else 0)
+
+
+class TestParamInit(FSDPCoreTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_param_change_after_init(self):
+        """What is written to parameters after wrapping is what the next forward computes with."""
+
+        def output(scale: float) -> torch.Tensor:
+            model = TransformerWithSharedParams.init(
+                self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+            )
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(scale)
+            with torch.no_grad():
+                return model(*model.module.get_input(self.device))
+
+        self.assertNotEqual(output(1.0), output(2.0))
+        self.assertEqual(output(2.0), output(2.0))
+
+
+class TestHooks(FSDPCoreTest):
+    def _nested(self, **fsdp_kwargs: Any) -> FSDP:
+        model = NestedWrappedModule.init(
+            self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs, deterministic=True
+        )
+        return FSDP(model, self.process_group, device_id=self.device, **fsdp_kwargs)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("use_orig_params", [False, True])
+    def test_post_backward_runs_once_for_each_handle_in_a_backward(self, use_orig_params):
+        model = self._nested(use_orig_params=use_orig_params)
+        handles = [module._handle for module in FSDP.fsdp_modules(model) if module._handle is not None]
+        seen: list[FlatParamHandle] = []
+        original = _runtime_utils._post_backward_hook
+
+        def counted(state: Any, handle: FlatParamHandle, *args: Any) -> Any:
+            seen.append(handle)
+            return original(state, handle, *args)
+
+        with mock.patch.object(_runtime_utils, "_post_backward_hook", counted):
+            for _ in range(2):
+                seen.clear()
+                inputs = model.module.get_input(self.device)
+                model.module.get_loss(inputs, model(*inputs)).backward()
+                self.assertEqual(len(seen), len(handles))
+                self.assertEqual({id(handle) for handle in seen}, {id(handle) for handle in handles})
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_no_backward_hooks_under_no_grad(self):
+        model = self._nested()
+        with torch.no_grad():
+            output = model(*model.module.get_input(self.device))
+        self.assertFalse(output.requires_grad)
+        for module in FSDP.fsdp_modules(model):
+            self.assertFalse(hasattr(module._flat_param, "_post_backward_hook_state"))
+            self.assertIsNone(module._flat_param.grad)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("sharding_strategy", STRATEGIES[:2])
+    def test_forward_hands_the_parameters_back(self, sharding_strategy):
+        """After a forward without gradients nothing is left unsharded; after one with, what the strategy keeps."""
+        model = self._nested(sharding_strategy=sharding_strategy)
+        inputs = model.module.get_input(self.device)
+
+        def unsharded() -> list[bool]:
+            flats = [module._flat_param for module in FSDP.fsdp_modules(model) if module._handle is not None]
+            return [flat._full_param_padded.untyped_storage().size() > 0 for flat in flats]
+
+        with torch.no_grad():
+            model(*inputs)
+        # The root keeps what it will need first in the backward that need not come.
+        self.assertEqual(any(unsharded()[1:]), sharding_strategy == ShardingStrategy.SHARD_GRAD_OP)
+        model.module.get_loss(inputs, model(*inputs)).backward()
+        self.assertFalse(any(unsharded()))
+
+
+class TestNoGrad(FSDPCoreTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("mixed_precision", [None, HALF])
+    @parametrize("use_orig_params", [False, True])
+    def test_output_without_gradients_is_that_with(self, mixed_precision, use_orig_params):
+        model = TransformerWithSharedParams.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_BEFORE,
+            {"mixed_precision": mixed_precision, "use_orig_params": use_orig_params},
+            deterministic=True,
+        )
+        inputs = model.module.get_input(self.device)
+        optim = torch.optim.SGD(model.parameters(), lr=1e-2)
+        before = get_full_params(model)
+        model.module.get_loss(inputs, model(*inputs)).backward()
+        optim.step()
+        self.assertNotEqual(get_full_params(model), before)
+        with torch.no_grad():
+            without = model(*inputs)
+        self.assertEqual(model(*inputs), without)
+
+
+class TestAutograd(FSDPCoreTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_modules_compute_with_views_of_the_flat_parameter(self):
+        """A parameter would collect a gradient of its own; a view passes it on to the flat parameter."""
+        model = nn.Sequential(*(nn.Linear(3, 3, device=self.device) for _ in range(3)))
+        kinds: list[bool] = []
+        for layer in model:
+            layer.register_forward_pre_hook(lambda module, _: kinds.append(isinstance(module.weight, nn.Parameter)))
+        wrapped = FSDP(
+            model,
+            device_id=self.device,
+            auto_wrap_policy=functools.partial(lambda module, recurse, **_: recurse or isinstance(module, nn.Linear)),
+        )
+        output = wrapped(torch.ones(2, 3, device=self.device))
+        self.assertEqual(kinds, [False] * 3)
+        output.sum().backward()
+        for param in wrapped.parameters():
+            self.assertEqual(param.grad.shape, param.shape)
+
+
+for case in (TestParityWithDDP, TestHooks, TestNoGrad):
+    instantiate_parametrized_tests(case)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,174 @@
+# Owner(s): ["oncall: distributed"]
+"""Gradients over several backwards before one step: as many small batches give what one large batch gives.
+
+Under ``no_sync`` nothing is reduced and gradients stay whole on every rank; outside of it each backward reduces and
+adds to the shard. Both, in any order, must amount to the gradient of all batches together.
+"""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    TransformerWithSharedParams,
+    leave_out_without_accelerator,
+    patch_all_reduce,
+    patch_reduce_scatter,
+    rank_device,
+)
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """``num_iters`` backwards in a row, within ``no_sync`` or not."""
+
+    use_no_sync: bool
+    num_iters: int
+
+    def __str__(self) -> str:
+        return f"{self.num_iters}_{'without' if self.use_no_sync else 'with'}_sync"
+
+
+UNSYNCED, SYNCED = Accumulation(True, 3), Accumulation(False, 3)
+ORDERS = [[UNSYNCED], [SYNCED], [UNSYNCED, SYNCED], [SYNCED, UNSYNCED], [SYNCED, UNSYNCED, SYNCED]]
+
+
+class TestGradAcc(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _model(self, **fsdp_kwargs: Any) -> FSDP:
+        offloads = fsdp_kwargs.get("cpu_offload", CPUOffload()).offload_params
+        if offloads:
+            leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        return TransformerWithSharedParams.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs,
+            deterministic=True,
+            add_bn=False,  # batch statistics would tell a large batch from small ones
+        )
+
+    def _batches(self, model: FSDP, count: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return batches of which no two are the same."""
+        source, target = model.module.get_input(rank_device(self.rank))
+        return [tuple((tensor + shift) % 23 for tensor in (source, target)) for shift in range(count)]
+
+    def _backward(self, model: FSDP, batch: tuple[torch.Tensor, ...]) -> None:
+        model.module.get_loss(batch, model(*batch)).backward()
+
+    def _gradients(self, model: FSDP) -> list[torch.Tensor]:
+        return [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
+
+    def _test_grad_acc(self, order: list[Accumulation], **fsdp_kwargs: Any) -> None:
+        model = self._model(**fsdp_kwargs)
+        count = sum(each.num_iters for each in order) + 1
+        batches = self._batches(model, count)
+
+        # One batch of all samples, joined along the second dimension: the loss is a sum over them.
+        together = tuple(torch.cat(parts, dim=1) for parts in zip(*batches, strict=True))
+        self._backward(model, together)
+        expected = self._gradients(model)
+        self.assertTrue(expected)
+        model.zero_grad()
+
+        remaining = iter(batches)
+        for each in order:
+            with model.no_sync() if each.use_no_sync else contextlib.nullcontext():
+                for _ in range(each.num_iters):
+                    self._backward(model, next(remaining))
+        self._backward(model, next(remaining))  # what ends every accumulation: a backward that reduces
+        accumulated = self._gradients(model)
+        self.assertEqual(accumulated, expected, atol=1e-4, rtol=1e-4)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("sharding_strategy", STRATEGIES)
+    @parametrize("use_orig_params", [False, True])
+    def test_grad_acc(self, sharding_strategy, use_orig_params):
+        self.run_subtests(
+            {"order": ORDERS},
+            self._test_grad_acc,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=use_orig_params,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_grad_acc_prefetch(self):
+        self.run_subtests(
+            {"order": [[UNSYNCED, SYNCED]], "backward_prefetch": [BackwardPrefetch.BACKWARD_POST, None]},
+            self._test_grad_acc,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("use_orig_params", [False, True])
+    def test_grad_acc_cpu_offload(self, use_orig_params):
+        """Within ``no_sync`` alone: outside of it FSDP puts each newly reduced gradient in the place of the last one,
+        as its documentation warns.
+        """
+        self.run_subtests(
+            {"order": [[UNSYNCED]], "sharding_strategy": STRATEGIES},
+            self._test_grad_acc,
+            cpu_offload=CPUOffload(offload_params=True),
+            use_orig_params=use_orig_params,
+        )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_no_sync_keeps_gradients_from_the_wire(self, sharding_strategy):
+        """Each backward outside of ``no_sync`` reduces what each FSDP module manages, once; none within does."""
+        model = self._model(sharding_strategy=sharding_strategy)
+        handles = sum(module._handle is not None for module in FSDP.fsdp_modules(model))
+        reductions: list[int] = []
+        batches = self._batches(model, 3)
+
+        def counting(original: Any) -> Any:
+            def reduce(*args: Any, **kwargs: Any) -> Any:
+                reductions.append(1)
+                return original(*args, **kwargs)
+
+            return reduce
+
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # by release of torch
+        with patch_reduce_scatter(counting(reduce_scatter)), patch_all_reduce(counting(dist.all_reduce)):
+            with model.no_sync():
+                for batch in batches[:2]:
+                    self._backward(model, batch)
+            self.assertEqual(len(reductions), 0)
+            self._backward(model, batches[2])
+            self.assertEqual(len(reductions), handles)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_whole_gradients_are_kept_by_no_sync_alone(self):
+        model = self._model()
+        flats = [module._flat_param for module in FSDP.fsdp_modules(model) if module._handle is not None]
+        batches = self._batches(model, 2)
+        with model.no_sync():
+            self._backward(model, batches[0])
+        self.assertEqual([flat.grad.shape for flat in flats], [flat._unpadded_unsharded_size for flat in flats])
+        self._backward(model, batches[1])
+        self.assertEqual([flat.grad.shape for flat in flats], [flat._sharded_size for flat in flats])
+
+
+instantiate_parametrized_tests(TestGradAcc)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,186 @@
+# Owner(s): ["oncall: distributed"]
+"""What holds for every model, however FSDP1 wraps and shards it: it trains as the unsharded one does, and its state
+dict carries it from any world size to any other.
+
+Models are drawn as trees of small layers with odd sizes, so that shards are uneven and, at four ranks, often empty.
+"""
+
+import contextlib
+import functools
+import shutil
+import sys
+
+import hypothesis.strategies as st
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from torch import distributed as dist
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of, mesh_of_first
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import get_full_params
+from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.hypothesis_utils import across_ranks, build_tree, module_trees, train_tree
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+WORLD_SIZE = 4
+ROWS_PER_RANK = 2
+# Sums of a few hundred float64 terms of size one, in another order.
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
+NEED_MESH = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@functools.cache
+def group_of(size):
+    """Return the group of the first ``size`` ranks. All ranks of the world call this together."""
+    return dist.new_group(list(range(size)))
+
+
+class PropertiesTest(FourRankTest):
+    def _unsharded(self, tree, seed=0):
+        return build_tree(tree, self.device, seed=seed)
+
+
+class TestTrainingProperties(PropertiesTest):
+    def _sharded(self, tree, strategy, dtype=torch.float64, **options):
+        if strategy in NEED_MESH:
+            options["device_mesh"] = mesh_of(2, 2)
+        return build_tree(
+            tree,
+            self.device,
+            lambda module: FSDP(module, sharding_strategy=strategy, device_id=self.device, **options),
+            dtype=dtype,
+        )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=30)
+    @given(
+        tree=module_trees(),
+        strategy=st.sampled_from(ShardingStrategy),
+        use_orig_params=st.booleans(),
+        backward_prefetch=st.sampled_from([None, *BackwardPrefetch]),
+        forward_prefetch=st.booleans(),
+        steps=st.integers(1, 3),
+        accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
+    )
+    def test_sharded_training_equals_unsharded(self, tree, strategy, steps, accumulate, **options):
+        """Each rank trains on its own rows; the reference trains on all of them.
+
+        Gradients accumulate over two steps after their reduction, or before it under ``no_sync``.
+        """
+        reference = self._unsharded(tree)
+        model = self._sharded(tree, strategy, **options)
+        self.check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
+        own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
+        plain = None if accumulate == "never" else contextlib.nullcontext
+        losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate == "unreduced" else plain)
+        dist.all_reduce(losses)
+        expected = train_tree(reference, slice(None), steps, self.device, plain)
+        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
+        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()), **TOLERANCE)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), strategy=st.sampled_from(ShardingStrategy), use_orig_params=st.booleans())
+    def test_gradient_norm_is_that_of_all_shards(self, tree, strategy, use_orig_params):
+        """Neither padding nor replicas count. FSDP1 does not know norms of float64."""
+        reference = build_tree(tree, self.device, dtype=torch.float32)
+        model = self._sharded(tree, strategy, torch.float32, use_orig_params=use_orig_params)
+        torch.manual_seed(0)
+        rows = torch.randn(4, 3).to(self.device)
+        for module in (reference, model):
+            module(rows).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        self.check_equal("norm of all gradients", model.clip_grad_norm_(1.0), expected)
+
+
+class TestStateDictProperties(PropertiesTest):
+    def _sharded(self, tree, size, seed, **where):
+        """Return the model over the first ``size`` ranks; None on the others."""
+        where = where or {"process_group": group_of(size)}
+        if self.rank >= size:
+            return None
+        return build_tree(tree, self.device, lambda module: FSDP(module, device_id=self.device, **where), seed)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=20)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """Its names and values are those of the unsharded model."""
+        reference = self._unsharded(tree, seed=1)
+        state = [None]
+        if saver := self._sharded(tree, saved_by, seed=1):
+            with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
+                state = [{name: tensor.cpu() for name, tensor in saver.state_dict().items()}]
+            expected = {name: tensor.cpu() for name, tensor in reference.state_dict().items()}
+            self.check_equal("saved state", state[0], expected)
+        dist.broadcast_object_list(state)
+        if loader := self._sharded(tree, loaded_by, seed=2):
+            with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
+                loader.load_state_dict(state[0])
+            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """With a mesh, that is as DTensors: a ShardedTensor without a shard on this rank wants CUDA."""
+        folder = self.shared_folder()
+        saver_mesh, loader_mesh = mesh_of_first(saved_by), mesh_of_first(loaded_by)
+        if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
+            with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
+                dcp.save(saver.state_dict(), checkpoint_id=folder, process_group=saver_mesh.get_group())
+        dist.barrier()
+        if loader := self._sharded(tree, loaded_by, seed=2, device_mesh=loader_mesh):
+            with FSDP.state_dict_type(loader, StateDictType.SHARDED_STATE_DICT):
+                state = loader.state_dict()
+                dcp.load(state, checkpoint_id=folder, process_group=loader_mesh.get_group())
+                loader.load_state_dict(state)
+            reference = self._unsharded(tree, seed=1)
+            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
+
+    def _trained(self, model):
+        """Train ``model`` and return an optimizer with its state; every rank takes the same rows."""
+        torch.manual_seed(0)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.randn(4, 3, dtype=torch.float64).to(self.device)).square().mean().backward()
+        optim.step()
+        return optim
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @across_ranks(example_timeout_s=20)
+    @settings(max_examples=15)
+    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    def test_optimizer_state_fits_any_world_size(self, tree, saved_by, loaded_by):
+        """Each parameter has the state that it has in unsharded training, under its own name."""
+        reference = self._unsharded(tree, seed=1)
+        ref_optim = self._trained(reference)
+        expected = {name: ref_optim.state[param] for name, param in reference.named_parameters()}
+        state = [None]
+        if saver := self._sharded(tree, saved_by, seed=1):
+            optim = self._trained(saver)
+            state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
+            self.check_equal("saved optimizer state", state[0]["state"], expected, **TOLERANCE)
+        dist.broadcast_object_list(state)
+        if loader := self._sharded(tree, loaded_by, seed=2):
+            optim = self._trained(loader)
+            group = group_of(loaded_by)
+            optim.load_state_dict(FSDP.optim_state_dict_to_load(loader, optim, state[0], group=group))
+            loaded = FSDP.optim_state_dict(loader, optim, group=group)
+            self.check_equal("loaded optimizer state", loaded["state"], expected, **TOLERANCE)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,319 @@
+"""Groups of ``simccl``: which backends they get, how they split, count, record, call back, and serve threads."""
+
+from __future__ import annotations
+
+import io
+import json
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+
+SIM = torch.get_device_module("sim")
+OPS = dist.ReduceOp
+
+# Torch's own notes on calls that newer releases spell otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def _rejoin(rank: int, world_size: int, body: Callable[[int, int], None], store: str, **options: Any) -> None:
+    """Run ``body`` in a default group made anew with ``options``, which may depend on the rank."""
+    dist.destroy_process_group()
+    made = {name: value(rank) if callable(value) else value for name, value in options.items()}
+    dist.init_process_group(rank=rank, world_size=world_size, store=dist.FileStore(store, world_size), **made)
+    body(rank, world_size)
+
+
+# --- which backends ---
+
+
+def _check_default_backend(rank: int, world_size: int) -> None:
+    assert str(dist.get_backend_config()) == "cpu:gloo,sim:simccl"
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, {"rank": rank, "tensor": torch.full((1,), rank, device="sim")})
+    assert [one["rank"] for one in gathered] == list(range(world_size))
+    assert gathered[1]["tensor"].device.type == "sim"
+    only = dist.new_group(backend="simccl")
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1), group=only)
+    objects = [f"from {rank}"]
+    dist.broadcast_object_list(objects, 1, group=only, device=torch.device("sim", rank))
+    assert objects == ["from 1"]
+
+
+def test_default_backend_serves_both_devices_and_device_group_refuses_host() -> None:
+    ranks.run(2, _check_default_backend)
+
+
+def _check_groups(rank: int, world_size: int) -> None:
+    pair = dist.new_group([0, 1])
+    x = torch.ones(1, device="sim")
+    if rank < 2:
+        dist.all_reduce(x, group=pair)
+    assert x.item() == (2 if rank < 2 else 1)
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    assert half is not None
+    y = torch.full((1,), float(rank), device="sim")
+    dist.all_reduce(y, group=half)
+    assert y.item() == (1 if rank < 2 else 5)
+
+
+def _bound_device(rank: int) -> torch.device:
+    return torch.device("sim", rank)
+
+
+def _check_split_of_some(rank: int, world_size: int) -> None:
+    outer = dist.split_group(split_ranks=[[0, 3]])
+    assert (outer is None) == (rank in (1, 2))
+    x = torch.full((1,), float(rank), device="sim")
+    if outer is not None:
+        dist.all_reduce(x, group=outer)
+    assert x.item() == (3 if rank in (0, 3) else rank)
+    dist.barrier()  # on the bound device, which nobody named
+
+
+@pytest.mark.parametrize("body", [_check_groups, _check_split_of_some])
+def test_new_and_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
+    # Torch splits device-bound groups only.
+    ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))
+
+
+def _rejoin_bound(rank: int, world_size: int, body: Callable[[int, int], None], store: str) -> None:
+    _rejoin(rank, world_size, body, store, device_id=_bound_device)
+
+
+def _check_bound(rank: int, world_size: int) -> None:
+    assert str(dist.get_backend_config()) == "sim:simccl" and dist.get_backend() == "simccl"
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, rank)
+    assert gathered == list(range(world_size))
+
+
+def test_group_bound_to_a_device_serves_that_device_alone(tmp_path: Path) -> None:
+    ranks.run(2, _rejoin_bound, _check_bound, str(tmp_path / "store"))
+
+
+# --- futures ---
+
+
+def _check_futures(rank: int, world_size: int) -> None:
+    x = torch.ones(2, device="sim")
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+    assert doubled.tolist() == [4.0, 4.0] and doubled.device.type == "sim"
+    assert work.is_completed() and work.is_success()
+    averaged = torch.full((2,), float(rank), device="sim")
+    (value,) = dist.all_reduce(averaged, OPS.AVG, async_op=True).get_future().wait()
+    assert value.tolist() == [0.5, 0.5]  # the division has run by the time the future completes
+    sent = dist.isend(x, 1 - rank)
+    received = torch.empty(2, device="sim")
+    (value,) = dist.irecv(received, 1 - rank).get_future().wait()
+    sent.wait()
+    assert value.tolist() == [2.0, 2.0]
+
+
+def test_futures_carry_finished_device_tensors() -> None:
+    ranks.run(2, _check_futures)
+
+
+def _check_inference_mode(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
+            x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
+            dist.all_reduce(x, OPS.AVG)
+            assert x.tolist() == [1, 1]
+
+
+def test_results_are_finished_for_inference_tensors() -> None:
+    ranks.run(2, _check_inference_mode)
+
+
+# --- objects ---
+
+
+def _check_objects(rank: int, world_size: int) -> None:
+    for group in (None, dist.new_group(backend="simccl")):
+        collected = [None] * world_size if rank == 0 else None
+        dist.gather_object({"from": rank}, collected, 0, group=group)
+        assert collected is None or collected == [{"from": r} for r in range(world_size)]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, [f"to {r}" for r in range(world_size)] if rank == 0 else None, 0, group=group)
+        assert own == [f"to {rank}"]
+        here = torch.device("sim", rank)
+        if rank == 0:
+            dist.send_object_list(["text", torch.ones(1, device=here)], 1, group=group, device=here)
+        elif rank == 1:
+            received: list[Any] = [None, None]
+            dist.recv_object_list(received, 0, group=group, device=here)
+            assert received[0] == "text" and received[1].device == torch.device("sim:0")
+
+
+def test_object_collectives_on_both_kinds_of_group() -> None:
+    ranks.run(3, _check_objects)
+
+
+# --- counting, recording, calling back ---
+
+
+def _check_sequence(rank: int, world_size: int) -> None:
+    group = c10d._get_default_group()
+    number = group._get_sequence_number_for_group
+    start, x = number(), torch.ones(world_size, device="sim")
+    dist.all_reduce(x)
+    dist.reduce_scatter(x[:1].clone(), list(x.chunk(world_size)))  # as many transfers as ranks, and one collective
+    assert number() == start + 2
+    if rank == 0:
+        dist.send(x, 1)
+    elif rank == 1:
+        dist.recv(x, 0)
+    assert number() == start + 2  # ranks must agree, and rank 2 has sent nothing
+    with dist._coalescing_manager(device=torch.device("sim", rank)):
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+    assert number() == start + 3
+    backend = group._get_backend(torch.device("sim"))
+    assert backend._get_sequence_number_for_group() == start + 3 and backend.name() == "simccl"
+    fresh = dist.new_group()
+    before = fresh._get_sequence_number_for_group()
+    assert dist.all_reduce(x, group=fresh) is None and fresh._get_sequence_number_for_group() == before + 1
+
+
+def test_sequence_numbers_count_collectives_alone() -> None:
+    ranks.run(3, _check_sequence)
+
+
+def _check_flight_recorder(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(3, device="sim"))
+    pair = dist.new_group([0, 1])
+    dist.broadcast(torch.ones(5, device="sim"), 0, group=pair)
+    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
+    seen = [(e["profiling_name"].partition(":")[2], e["input_sizes"], e["process_group"][0]) for e in entries]
+    assert ("all_reduce", [[3]], c10d._get_default_group().group_name) in seen, seen
+    assert ("broadcast", [[5]], pair.group_name) in seen, seen
+
+
+def test_flight_recorder_sees_collectives_under_their_groups_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
+    ranks.run(2, _check_flight_recorder)
+
+
+def _check_hook(rank: int, world_size: int) -> None:
+    group, seen = c10d._get_default_group(), []
+    group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq)))
+    assert group._has_hooks()
+    x = torch.ones(2, device="sim")
+    dist.all_reduce(x)
+    dist.all_gather([torch.empty_like(x) for _ in range(world_size)], x)
+    assert [kind.name for kind, _ in seen] == ["ALLREDUCE", "ALLGATHER"]
+    first, second = (number for _, number in seen)
+    assert second == first + 1
+    dist.all_reduce(x, async_op=True)
+    dist.isend(x, 1 - rank)
+    dist.irecv(x.clone(), 1 - rank)
+    group._wait_for_pending_works()  # nobody waited for these three, two of which complete only when waited for
+    assert len(seen) == 5
+
+
+def test_completion_hook_is_called_once_for_each_work_waited_for_or_not() -> None:
+    ranks.run(2, _check_hook)
+
+
+def _check_hook_of_failure(rank: int, world_size: int) -> None:
+    group, seen = c10d._get_default_group(), []
+    group._register_on_completion_hook(lambda info: seen.append(info.op_type))
+    dist.all_reduce(torch.ones(1, device="sim"))
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1, device="sim"))
+        assert len(seen) == 2
+        c10d._get_default_store().set("seen", "yes")
+    else:
+        c10d._get_default_store().wait(["seen"])
+    ranks.leave()
+
+
+def test_completion_hook_is_called_for_a_failed_work_too() -> None:
+    ranks.run(2, _check_hook_of_failure, timeout=ranks.SHORT)
+
+
+def _check_monitored_barrier(rank: int, world_size: int) -> None:
+    for group in (None, dist.new_group(backend="simccl")):
+        with pytest.raises(ValueError, match="only implemented for GLOO"):  # as for NCCL
+            dist.monitored_barrier(group)
+    dist.monitored_barrier(dist.new_group(backend="gloo"))
+
+
+def test_monitored_barrier_belongs_to_host_groups() -> None:
+    ranks.run(2, _check_monitored_barrier)
+
+
+def _check_contract(rank: int, world_size: int) -> None:
+    x = torch.ones(2, device="sim")
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="mismatch between collectives"):
+        dist.all_reduce(torch.ones(2 + rank, device="sim"))
+    ranks.leave()
+
+
+def _rejoin_in_detail(rank: int, world_size: int, store: str) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    _rejoin(rank, world_size, _check_contract, store)
+
+
+def test_detail_mode_finds_ranks_that_call_differently(tmp_path: Path) -> None:
+    ranks.run(2, _rejoin_in_detail, str(tmp_path / "store"))
+
+
+# --- torch's threaded group ---
+
+
+def _check_threaded(rank: int, world_size: int) -> None:
+    class Threads(MultiThreadedTestCase):
+        world_size = 2
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_threads()
+
+        def test_collectives(self) -> None:
+            SIM.set_device(self.rank)
+            here = torch.device("sim", self.rank)
+            mine = torch.full((2,), float(self.rank + 1), device="sim")
+            assert mine.device == here
+
+            total = mine.clone()
+            dist.all_reduce(total)
+            whole, part = torch.empty(4, device="sim"), torch.empty(1, device="sim")
+            dist.all_gather_into_tensor(whole, mine)
+            dist.reduce_scatter_tensor(part, mine)
+            sent = mine.clone()
+            dist.broadcast(sent, 1)
+            exchanged = torch.empty(2, device="sim")
+            dist.all_to_all_single(exchanged, mine)
+            assert total.tolist() == [3.0, 3.0] and whole.tolist() == [1.0, 1.0, 2.0, 2.0] and part.item() == 3.0
+            assert sent.tolist() == [2.0, 2.0] and exchanged.tolist() == [1.0, 2.0]
+            assert {one.device for one in (total, whole, part, sent, exchanged)} == {here}
+
+    dist.destroy_process_group()
+
+    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_collectives"))
+    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
+    ranks.leave()
+
+
+def test_threaded_group_serves_each_thread_its_device() -> None:
+    ranks.run(1, _check_threaded)

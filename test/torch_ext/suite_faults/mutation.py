@@ -1,0 +1,82 @@
+"""Changes torch's code in this process, one line here or there, as a mistake would.
+
+A function's code object is exchanged in place, so that whoever imported the function before runs the changed code too.
+Runs in ranks and in zygotes of the tests that need it; nothing of torch_ext knows of it.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import importlib
+import inspect
+import textwrap
+import types
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Edit", "OtherTorchError"]
+
+
+class OtherTorchError(LookupError):
+    """This torch does not contain the text that an edit replaces."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace ``old`` by ``new``, once, in the source of ``function`` (``"module:Class.function"``).
+
+    Lines are indented as in the source of the function alone, beginning at column 0.
+    """
+
+    function: str
+    old: str
+    new: str
+
+    def source(self) -> str:
+        """Return the changed source.
+
+        Raises:
+            OtherTorchError: the function is not there, or does not contain ``old`` exactly once.
+        """
+        text = textwrap.dedent(inspect.getsource(self._find()))
+        if text.count(self.old) != 1:
+            raise OtherTorchError(f"{self.function} contains {text.count(self.old)} times: {self.old}")
+        return text.replace(self.old, self.new)
+
+    def apply(self) -> None:
+        """Make the change in this process.
+
+        Raises:
+            OtherTorchError: see :meth:`source`.
+        """
+        function = self._find()
+        if function.__closure__:
+            raise OtherTorchError(f"{self.function} is a closure, whose code cannot be exchanged")
+        tree = ast.parse(self.source())
+        (definition,) = tree.body
+        if not isinstance(definition, ast.FunctionDef):
+            raise OtherTorchError(f"{self.function} is no plain function")
+        definition.decorator_list = []  # they stay where they are, around the function
+        ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+        namespace: dict[str, Any] = dict(function.__globals__)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
+        function.__code__ = namespace[definition.name].__code__
+
+    def _find(self) -> types.FunctionType:
+        module, _, path = self.function.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = inspect.getattr_static(found, name)
+        except (ImportError, AttributeError) as error:
+            raise OtherTorchError(f"there is no {self.function}: {error}") from None
+        if isinstance(found, property):
+            found = found.fget
+        if isinstance(found, (staticmethod, classmethod)):
+            found = found.__func__
+        found = inspect.unwrap(found)
+        if not isinstance(found, types.FunctionType):
+            raise OtherTorchError(f"{self.function} is no function but {found!r}")
+        return found

@@ -1,0 +1,279 @@
+"""The parent half of a property-based test whose examples run in ranks.
+
+Note [Examples across ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Hypothesis runs in the parent half alone: it draws, shrinks, and writes the example database. Where it would call the
+test's body, the drawn arguments go to a standing set of ranks, pickled once, so that all ranks run the same example; a
+receipt comes back from each. Whatever goes wrong in any rank (an exception, a death, no end within the limit of an
+example) is raised here as one failure of that example, always from the same place, so that Hypothesis takes all
+failures of a test for one and shrinks to one minimal example. Ranks that took part in a failure are ended before the
+next example is tried: what the others still wait for will not come, and must not meet it. The ranks never draw:
+``assume()`` in a body works, interactive draws (``st.data()``) do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import DidNotReproduce, Flaky
+
+from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJECTED
+from torch_ext.testing._internal._distributed.example_report import Example, Found, report
+from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
+from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.world import access
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.parent import World, ZygoteLostError
+from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.watch import Limits
+
+__unittest = True
+
+__all__ = ["EXAMPLE_VARIABLE", "ExampleRun"]
+
+# Names one example to run alone, in the words of a failure's report.
+EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
+
+# From the start of ranks until all are ready for an example, from the last example until they have ended, and how long
+# a killed rank may take to be gone; in seconds.
+_READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
+
+
+class _StopEngine(BaseException):
+    """Goes through Hypothesis as an interrupt does: ``error`` is not the fault of an example."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextlib.contextmanager
+def _zygote_of(world: World) -> Iterator[None]:
+    """Blame no example, and have the next test get another zygote, if the one of ``world`` is lost inside."""
+    try:
+        yield
+    except ZygoteLostError as error:
+        access.forget(world.zygote)
+        raise _StopEngine(error) from None
+
+
+def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
+    """Return ``given`` as an engine can use it whose examples run in other processes.
+
+    Deadlines are off, since the limit of an example does their work; the explain phase is, since it watches lines that
+    run elsewhere; draws may be slow, since ranks keep the machine busy. Where ``CI`` is set, examples are the same in
+    every run and no database is kept.
+    """
+    alike = given.derandomize or bool(os.environ.get("CI"))
+    return hypothesis.settings(
+        given,
+        deadline=None,
+        derandomize=alike,
+        database=None if alike else given.database,
+        print_blob=True,
+        report_multiple_bugs=False,
+        phases=[phase for phase in given.phases if phase is not Phase.explain],
+        suppress_health_check=[*given.suppress_health_check, HealthCheck.too_slow],
+    )
+
+
+class ExampleRun:
+    """One run of Hypothesis over one test. Use once.
+
+    Args:
+        case: the instance on which ``setUp`` ran; its ranks are started.
+        test: the function that ``@given`` made.
+        example_s: how long one example may take, in seconds.
+    """
+
+    def __init__(self, case: Any, test: Any, example_s: float) -> None:
+        self._case = case
+        self._test = test
+        self._example_s = example_s
+        self._limit_s = timeout_of(case)
+        self._deadline_s = time.monotonic() + self._limit_s
+        self._ready: World | None = None
+        self._tried = 0
+        self._failures: dict[bytes, Found] = {}
+        self._last: Found | None = None
+
+    def run(self) -> None:
+        """Run the test; return if it passes.
+
+        Raises:
+            WorldFailure: an example failed, and this is the minimal one; or the ranks failed without an example.
+            unittest.SkipTest: the ranks skipped.
+            hypothesis.errors.HypothesisException: the test is not one that Hypothesis can run.
+        """
+        asked = os.environ.get(EXAMPLE_VARIABLE, "")
+        try:
+            with self._prepared(asked):
+                self._test(self._case)
+        except _StopEngine as stop:
+            raise stop.error from None
+        except WorldFailure as failure:
+            raise self._reported(failure) from None
+        except Flaky as error:
+            if self._last is None:
+                raise
+            raise self._reported(error) from None
+        except DidNotReproduce:
+            if self._last is not None or self._tried != 1:
+                raise
+            access.announce(f"{self._case.id()}: the example of {EXAMPLE_VARIABLE} passes")
+        self._end_ranks()
+
+    @contextlib.contextmanager
+    def _prepared(self, asked: str) -> Iterator[None]:
+        """Have the engine call us instead of the body, under our settings; ``asked`` is the one example to run."""
+        test, handle = self._test, self._test.hypothesis
+        body, kept = handle.inner_test, dict(vars(test))
+        handle.inner_test = self._in_place_of(body)
+        test._hypothesis_internal_use_settings = settings_for_ranks(test._hypothesis_internal_use_settings)
+        if asked:
+            hypothesis.reproduce_failure(hypothesis.__version__, asked.encode())(test)
+        try:
+            yield
+        finally:
+            handle.inner_test = body
+            vars(test).clear()
+            vars(test).update(kept)
+
+    def _in_place_of(self, body: Callable[..., Any]) -> Callable[..., None]:
+        # Wrapped, because Hypothesis tells tests apart by name and source: for its database, and for seeds in CI.
+        @wraps(body)
+        def run_in_ranks(*args: Any, **kwargs: Any) -> None:
+            # The instance comes under whatever name the body gives it; every rank has its own.
+            drawn = {name: value for name, value in kwargs.items() if value is not self._case}
+            self._run_example(Example(tuple(value for value in args if value is not self._case), drawn))
+
+        return run_in_ranks
+
+    def _run_example(self, example: Example) -> None:
+        payload = example.pickled()
+        if time.monotonic() + self._example_s > self._deadline_s:
+            self._answer_without_running(payload)
+            return
+        outcomes, took_s = self._in_ranks(payload)
+        self._tried += 1
+        verdict = judge(outcomes)
+        if verdict.judgement is Judgement.SKIPPED:
+            if verdict.summary == REJECTED:
+                hypothesis.reject()
+            raise unittest.SkipTest(verdict.summary)
+        if verdict.judgement is Judgement.FAILED:
+            self._fail(payload, Found(example, tuple(outcomes), took_s))
+
+    def _answer_without_running(self, payload: bytes) -> None:
+        """The test's time is up: what failed fails still, and nothing smaller is looked for.
+
+        Raises:
+            WorldFailure: this example failed before.
+        """
+        if payload in self._failures:
+            self._fail(payload, self._failures[payload])
+        if not self._failures:
+            raise _StopEngine(
+                AssertionError(
+                    f"{self._tried} examples passed in the {self._limit_s:g} s that the test may take, and not all had "
+                    "their turn. Ask for fewer with @settings(max_examples=...), or give the test more time with "
+                    "@with_timeout(seconds)."
+                )
+            )
+
+    def _fail(self, payload: bytes, found: Found) -> None:
+        self._failures[payload] = self._last = found
+        raise_verdict(found.outcomes, found.took_s)
+
+    def _reported(self, error: BaseException) -> WorldFailure:
+        if self._last is None:
+            raise AssertionError("a failure was raised that no example caused") from error
+        message = report(self._last, error, self._test.__name__, self._tried, len(self._failures), EXAMPLE_VARIABLE)
+        return WorldFailure(message, self._last.outcomes)
+
+    # The ranks
+
+    def _in_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
+        """Run one example on all ranks and return what became of each and how long it took, in seconds."""
+        world = self._ranks()
+        world.new_round()
+        self._send(world, payload)
+        outcomes = self._wait(world, Limits(test_s=self._example_s), keep=True)
+        took_s = time.monotonic() - world.started_s
+        if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
+            self._drop_ranks(world)
+        return outcomes, took_s
+
+    def _ranks(self) -> World:
+        """Return ranks that wait for an example: those there are, or fresh ones.
+
+        Raises:
+            _StopEngine: they cannot be had.
+            unittest.SkipTest: they skip the test whatever the example.
+        """
+        world: World | None = self._case._world
+        if world is None or world is not self._ready:
+            if self._ready is not None:
+                world = self._start_again()
+            if world is None:
+                raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
+            self._settle(world, Limits(test_s=_READY_S), keep=True)
+            self._ready = world
+        return world
+
+    def _start_again(self) -> World:
+        try:
+            self._case._spawn_processes()
+        except ZygoteLostError as error:
+            raise _StopEngine(error) from None
+        world: World = self._case._world
+        return world
+
+    def _settle(self, world: World, limits: Limits, keep: bool) -> None:
+        """Wait for the ranks, where what they do is no example's doing."""
+        try:
+            raise_verdict(self._wait(world, limits, keep), time.monotonic() - world.started_s)
+        except WorldFailure as failure:
+            raise _StopEngine(failure) from None
+
+    def _wait(self, world: World, limits: Limits, keep: bool) -> list[Outcome]:
+        with _zygote_of(world):
+            return world.wait(limits, keep=keep)
+
+    def _send(self, world: World, message: bytes) -> None:
+        for process in world.processes:
+            with contextlib.suppress(OSError):  # it died between two examples; its ending will tell
+                process.connections[0].send_bytes(message)
+
+    def _drop_ranks(self, world: World) -> None:
+        """End the ranks and see them gone: fresh ones will meet in the same file."""
+        with _zygote_of(world):
+            for process in world.processes:
+                process.kill()
+            for process in world.processes:
+                process.join(_GONE_S)
+        self._case._end_world()
+        with open(self._case.file_name, "wb"):
+            pass
+
+    def _end_ranks(self) -> None:
+        """Have the ranks finish as after any test, group and all.
+
+        Raises:
+            WorldFailure: they cannot, although all examples passed.
+        """
+        try:
+            world = self._ranks()
+            world.new_round()
+            self._send(world, NO_MORE)
+            self._settle(world, Limits(test_s=_END_S), keep=False)
+        except _StopEngine as stop:
+            raise stop.error from None
