@@ -303,6 +303,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         # One for all ranks: DTensor's caches are shared by threads, and remember whose device was current.
         return rank_device(0)
 
+    def perThreadSetUp(self):
+        super().perThreadSetUp()
+        if self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)  # else a new mesh chooses one by rank
+
     def _input(self, dim=8):
         # Positive inputs, and positive weights below, so that ReLU stops no gradient.
         return super()._input(dim).abs()

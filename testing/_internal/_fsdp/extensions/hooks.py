@@ -274,7 +274,7 @@ class HookCheck:
             scribble(tensor)
         inputs, metadata = together(self._call_pre)
         self._fill(inputs, gather.outputs)
-        out = nn.Parameter(unsharded, requires_grad=self.whole.requires_grad)
+        out = nn.Parameter(unsharded)
         version = out._version
         together(lambda: self._call_post(gather.outputs, metadata, out=out))
         together(lambda: self._check_filled(out))
