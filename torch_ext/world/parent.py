@@ -276,9 +276,11 @@ class World:
 
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         for rank in ranks:
-            self._tell(rank, Ask.COLLECTIVES)
             self.send_signal(rank, STACK_SIGNAL)
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
+        # Not earlier: faulthandler reads every thread's frames without the GIL, and crashes where one runs meanwhile.
+        for rank in ranks:
+            self._tell(rank, Ask.COLLECTIVES)
         end = time.monotonic() + _STACKS_S
         waiting = [rank for rank in ranks if rank not in self._collectives]
         while waiting and (left := end - time.monotonic()) > 0:

@@ -408,7 +408,7 @@ def test_examples_that_do_not_fit_into_the_time_of_the_test_fail_it(whole: Told)
 
 def test_shrinking_ends_in_time_with_the_smallest_that_was_found(whole: Told) -> None:
     text = whole.text("test_shrinks_in_time")
-    shown = re.search(r"test_shrinks_in_time\(x=(\d+)\)", text)
+    shown = re.search(r"test_shrinks_in_time\(x=([\d_]+)\)", text)
     assert shown, text
     hung = [x for x in whole.by_rank("test_shrinks_in_time", "x")[0] if x >= 137]
     assert len(hung) <= 4
