@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch._inductor import config as _inductor_config
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
     from torch.distributed._state_dict_utils import _gather_state_dict as _gather_state_dict
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
     from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
     from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -44,6 +45,7 @@ __getattr__ = lazy_names(
             "torch.distributed._composable:checkpoint",
             "torch.distributed._composable.checkpoint_activation:checkpoint",
         ),
+        "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",),
         "dynamo_config": ("torch._dynamo:config",),
         "has_triton": ("torch.utils._triton:has_triton",),
         "inductor_config": ("torch._inductor:config",),

@@ -25,6 +25,7 @@ from torch_ext.testing._internal.common_fsdp import (
     NestedWrappedModuleWithDelay,
     TransformerWithSharedParams,
     get_full_params,
+    leave_out_parameter_offload,
     leave_out_without_accelerator,
     rank_device,
 )
@@ -56,12 +57,8 @@ class FSDPCoreTest(FSDPTest):
     def device(self) -> torch.device:
         return rank_device(self.rank)
 
-    def _leave_out_parameter_offload(self, cpu_offload: CPUOffload) -> None:
-        if cpu_offload.offload_params:
-            leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
-
     def _parity(self, model_class: Any, **kwargs: Any) -> None:
-        self._leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
+        leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
         offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params
         mode = kwargs.pop("device_init_mode", None) or (
             DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE

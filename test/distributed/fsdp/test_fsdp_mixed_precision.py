@@ -30,6 +30,7 @@ from torch_ext.testing._internal.common_fsdp import (
     TransformerWithSharedParams,
     get_devtype,
     get_full_params,
+    leave_out_parameter_offload,
     leave_out_without_accelerator,
     patch_reduce_scatter,
     rank_device,
@@ -86,11 +87,6 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
 
     with patch_reduce_scatter(noting):
         yield types
-
-
-def leave_out_parameter_offload(cpu_offload: CPUOffload) -> None:
-    if cpu_offload.offload_params:
-        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
 
 
 class MixedPrecisionTest(FSDPTest):

@@ -10,7 +10,7 @@ from test.torch_ext.suite_faults.fault import Fault, fault
 __all__ = ["MISTAKES"]
 
 _STATE_DICT = "fsdp.test_fsdp_state_dict:TestFSDPStateDict."
-_STATE_DETAILS = "fsdp.test_fsdp_state_dict:TestFSDPStateDictDetails."
+_STATE_DETAILS = "fsdp.test_fsdp_state_dict_details:TestFSDPStateDictDetails."
 _OPTIM = "fsdp.test_fsdp_optim_state:TestFSDPOptimState."
 _OPTIM_RESHARDING = "fsdp.test_fsdp_optim_state:TestFSDPOptimStateResharding."
 _EXTENSIONS = "_composable.fsdp.test_fully_shard_extensions:TestFullyShardAllGatherExtensionsMultiThread."
