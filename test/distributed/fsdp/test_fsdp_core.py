@@ -13,13 +13,13 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     AlwaysWrapNestedWrappedModule,
     DEVICEInitMode,
     DummyDDP,
     FSDPInitMode,
-    FSDPTest,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
@@ -27,7 +27,6 @@ from torch_ext.testing._internal.common_fsdp import (
     get_full_params,
     leave_out_parameter_offload,
     leave_out_without_accelerator,
-    rank_device,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -48,15 +47,7 @@ def leave_out_autocast() -> None:
     leave_out_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
 
 
-class FSDPCoreTest(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
+class FSDPCoreTest(TwoRankTest):
     def _parity(self, model_class: Any, **kwargs: Any) -> None:
         leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
         offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params

@@ -22,18 +22,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPTest,
     TransformerWithSharedParams,
     get_devtype,
     get_full_params,
     leave_out_parameter_offload,
     leave_out_without_accelerator,
     patch_reduce_scatter,
-    rank_device,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests, subtest
 
@@ -89,15 +88,7 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
         yield types
 
 
-class MixedPrecisionTest(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
+class MixedPrecisionTest(TwoRankTest):
     def _fsdp(self, module: nn.Module, precision: MixedPrecision | None = None, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(module.to(self.device), device_id=self.device, mixed_precision=precision, **fsdp_kwargs)
 

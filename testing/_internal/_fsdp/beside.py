@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest
+from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest
 from torch_ext.testing._internal._fsdp.models.mlp import MLP
 from torch_ext.testing._internal._fsdp.parity import check_sharded_parity
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients
 from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
-from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal._fsdp.steps import ThreeUnits
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (

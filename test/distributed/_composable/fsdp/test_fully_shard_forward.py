@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest, mlps, shard_all
-from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import MLP
 from torch_ext.testing._internal.common_utils import run_tests

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard,
 from torch.distributed.tensor import Shard
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, mlps, shard_all, whole
-from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import MLP, MLPStack, leave_out_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests
