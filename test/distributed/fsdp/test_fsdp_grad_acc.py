@@ -154,12 +154,16 @@ class TestGradAcc(TwoRankTest):
     def test_whole_gradients_are_kept_by_no_sync_alone(self):
         model = self._model()
         flats = [module._flat_param for module in FSDP.fsdp_modules(model) if module._handle is not None]
+
+        def shapes() -> list[torch.Size | None]:
+            return [None if flat.grad is None else flat.grad.shape for flat in flats]
+
         batches = self._batches(model, 2)
         with model.no_sync():
             self._backward(model, batches[0])
-        self.assertEqual([flat.grad.shape for flat in flats], [flat._unpadded_unsharded_size for flat in flats])
+        self.assertEqual(shapes(), [flat._unpadded_unsharded_size for flat in flats], "gradients within no_sync")
         self._backward(model, batches[1])
-        self.assertEqual([flat.grad.shape for flat in flats], [flat._sharded_size for flat in flats])
+        self.assertEqual(shapes(), [flat._sharded_size for flat in flats], "gradients after a reduction")
 
 
 instantiate_parametrized_tests(TestGradAcc)

@@ -116,7 +116,8 @@ class TypesOfTraining(MixedPrecisionTest):
             if precision.param_dtype is None:
                 self.assertFalse(hasattr(module._flat_param, "_mp_shard"))
             else:
-                self.assertEqual(module._flat_param._mp_shard.untyped_storage().size(), 0)
+                held = module._flat_param._mp_shard.untyped_storage().size()
+                self.assertEqual(held, 0, "bytes held by a shard in low precision")
 
     def _check_buffers(self, model: FSDP, precision: MixedPrecision) -> None:
         expected = precision.buffer_dtype or BUFFER_DTYPE
@@ -167,7 +168,8 @@ class TypesOfTraining(MixedPrecisionTest):
                 scaler.step(optim)
                 scaler.update()
         if self.world_size > 1:
-            self.assertEqual(reduced, [precision.reduce_dtype or precision.param_dtype or full] * 8)
+            expected = precision.reduce_dtype or precision.param_dtype or full
+            self.assertEqual(reduced, [expected] * 8, "types of what is reduced and of what comes out")
         moments = [state[name] for state in optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
         self.assertEqual({moment.dtype for moment in moments}, {full})
 
