@@ -3,7 +3,13 @@
 Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build that is
 killed leaves nothing that a later one trips over, because it works in a folder of its own that is renamed into place
 when it is complete, under an operating-system lock that dies with its holder. Waiting processes share one build.
-Cost: about two minutes on two cores once per key; finding a finished build takes a few milliseconds.
+Cost: under a minute on two cores once per key; finding a finished build takes a few milliseconds.
+
+Note [Two units]
+~~~~~~~~~~~~~~~~
+Nearly all of a compiler's time goes into torch's headers, so the sources are compiled as two units, one for each of two
+cores, and every header is read once in each. The sources of a unit share its anonymous namespaces: a name that two of
+them define is a compile error.
 """
 
 from __future__ import annotations
@@ -27,8 +33,12 @@ __all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
-# Optimised fully is what runs for every operator; the rest compiles faster.
-_HOT = frozenset({"alias", "allocator", "checks", "device", "fallback", "memory_ops"})
+# Sources that include all of ATen, which autocast's macros and c10d's headers need; they run seldom enough not to be
+# optimised fully. Every other source is in the other unit, with what runs for each operator.
+_WIDE = frozenset({"autocast", "bindings", "reduction", "sim_work", "simccl"})
+_LEVELS = {"wide": "-O1", "narrow": "-O2"}
+# Names a sanitizer of the compiler's (``address``, ``undefined``) to build with, into a cache entry of its own.
+_SANITIZER = "TORCH_EXT_SIM_SANITIZE"
 _ERROR_LINES = 40
 
 
@@ -84,12 +94,27 @@ def _family_key() -> str:
 
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    sources = _digest(*(f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in _source_files()), *_FLAGS)
+    texts = (f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
+    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
 def _source_files() -> list[Path]:
     return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _units() -> dict[str, list[Path]]:
+    """The sources that are compiled together, by the unit's name: see Note [Two units]."""
+    units: dict[str, list[Path]] = {}
+    for path in _source_files():
+        if path.suffix == ".cpp":
+            units.setdefault("wide" if path.stem in _WIDE else "narrow", []).append(path)
+    return units
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    name = os.environ.get(_SANITIZER)
+    return (f"-fsanitize={name}", "-fno-omit-frame-pointer", "-g1") if name else ()
 
 
 def _digest(*parts: str) -> str:
@@ -131,7 +156,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
     started = time.monotonic()
     if verbose:
         print(
-            f"building the simulated accelerator with {compiler.version} into {target} (some two minutes, once)",
+            f"building the simulated accelerator with {compiler.version} into {target} (a minute or so, once)",
             file=sys.stderr,
         )
     # Leftovers of builds that were killed: the lock is ours, so nobody is working in them.
@@ -139,7 +164,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     workplace = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
-        (workplace / "build.ninja").write_text(_ninja_file(compiler), encoding="utf-8")
+        _write_plan(workplace, compiler)
         _run_ninja(workplace)
         os.rename(workplace, target)
     finally:
@@ -155,12 +180,15 @@ def _run_ninja(workplace: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        # What is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )
     if finished.returncode != 0:
         end = "\n".join(finished.stdout.splitlines()[-_ERROR_LINES:])
         raise BuildError(f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}")
-    for left in [*workplace.glob("*.o"), *workplace.glob(".ninja*"), workplace / "build.ninja"]:
-        left.unlink(missing_ok=True)
+    for left in workplace.iterdir():
+        if left.name != _LIBRARY:
+            left.unlink()
 
 
 def _ninja_command() -> list[str]:
@@ -172,24 +200,29 @@ def _ninja_command() -> list[str]:
     return [found]
 
 
-def _ninja_file(compiler: _Compiler) -> str:
+def _write_plan(workplace: Path, compiler: _Compiler) -> None:
+    units = _units()
+    for name, sources in units.items():
+        text = "".join(f'#include "{path}"\n' for path in sources)
+        (workplace / f"{name}.cpp").write_text(text, encoding="utf-8")
+    (workplace / "build.ninja").write_text(_ninja_file(compiler, list(units)), encoding="utf-8")
+
+
+def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
     from torch.utils import cpp_extension
 
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
-    flags = " ".join([*_FLAGS, *(f"-isystem {_escape(path)}" for path in includes)])
-    link = " ".join(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)
-    sources = [path for path in _source_files() if path.suffix == ".cpp"]
+    sanitizer = _sanitizer_flags()
+    flags = " ".join([*_FLAGS, *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])
+    link = " ".join([*sanitizer, *(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)])
     lines = [
         "rule compile",
         f"  command = {_escape(compiler.path)} {flags} $level -c $in -o $out",
         "rule link",
         f"  command = {_escape(compiler.path)} -shared $in {link} -lc10 -ltorch_cpu -ltorch_python -o $out",
-        *(
-            f"build {path.stem}.o: compile {_escape(str(path))}\n  level = {'-O2' if path.stem in _HOT else '-O1'}"
-            for path in sources
-        ),
-        f"build {_LIBRARY}: link {' '.join(path.stem + '.o' for path in sources)}",
+        *(f"build {unit}.o: compile {unit}.cpp\n  level = {_LEVELS[unit]}" for unit in units),
+        f"build {_LIBRARY}: link {' '.join(f'{unit}.o' for unit in units)}",
         "",
     ]
     return "\n".join(lines)

@@ -72,7 +72,21 @@ def test_finished_build_is_used_again_even_without_a_compiler(
     assert build.ensure_built() == library
 
 
-def test_changed_source_or_compiler_is_another_build(
+def test_every_source_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = f'case "$out" in *.o) cat "${{out%.o}}.cpp" >> {tmp_path}/compiled;; esac'
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'{seen}; echo made > "$out"')))
+    build.ensure_built()
+    sources = (Path(build.__file__).parent / "csrc").glob("*.cpp")
+    compiled = (tmp_path / "compiled").read_text().splitlines()
+    assert sorted(compiled) == sorted(f'#include "{path}"' for path in sources)
+
+
+def test_sources_of_the_wide_unit_exist() -> None:
+    # Under a name that is no longer listed a source joins the other unit, which then reads all of ATen too.
+    assert {source for source in build._WIDE if not (build._SOURCES / f"{source}.cpp").exists()} == set()
+
+
+def test_changed_source_grouping_or_compiler_is_another_build(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, 'echo made > "$out"')))
@@ -82,10 +96,12 @@ def test_changed_source_or_compiler_is_another_build(
     (sources / "only.cpp").write_text("")
     monkeypatch.setattr(build, "_SOURCES", sources)
     second = build.ensure_built()
+    monkeypatch.setattr(build, "_WIDE", frozenset({"only"}))
+    third = build.ensure_built()
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setenv("CXX", str(_compiler(other, 'echo made > "$out"')))
-    assert len({first, second, build.ensure_built()}) == 3
+    assert len({first, second, third, build.ensure_built()}) == 4
 
 
 def test_failed_build_reports_the_compiler_and_leaves_nothing(

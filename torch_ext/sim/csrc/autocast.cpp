@@ -2,10 +2,11 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-namespace torch_ext::sim {
+// The registration macros below spell torch's types without their namespace. A namespace of its own keeps those names
+// from the other sources of the unit (Note [Two units] in build.py).
+namespace torch_ext::sim::autocast_policies {
 namespace {
 
-// The registration macros below spell torch's types without their namespace.
 using namespace at;
 
 // binary_cross_entropy is unsafe in half precision whatever the device; it fails with advice, as on GPUs.
@@ -41,4 +42,4 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   m.impl(TORCH_SELECTIVE_NAME("aten::binary_cross_entropy"), TORCH_FN(refuse_binary_cross_entropy));
 }
 
-} // namespace torch_ext::sim
+} // namespace torch_ext::sim::autocast_policies
