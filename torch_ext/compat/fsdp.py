@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch._dynamo import config as _dynamo_config
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
     from torch.distributed._state_dict_utils import _gather_state_dict as _gather_state_dict
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
     from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
     from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -41,6 +42,7 @@ __getattr__ = lazy_names(
             "torch.distributed._composable:checkpoint",
             "torch.distributed._composable.checkpoint_activation:checkpoint",
         ),
+        "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",),
         "dynamo_config": ("torch._dynamo:config",),
         "param_group": ("torch.distributed.fsdp._fully_shard:_fsdp_param_group",),
         "runtime_utils": ("torch.distributed.fsdp:_runtime_utils",),
