@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <algorithm>
 
@@ -23,6 +24,13 @@ namespace {
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+// Torch before 2.13 has no name of its own for this operation.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+constexpr OpType kReduceScatterTensors = OpType::COALESCED;
+#else
+constexpr OpType kReduceScatterTensors = OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#endif
 
 at::Tensor checked_alias(const at::Tensor& tensor) {
   TORCH_CHECK(
@@ -328,7 +336,7 @@ class SimCCL final : public c10d::Backend {
     for (size_t i = 0; i < inputs.size(); ++i) {
       works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
     }
-    return together(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(works));
+    return together(kReduceScatterTensors, std::move(works));
   }
 
   WorkPtr alltoall_base(
