@@ -17,9 +17,12 @@ values have. :func:`_generate_cpp` answers both for ``sim`` as for the CPU.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.compiler.config
 from torch._inductor import scheduler, utils
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
@@ -106,5 +109,12 @@ def _generate_cpp() -> None:
         module.get_current_backend = backend  # type: ignore[attr-defined]
 
 
+def _tag_cache() -> None:
+    """Have Inductor's cache, whose keys cover torch's own sources only, miss what another state of this module wrote."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
+
+
 register_device_op_overrides("sim", _Lines())
 _generate_cpp()
+_tag_cache()

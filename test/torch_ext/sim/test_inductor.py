@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional
 
 sim: Any = torch.get_device_module("sim")
@@ -92,11 +94,11 @@ def test_arguments_may_change_in_place() -> None:
 
 def test_shapes_may_be_dynamic() -> None:
     compiled = torch.compile(lambda x: (x.sin() * x).sum(-1), dynamic=True, fullgraph=True)
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     for length in (3, 7, 12):
         x = torch.randn(2, length, device="sim")
         torch.testing.assert_close(compiled(x), (x.sin() * x).sum(-1))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_random_numbers_come_from_the_generator_of_the_device() -> None:
@@ -149,6 +151,19 @@ def test_training_steps_are_those_of_eager_execution(number: int) -> None:
     assert torch._inductor.metrics.generated_kernel_count > 0
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[name], value, **tolerance)
+
+
+def test_cached_code_of_another_state_of_the_simulator_is_not_served(tmp_path: Path) -> None:
+    def hits() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    with config.patch(fx_graph_cache=True), fresh_cache(dir=str(tmp_path)):
+        assert [hits(), hits()] == [0, 1]
+        with torch.compiler.config.patch(cache_key_tag=""):
+            assert hits() == 0
 
 
 def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
