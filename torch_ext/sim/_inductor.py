@@ -110,7 +110,7 @@ def _generate_cpp() -> None:
 
 
 def _tag_cache() -> None:
-    """Have Inductor's cache, whose keys cover torch's own sources only, miss what another state of this module wrote."""
+    """Have Inductor's cache, whose keys cover torch's sources only, miss what another state of this module wrote."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
