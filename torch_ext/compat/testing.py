@@ -25,6 +25,7 @@ __all__ = [
     "ProcessLocalGroup",
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
+    "complete_threaded_world",
     "find_free_port",
     "keep_upstream",
     "upstream_module",
@@ -60,3 +61,10 @@ def keep_upstream(name: str) -> None:
     for each, places in _PLACES.items():
         if any(place.startswith(f"torch.testing._internal.{name}:") for place in places):
             __getattr__(each)
+
+
+def complete_threaded_world() -> None:
+    """Give torch's threaded world the list of communicators that destroying a group clears: torch 2.11 forgot it."""
+    world = importlib.import_module(_THREADED).ThreadLocalWorld
+    if not hasattr(world, "comms"):
+        world.comms = property(lambda _: [])  # such groups have none

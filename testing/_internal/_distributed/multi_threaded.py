@@ -16,7 +16,12 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _set_thread_isolation_mode
-from torch_ext.compat.testing import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
+from torch_ext.compat.testing import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+    complete_threaded_world,
+)
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
@@ -40,6 +45,7 @@ def _run_rank(
     """Run ``body`` in this thread as ``rank`` of a fresh threaded group; an exception goes to ``failures`` and wakes
     the peers.
     """
+    complete_threaded_world()
     c10d.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
     try:
         body()
