@@ -37,6 +37,8 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wn
 # optimised fully. Every other source is in the other unit, with what runs for each operator.
 _WIDE = frozenset({"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"})
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
+# Names a sanitizer of the compiler's (``address``, ``undefined``) to build with, into a cache entry of its own.
+_SANITIZER = "TORCH_EXT_SIM_SANITIZE"
 _ERROR_LINES = 40
 
 
@@ -93,7 +95,7 @@ def _family_key() -> str:
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     texts = (f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
-    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values())
+    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
@@ -108,6 +110,11 @@ def _units() -> dict[str, list[Path]]:
         if path.suffix == ".cpp":
             units.setdefault("wide" if path.stem in _WIDE else "narrow", []).append(path)
     return units
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    name = os.environ.get(_SANITIZER)
+    return (f"-fsanitize={name}", "-fno-omit-frame-pointer", "-g1") if name else ()
 
 
 def _digest(*parts: str) -> str:
@@ -173,6 +180,8 @@ def _run_ninja(workplace: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        # What is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )
     if finished.returncode != 0:
         end = "\n".join(finished.stdout.splitlines()[-_ERROR_LINES:])
@@ -204,8 +213,9 @@ def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
 
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
-    flags = " ".join([*_FLAGS, *(f"-isystem {_escape(path)}" for path in includes)])
-    link = " ".join(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)
+    sanitizer = _sanitizer_flags()
+    flags = " ".join([*_FLAGS, *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])
+    link = " ".join([*sanitizer, *(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)])
     lines = [
         "rule compile",
         f"  command = {_escape(compiler.path)} {flags} $level -c $in -o $out",

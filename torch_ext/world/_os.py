@@ -26,6 +26,7 @@ __all__ = [
     "die_with_parent",
     "end_process",
     "environment_at_start",
+    "program",
     "require_supported",
     "signal_name",
     "task_names",
@@ -143,6 +144,15 @@ def end_process(pid: int, how: int = signal.SIGKILL) -> None:
     """Send ``how`` to ``pid``, a child of this process that it has not reaped; no error if it is a zombie."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, how)
+
+
+def program(command: str) -> str:
+    """Return the name of the program that a command line starts.
+
+    >>> program("/usr/bin/sleep 60")
+    'sleep'
+    """
+    return command.partition(" ")[0].rpartition("/")[2]
 
 
 def signal_name(number: int) -> str:

@@ -47,6 +47,10 @@ _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 # worlds.
 _COLLAPSE_AFTER_FORKS = 8
 
+# Torch's manager of shared memory ends by itself two seconds after its last client, and only then removes its socket.
+_SHM_MANAGER = "torch_shm_manager"
+_SHM_MANAGER_S = 4.0
+
 
 # Modules in whose frames torch formats stacks while nothing is wrong: every seeding on a build that knows CUDA does so,
 # and would read these files in every rank, which takes longer than forking it.
@@ -105,6 +109,7 @@ class Zygote:
         self._forks = 0
         self._environment = _os.environment_at_start()
         self._strangers: dict[int, LeftBehind] = {}  # by pid
+        self._managers: set[int] = set()  # strangers that end by themselves
         self._culprit: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
@@ -277,15 +282,19 @@ class Zygote:
 
     def _note_strangers(self, index: int) -> None:
         """Blame the orphans that became children of this process since the last look on the child that ended last."""
-        known = self._owners.keys() | {spare.pid for spare in self._spares} | self._strangers.keys()
+        known = self._owners.keys() | {spare.pid for spare in self._spares} | self._strangers.keys() | self._managers
         for pid in _os.children_of(os.getpid()):
             if pid not in known:
                 self._strangers[pid] = LeftBehind(index, pid, _os.command_line(pid))
 
     def _end_strangers(self) -> tuple[LeftBehind, ...]:
         found: list[LeftBehind] = []
+        self._managers = {pid for pid in self._managers if not os.waitpid(pid, os.WNOHANG)[0]}
         while self._strangers:
             pid, stranger = self._strangers.popitem()
+            if _os.program(stranger.command) == _SHM_MANAGER:
+                self._managers.add(pid)
+                continue
             alive = bool(_os.command_line(pid))  # a zombie has none: it ended by itself
             _os.end_process(pid)
             os.waitpid(pid, 0)
@@ -297,11 +306,15 @@ class Zygote:
     def _end(self) -> NoReturn:
         for pid in [*self._owners, *(spare.pid for spare in self._spares)]:
             _os.end_process(pid)
+        patience_end = time.monotonic() + _SHM_MANAGER_S
         with contextlib.suppress(ChildProcessError):
             while True:
+                patient = time.monotonic() < patience_end
                 for pid in _os.children_of(os.getpid()):
-                    _os.end_process(pid)
-                os.waitpid(-1, 0)
+                    if not (patient and _os.program(_os.command_line(pid)) == _SHM_MANAGER):
+                        _os.end_process(pid)
+                if not os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+                    time.sleep(0.005)
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(0)
