@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -129,8 +130,10 @@ def _abort(rank: int, world_size: int, name: str) -> None:
         with pytest.raises(RuntimeError, match="Make a new one"):
             dist.all_reduce(_x())
         del work, group, waiter
-        _store().set("seen", "yes")
-        dist.destroy_process_group()  # does not wait for what was given up
+        store = _store()
+        dist.destroy_process_group()
+        gc.collect()  # the group goes, and does not wait for what was given up
+        store.set("seen", "yes")
     else:
         _store().wait(["seen"])
     ranks.leave()
