@@ -12,9 +12,10 @@ OURS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 PYTEST = re.compile(r"^=* ?(?:\d+ \w+,? ?)+ in [\d.]+s.*$")
 
 
-def main(log: str, broken: int) -> int:
+def count(log: str) -> tuple[int, int, int]:
+    """Return how many tests passed, failed (errors included) and were skipped."""
     passed = failed = skipped = 0
-    for line in map(str.strip, ANSI.sub("", Path(log).read_text(errors="replace")).splitlines()):
+    for line in map(str.strip, ANSI.sub("", log).splitlines()):
         if ours := OURS.match(line):
             counts = [int(number) for number in ours.groups()]
         elif PYTEST.match(line):
@@ -25,6 +26,11 @@ def main(log: str, broken: int) -> int:
         passed, failed, skipped = (
             total + count for total, count in zip((passed, failed, skipped), counts, strict=True)
         )
+    return passed, failed, skipped
+
+
+def main(log: str, broken: int) -> int:
+    passed, failed, skipped = count(Path(log).read_text(errors="replace"))
     if broken:
         print(f"{broken} step{'s' if broken > 1 else ''} failed")
     print(f"{passed} passed, {max(failed, broken)} failed, {skipped} skipped")

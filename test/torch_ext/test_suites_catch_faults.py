@@ -1,8 +1,8 @@
 """The suites are worth running: for every mistake in a list, made in torch's FSDP, a test of theirs fails and says why.
 
-One run of the runner serves all: it gets a folder with a file for each suite, which holds a class for each mistake
-that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the suite's own
-class.
+One run of the runner for each device serves all: it gets a folder with a file for each suite, which holds a class for
+each mistake that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the
+suite's own class.
 """
 
 from __future__ import annotations
@@ -114,18 +114,24 @@ class Report:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder = tmp_path_factory.mktemp("faults")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Report]:
+    """One for each device."""
+    possible = defaultdict(list)
+    for name, fault in FAULTS.items():
+        if not missing(name):
+            possible[fault.device].append(name)
+    return {device: run_faulty(tmp_path_factory.mktemp(device), device, names) for device, names in possible.items()}
+
+
+def run_faulty(folder: Path, device: str, faults: Sequence[str]) -> Report:
     by_module = defaultdict(list)
-    for fault in FAULTS:
-        if not missing(fault):
-            by_module[TARGETS[fault].module].append(fault)
-    for module, faults in by_module.items():
-        write(folder, module, faults)
-    possible = [fault for faults in by_module.values() for fault in faults]
-    selected = sorted({*map(faulty_test, possible), *(sound_test(TARGETS[fault]) for fault in possible)})
+    for fault in faults:
+        by_module[TARGETS[fault].module].append(fault)
+    for module, those in by_module.items():
+        write(folder, module, those)
+    selected = sorted({*map(faulty_test, faults), *(sound_test(TARGETS[fault]) for fault in faults)})
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_EXT_")}
-    command = [str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", "cpu", "-v", "-i", *selected]
+    command = [str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", device, "-v", "-i", *selected]
     done = subprocess.run(
         [sys.executable, *command],
         env=environment | {"PYTHONPATH": str(CHECKOUT)}, cwd=folder, text=True, errors="replace",
@@ -137,17 +143,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_suites_notice(report: Report, name: str) -> None:
+def test_the_suites_notice(reports: Mapping[str, Report], name: str) -> None:
     if why := missing(name):
         pytest.skip(f"this torch words it in another way: {why}")
-    test = faulty_test(name)
+    test, report = faulty_test(name), reports[FAULTS[name].device]
     assert report.endings.get(test) == "failed", report.output[-4000:]
     assert re.search(FAULTS[name].says, report.texts[test]), report.texts[test]
 
 
-@pytest.mark.parametrize("target", sorted(set(TARGETS.values()), key=str), ids=lambda target: target.method)
-def test_without_the_mistake_they_pass(report: Report, target: Target) -> None:
-    test = sound_test(target)
+@pytest.mark.parametrize(
+    ("device", "target"), sorted({(FAULTS[name].device, target) for name, target in TARGETS.items()}, key=str)
+)
+def test_without_the_mistake_they_pass(reports: Mapping[str, Report], device: str, target: Target) -> None:
+    test, report = sound_test(target), reports[device]
     assert report.endings.get(test) == "passed", report.texts.get(test, report.output[-4000:])
 
 

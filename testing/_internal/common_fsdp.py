@@ -51,7 +51,7 @@ from torch_ext.testing._internal._fsdp.state import (
     get_full_params,
     subtest_name,
 )
-from torch_ext.testing._internal._fsdp.subcases import leave_out_without_accelerator
+from torch_ext.testing._internal._fsdp.subcases import leave_out_parameter_offload, leave_out_without_accelerator
 
 if TYPE_CHECKING:
     DEVICE_TYPE: str
@@ -96,6 +96,7 @@ __all__ = [
     "compiled_fsdp_test",
     "get_devtype",
     "get_full_params",
+    "leave_out_parameter_offload",
     "leave_out_without_accelerator",
     "patch_all_gather",
     "patch_all_reduce",

@@ -213,7 +213,7 @@ class OptimStateCase(FSDPTest):
         optim_input = groups if use_multiple_param_groups else groups[0]["params"]
         return model, torch.optim.Adam(optim_input, lr=0.01), optim_input
 
-    def _step_model(self, model: nn.Module, optim: Any, num_iters: int = 3, seed: int = 0) -> list[float]:
+    def _step_model(self, model: nn.Module, optim: Any, num_iters: int = 2, seed: int = 0) -> list[float]:
         """Train on the same batches on all ranks and return the losses."""
         torch.manual_seed(seed)
         module: Any = getattr(model, "module", model)

@@ -12,9 +12,9 @@ from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
     from torch._dynamo import config as _dynamo_config
-    from torch._inductor import config as _inductor_config
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
     from torch.distributed._state_dict_utils import _gather_state_dict as _gather_state_dict
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
     from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
     from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
         NO_RESHARD_AFTER_FORWARD_STRATEGIES as NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     )
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._triton import has_triton as has_triton
 
     HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
     dynamo_config = _dynamo_config
-    inductor_config = _inductor_config
     param_group = _fsdp_param_group
     runtime_utils = _runtime_utils
 
@@ -44,9 +42,8 @@ __getattr__ = lazy_names(
             "torch.distributed._composable:checkpoint",
             "torch.distributed._composable.checkpoint_activation:checkpoint",
         ),
+        "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",),
         "dynamo_config": ("torch._dynamo:config",),
-        "has_triton": ("torch.utils._triton:has_triton",),
-        "inductor_config": ("torch._inductor:config",),
         "param_group": ("torch.distributed.fsdp._fully_shard:_fsdp_param_group",),
         "runtime_utils": ("torch.distributed.fsdp:_runtime_utils",),
     },

@@ -27,6 +27,9 @@ from torch_ext.sim import _flight_record, _native
 BACKEND = "simccl"
 _DEVICE = "sim"
 _PAIR = f"{_DEVICE}:{BACKEND}"
+_GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
+# Torch 2.15 starts the numbers of every group at 0 by itself, and warns those who still ask its backends to.
+_NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 
 
 def register() -> None:
@@ -71,7 +74,7 @@ def _lead_groups() -> None:
         return made
 
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
-    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+    for name in (_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,):
         setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
 
 
@@ -96,11 +99,13 @@ def _join_threaded_group() -> None:
     registered = dist.Backend.register_backend
 
     def register_backend(
-        name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None
+        name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None, **private: Any
     ) -> None:
         if name == "threaded" and isinstance(devices, list):
             devices = [*devices, _DEVICE]
-        registered(name, func, extended_api, devices)
+        registered(
+            name, func, extended_api, devices, **private
+        )  # since 2.15 torch says there what its own backends are
 
     setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
     threaded = dist.Backend.backend_capability.get("threaded")
@@ -124,5 +129,6 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
 def _make_transport(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
     """Make the gloo backend that carries a group's bytes, under a store prefix of its own."""
     transport = c10d.ProcessGroupGloo(c10d.PrefixStore(f"{BACKEND}/", store), rank, size, timeout=timeout)
-    transport._set_sequence_number_for_group()
+    if _NUMBERS_ARE_SET:
+        transport._set_sequence_number_for_group()
     return transport

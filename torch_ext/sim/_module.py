@@ -6,6 +6,7 @@ Everything here goes through torch's own accelerator layer, so ``torch.sim`` and
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,11 +122,22 @@ def _lazy_init() -> None:
     _native.init()
 
 
+# What Inductor asks a device of PrivateUse1 for; our module loads Inductor, so it waits until then.
+_INDUCTOR = {
+    "Scheduling": "Scheduling",
+    "PythonWrapperCodegen": "SimWrapperCodegen",
+    "CppWrapperCodegen": "CppWrapperCodegen",
+    "WrapperFxCodegen": "WrapperFxCodegen",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "_initialized":
         return _native.is_initialized()
     if name == "default_generators":
         return tuple(_native.default_generator(index) for index in range(device_count()))
+    if name in _INDUCTOR:
+        return getattr(importlib.import_module("torch_ext.sim._inductor"), _INDUCTOR[name])
     raise AttributeError(f"module 'torch.{_NAME}' has no attribute {name!r}")
 
 

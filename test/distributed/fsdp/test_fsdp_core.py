@@ -9,24 +9,31 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    _runtime_utils,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     AlwaysWrapNestedWrappedModule,
     DEVICEInitMode,
     DummyDDP,
     FSDPInitMode,
-    FSDPTest,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     TransformerWithSharedParams,
     get_full_params,
+    leave_out_parameter_offload,
     leave_out_without_accelerator,
-    rank_device,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -47,21 +54,9 @@ def leave_out_autocast() -> None:
     leave_out_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
 
 
-class FSDPCoreTest(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
-    def _leave_out_parameter_offload(self, cpu_offload: CPUOffload) -> None:
-        if cpu_offload.offload_params:
-            leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
-
+class FSDPCoreTest(TwoRankTest):
     def _parity(self, model_class: Any, **kwargs: Any) -> None:
-        self._leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
+        leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
         offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params
         mode = kwargs.pop("device_init_mode", None) or (
             DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE
@@ -106,12 +101,14 @@ class TestParityWithDDP(FSDPCoreTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_moving_offloaded_parameters_is_refused(self):
-        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
-        self._parity(
-            NestedWrappedModule,
-            cpu_offload=CPUOffload(offload_params=True),
-            device_init_mode=DEVICEInitMode.DEVICE_AFTER,
-        )
+        """By the first forward, before anything is gathered."""
+        leave_out_parameter_offload(offload := CPUOffload(offload_params=True))
+        model = FSDP(nn.Linear(4, 4), device_id=self.device, cpu_offload=offload)
+        model.to(self.device)
+        with self.assertRaisesRegex(RuntimeError, "CPU offloading enabled has parameters on"):
+            model(torch.ones(2, 4, device=self.device))
+        self.assertEqual(model._flat_param.numel(), 10, "a shard of 20 elements was gathered all the same")
+        self._parity(NestedWrappedModule, cpu_offload=offload, device_init_mode=DEVICEInitMode.DEVICE_AFTER)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delays(self):
@@ -199,9 +196,9 @@ class TestParamInit(FSDPCoreTest):
 
 
 class TestHooks(FSDPCoreTest):
-    def _nested(self, **fsdp_kwargs: Any) -> FSDP:
+    def _nested(self, mode: DEVICEInitMode = DEVICEInitMode.DEVICE_BEFORE, **fsdp_kwargs: Any) -> FSDP:
         model = NestedWrappedModule.init(
-            self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs, deterministic=True
+            self.process_group, FSDPInitMode.RECURSIVE, mode, fsdp_kwargs, deterministic=True
         )
         return FSDP(model, self.process_group, device_id=self.device, **fsdp_kwargs)
 
@@ -224,6 +221,42 @@ class TestHooks(FSDPCoreTest):
                 model.module.get_loss(inputs, model(*inputs)).backward()
                 self.assertEqual(len(seen), len(handles))
                 self.assertEqual({id(handle) for handle in seen}, {id(handle) for handle in handles})
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("saved_as", [None, *StateDictType])
+    def test_output_has_one_hook_before_backward(self, saved_as):
+        """Backward leaves it on; training, saving and loading before add none and lose none."""
+        model = self._nested()
+        if saved_as is not None:
+            self._train_for_several_steps(model, 2, autocast=False)
+            with FSDP.state_dict_type(model, saved_as):
+                model.load_state_dict(model.state_dict())
+        for _ in range(2):
+            inputs = model.module.get_input(self.device)
+            output = model(*inputs)
+            self.assertEqual(len(output._backward_hooks or ()), 1, "hooks of the output after forward")
+            model.module.get_loss(inputs, output).backward()
+            self.assertEqual(len(output._backward_hooks or ()), 1, "hooks of the output after backward")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("device_init_mode", WHEN_TO_MOVE)
+    @parametrize("mixed_precision", [None, HALF])
+    def test_forward_registers_hooks_of_every_module(self, device_init_mode, mixed_precision):
+        """One call for what comes before a module's backward, one for what comes after its parameter's gradient."""
+        model = self._nested(device_init_mode, mixed_precision=mixed_precision)
+        modules = {id(module) for module in FSDP.fsdp_modules(model)}
+        handles = {id(module._handle) for module in FSDP.fsdp_modules(model)}
+        with (
+            self._spied("_register_pre_backward_hooks") as before,
+            self._spied("_register_post_backward_hook") as after,
+        ):
+            model(*model.module.get_input(self.device))
+        self.assertEqual(sorted(id(call.args[0]) for call in before.call_args_list), sorted(modules))
+        self.assertEqual(sorted(id(call.args[1]) for call in after.call_args_list), sorted(handles))
+
+    def _spied(self, name: str) -> Any:
+        """Patch a function of FSDP's by one that notes its calls and passes them on."""
+        return mock.patch.object(_runtime_utils, name, side_effect=getattr(_runtime_utils, name))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_backward_hooks_under_no_grad(self):

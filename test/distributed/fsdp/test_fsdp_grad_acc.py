@@ -15,16 +15,15 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPTest,
     TransformerWithSharedParams,
-    leave_out_without_accelerator,
+    leave_out_parameter_offload,
     patch_all_reduce,
     patch_reduce_scatter,
-    rank_device,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -50,19 +49,14 @@ UNSYNCED, SYNCED = Accumulation(True, 3), Accumulation(False, 3)
 ORDERS = [[UNSYNCED], [SYNCED], [UNSYNCED, SYNCED], [SYNCED, UNSYNCED], [SYNCED, UNSYNCED, SYNCED]]
 
 
-class TestGradAcc(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
+class TestGradAcc(TwoRankTest):
     def _model(self, **fsdp_kwargs: Any) -> FSDP:
-        offloads = fsdp_kwargs.get("cpu_offload", CPUOffload()).offload_params
-        if offloads:
-            leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        cpu_offload = fsdp_kwargs.get("cpu_offload", CPUOffload())
+        leave_out_parameter_offload(cpu_offload)
         return TransformerWithSharedParams.init(
             self.process_group,
             FSDPInitMode.RECURSIVE,
-            DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE,
+            DEVICEInitMode.DEVICE_NEVER if cpu_offload.offload_params else DEVICEInitMode.DEVICE_BEFORE,
             fsdp_kwargs,
             deterministic=True,
             add_bn=False,  # batch statistics would tell a large batch from small ones
@@ -70,7 +64,7 @@ class TestGradAcc(FSDPTest):
 
     def _batches(self, model: FSDP, count: int) -> list[tuple[torch.Tensor, ...]]:
         """Return batches of which no two are the same."""
-        source, target = model.module.get_input(rank_device(self.rank))
+        source, target = model.module.get_input(self.device)
         return [tuple((tensor + shift) % 23 for tensor in (source, target)) for shift in range(count)]
 
     def _backward(self, model: FSDP, batch: tuple[torch.Tensor, ...]) -> None:
@@ -160,12 +154,16 @@ class TestGradAcc(FSDPTest):
     def test_whole_gradients_are_kept_by_no_sync_alone(self):
         model = self._model()
         flats = [module._flat_param for module in FSDP.fsdp_modules(model) if module._handle is not None]
+
+        def shapes() -> list[torch.Size | None]:
+            return [None if flat.grad is None else flat.grad.shape for flat in flats]
+
         batches = self._batches(model, 2)
         with model.no_sync():
             self._backward(model, batches[0])
-        self.assertEqual([flat.grad.shape for flat in flats], [flat._unpadded_unsharded_size for flat in flats])
+        self.assertEqual(shapes(), [flat._unpadded_unsharded_size for flat in flats], "gradients within no_sync")
         self._backward(model, batches[1])
-        self.assertEqual([flat.grad.shape for flat in flats], [flat._sharded_size for flat in flats])
+        self.assertEqual(shapes(), [flat._sharded_size for flat in flats], "gradients after a reduction")
 
 
 instantiate_parametrized_tests(TestGradAcc)

@@ -10,11 +10,9 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_ext.testing._internal._fsdp.beside_ddp import BesideDDPTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params, rank_device
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -64,15 +62,7 @@ def as_list(first, second):
     return ([first, second],), {}
 
 
-class TestInput(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
+class TestInput(BesideDDPTest):
     def _inputs(self, step):
         torch.manual_seed(100 * step + self.rank)
         return [torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)]
@@ -102,15 +92,7 @@ class TestInput(FSDPTest):
     )
     def test_input_type(self, pack):
         """Training with each kind of input equals DDP's, down to the gradients of the inputs."""
-        ddp_model = DDP(ContainerModel().to(self.device))
-        fsdp_model = FSDP(ContainerModel().to(self.device), device_id=self.device)
-        before = get_full_params(fsdp_model)
-        ddp_grads = self._train(ddp_model, pack)
-        fsdp_grads = self._train(fsdp_model, pack)
-        self.assertEqual(fsdp_grads, ddp_grads)
-        after = get_full_params(fsdp_model)
-        self.assertEqual(after, list(ddp_model.parameters()))
-        self.assertNotEqual(after, before)
+        self.check_trains_as_ddp(lambda _: ContainerModel(), lambda model: self._train(model, pack))
 
 
 instantiate_parametrized_tests(TestInput)

@@ -22,17 +22,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPTest,
     TransformerWithSharedParams,
     get_devtype,
     get_full_params,
+    leave_out_parameter_offload,
     leave_out_without_accelerator,
     patch_reduce_scatter,
-    rank_device,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests, subtest
 
@@ -88,20 +88,7 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
         yield types
 
 
-def leave_out_parameter_offload(cpu_offload: CPUOffload) -> None:
-    if cpu_offload.offload_params:
-        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
-
-
-class MixedPrecisionTest(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
+class MixedPrecisionTest(TwoRankTest):
     def _fsdp(self, module: nn.Module, precision: MixedPrecision | None = None, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(module.to(self.device), device_id=self.device, mixed_precision=precision, **fsdp_kwargs)
 
@@ -129,7 +116,8 @@ class TypesOfTraining(MixedPrecisionTest):
             if precision.param_dtype is None:
                 self.assertFalse(hasattr(module._flat_param, "_mp_shard"))
             else:
-                self.assertEqual(module._flat_param._mp_shard.untyped_storage().size(), 0)
+                held = module._flat_param._mp_shard.untyped_storage().size()
+                self.assertEqual(held, 0, "bytes held by a shard in low precision")
 
     def _check_buffers(self, model: FSDP, precision: MixedPrecision) -> None:
         expected = precision.buffer_dtype or BUFFER_DTYPE
@@ -180,7 +168,8 @@ class TypesOfTraining(MixedPrecisionTest):
                 scaler.step(optim)
                 scaler.update()
         if self.world_size > 1:
-            self.assertEqual(reduced, [precision.reduce_dtype or precision.param_dtype or full] * 8)
+            expected = precision.reduce_dtype or precision.param_dtype or full
+            self.assertEqual(reduced, [expected] * 8, "types of what is reduced and of what comes out")
         moments = [state[name] for state in optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
         self.assertEqual({moment.dtype for moment in moments}, {full})
 

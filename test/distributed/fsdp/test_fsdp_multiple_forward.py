@@ -10,11 +10,9 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_ext.testing._internal._fsdp.beside_ddp import BesideDDPTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params, rank_device
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -38,18 +36,7 @@ class Model(nn.Module):
         return self.outer(sum(self.inner(x + use) for use in range(self.num_inner)))
 
 
-class TestMultiForward(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    @property
-    def device(self):
-        return rank_device(self.rank)
-
-    def _fsdp(self, module):
-        return FSDP(module.to(self.device), device_id=self.device)
-
+class TestMultiForward(BesideDDPTest):
     def _dist_train(self, model, num_root):
         """Train with ``num_root`` forwards of the whole model per backward; return the gradient of the input."""
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -63,15 +50,7 @@ class TestMultiForward(FSDPTest):
         return in_data.grad
 
     def _test_multi_forward(self, num_inner, num_root):
-        ddp_model = DDP(Model(lambda module: module, num_inner).to(self.device))
-        fsdp_model = self._fsdp(Model(self._fsdp, num_inner))
-        before = get_full_params(fsdp_model)
-        ddp_grad = self._dist_train(ddp_model, num_root)
-        fsdp_grad = self._dist_train(fsdp_model, num_root)
-        self.assertEqual(fsdp_grad, ddp_grad)
-        after = get_full_params(fsdp_model)
-        self.assertEqual(after, list(ddp_model.parameters()))
-        self.assertNotEqual(after, before)
+        self.check_trains_as_ddp(lambda wrap: Model(wrap, num_inner), lambda model: self._dist_train(model, num_root))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward(self):

@@ -143,7 +143,7 @@ class LoadingCase(OptimStateCase):
             loaded = self._load_by(osd_comm_method, osd, model2, optim2, optim_input2, use_optim_input, group)
             self._check_same_osd(loaded, optim2.state_dict())
         optim2.load_state_dict(loaded)
-        self._step_model(model2, optim2)
+        self._step_model(model2, optim2, num_iters=1)
 
     def _test_load_optim_state_with_optim_state_dict(
         self,
@@ -182,7 +182,7 @@ class LoadingCase(OptimStateCase):
             loaded = FSDP.optim_state_dict_to_load(model2, optim2, osd, group=group)
             self._check_same_osd(loaded, optim2.state_dict())
         optim2.load_state_dict(loaded)
-        self._step_model(model2, optim2)
+        self._step_model(model2, optim2, num_iters=1)
 
 
 class TestFSDPOptimState(LoadingCase):

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of, mesh_of_first
+from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import get_full_params
 from torch_ext.testing._internal.common_utils import run_tests

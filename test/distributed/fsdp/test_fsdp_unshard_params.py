@@ -28,6 +28,7 @@ from torch_ext.testing._internal.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
     get_full_params,
+    leave_out_parameter_offload,
     leave_out_without_accelerator,
     rank_device,
 )
@@ -45,11 +46,6 @@ UNMANAGED_NAMES = {f"module.{index}.{kind}" for index in (0, 3) for kind in ("we
 PRECISIONS = [MixedPrecision(param_dtype=torch.float16), None]
 OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-
-
-def leave_out_parameter_offload(cpu_offload: CPUOffload) -> None:
-    if cpu_offload.offload_params:
-        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
 
 
 def leave_out_offload_of_flat_parameter(offload_to_cpu: bool, use_orig_params: bool) -> None:

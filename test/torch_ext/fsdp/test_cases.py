@@ -274,7 +274,7 @@ class StopBodyError(Exception):
 
 
 class TestCompiled(FSDPTestMultiThread):
-    def _run_decorated(self, body, only=None, triton=True, accelerator=True):
+    def _run_decorated(self, body, only=None, triton=True, accelerator=True, gpu=True, scheduling=None):
         """Run ``body`` under the decorator with compilation recorded rather than done."""
         self.backends = []
         built, compiled_modules = [], []
@@ -291,7 +291,9 @@ class TestCompiled(FSDPTestMultiThread):
         with (
             mock.patch.object(nn.Module, "compile", record),
             mock.patch.object(compiled.device, "is_accelerator", lambda: accelerator),
-            mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
+            mock.patch.object(compiled.inductor, "has_triton", lambda: triton, create=True),
+            mock.patch.object(compiled.inductor, "is_gpu", lambda kind: gpu, create=True),
+            mock.patch.object(compiled.inductor, "get_scheduling_for_device", lambda kind: scheduling, create=True),
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")
@@ -321,13 +323,15 @@ class TestCompiled(FSDPTestMultiThread):
         self.assertEqual(len(compiled_modules), 1)
         self.assertTrue(issubclass(compiled_modules[0], nn.Linear))
 
-    def test_only_an_accelerator_without_triton_does_without_inductor(self):
-        for triton, accelerator, backend in (
-            (True, True, "inductor"),
-            (False, True, "aot_eager"),
-            (False, False, "inductor"),
+    def test_only_what_inductor_does_not_serve_does_without_it(self):
+        for backend, conditions in (
+            ("inductor", {"gpu": True, "triton": True}),
+            ("aot_eager", {"gpu": True, "triton": False}),
+            ("aot_eager", {"gpu": False, "triton": True}),
+            ("inductor", {"gpu": False, "triton": False, "scheduling": object()}),
+            ("inductor", {"gpu": False, "triton": False, "accelerator": False}),
         ):
-            built, _, _ = self._run_decorated(self._shard_two, triton=triton, accelerator=accelerator)
+            built, _, _ = self._run_decorated(self._shard_two, **conditions)
             self.assertEqual((built, set(self.backends)), ([False, True], {backend}))
 
     def test_globals_and_settings_are_back_after_a_raise(self):

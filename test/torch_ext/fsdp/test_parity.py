@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ext.testing._internal._fsdp import training
 from torch_ext.testing._internal.common_fsdp import (
@@ -31,6 +32,14 @@ from torch_ext.testing._internal.common_fsdp import (
     patch_reduce_scatter,
     reduce_scatter_with_assert,
 )
+
+
+class TwoTensorLayer(nn.Module):
+    """One weight, a subclass that holds two tensors."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.weight = nn.Parameter(TwoTensor(data.clone(), data.clone()))
 
 
 class TestShardedParity(FSDPTest):
@@ -77,9 +86,20 @@ class TestShardedParity(FSDPTest):
             sharded.out_proj.weight.to_local()[0, 0] += 1
         self._check_fails(replicated, sharded, r"out_proj\.weight")
 
+    def test_every_tensor_inside_a_subclass_is_compared(self):
+        replicated, sharded = (TwoTensorLayer(torch.arange(12.0, device=get_devtype()).view(4, 3)) for _ in range(2))
+        fully_shard(sharded)
+        self._check(replicated, sharded)
+        for part in (sharded.weight._local_tensor.a, sharded.weight._local_tensor.b):
+            with torch.no_grad():
+                part += 1
+            self._check_fails(replicated, sharded, "weight: .*not close")
+            with torch.no_grad():
+                part -= 1
+        self._check(replicated, sharded)
+
     def test_wrong_value_fails_on_the_rank_that_has_it(self):
         replicated, sharded = self._pair()
-        # What is compared last, so that the other rank waits for nothing.
         if self.rank == 1:
             sharded.out_proj.bias.grad.to_local()[0] += 1
             self._check_fails(replicated, sharded, r"out_proj\.bias\.grad")

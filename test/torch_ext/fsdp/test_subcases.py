@@ -5,6 +5,7 @@ import unittest
 from unittest import mock
 
 import pytest
+from torch.distributed.fsdp import CPUOffload
 
 from torch_ext.testing._internal._fsdp import subcases
 
@@ -94,3 +95,19 @@ def test_missing_check_counts_once_a_subcase():
     tally = run(case, body, values=(0, 1, 2))
     assert (tally.ran, dict(tally.unchecked)) == (3, {"values": 2})
     assert case.said == ["Case.test: checks left out: 2 x values"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "offload", "left_out"),
+    [
+        (False, CPUOffload(offload_params=True), True),
+        (False, CPUOffload(offload_params=False), False),
+        (False, None, False),
+        (True, CPUOffload(offload_params=True), False),
+    ],
+)
+def test_parameter_offload_is_left_out_without_an_accelerator(accelerator, offload, left_out):
+    with mock.patch.object(subcases.device, "is_accelerator", return_value=accelerator):
+        refused = pytest.raises(unittest.SkipTest, match="offload_params=True")
+        with refused if left_out else contextlib.nullcontext():
+            subcases.leave_out_parameter_offload(offload)

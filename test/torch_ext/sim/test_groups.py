@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import unittest
 from collections.abc import Callable
@@ -53,14 +54,21 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host() -> 
     ranks.run(2, _check_default_backend)
 
 
-def _check_groups(rank: int, world_size: int) -> None:
+def _check_new_group(rank: int, world_size: int) -> None:
     pair = dist.new_group([0, 1])
     x = torch.ones(1, device="sim")
     if rank < 2:
         dist.all_reduce(x, group=pair)
     assert x.item() == (2 if rank < 2 else 1)
+
+
+def test_new_group_of_some_ranks(tmp_path: Path) -> None:
+    ranks.run(4, _rejoin_bound, _check_new_group, str(tmp_path / "store"))
+
+
+def _check_split_in_halves(rank: int, world_size: int) -> None:
     half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    assert half is not None
+    assert isinstance(half, dist.ProcessGroup)
     y = torch.full((1,), float(rank), device="sim")
     dist.all_reduce(y, group=half)
     assert y.item() == (1 if rank < 2 else 5)
@@ -72,9 +80,10 @@ def _bound_device(rank: int) -> torch.device:
 
 def _check_split_of_some(rank: int, world_size: int) -> None:
     outer = dist.split_group(split_ranks=[[0, 3]])
-    assert (outer is None) == (rank in (1, 2))
+    # What the others get differs from release to release, but is no group.
+    assert isinstance(outer, dist.ProcessGroup) == (rank in (0, 3))
     x = torch.full((1,), float(rank), device="sim")
-    if outer is not None:
+    if rank in (0, 3):
         dist.all_reduce(x, group=outer)
     assert x.item() == (3 if rank in (0, 3) else rank)
     dist.barrier()  # on the bound device, which nobody named
@@ -99,8 +108,11 @@ def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 
 
-@pytest.mark.parametrize("body", [_check_groups, _check_split_of_some, _check_split_after_unlike_histories])
-def test_new_and_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 asks every group that it splits for its CUDA backend"
+)
+@pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some, _check_split_after_unlike_histories])
+def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
     # Torch splits device-bound groups only.
     ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))
 
@@ -254,9 +266,13 @@ def test_completion_hook_is_called_for_a_failed_work_too() -> None:
 
 
 def _check_monitored_barrier(rank: int, world_size: int) -> None:
-    for group in (None, dist.new_group(backend="simccl")):
-        with pytest.raises(ValueError, match="only implemented for GLOO"):  # as for NCCL
-            dist.monitored_barrier(group)
+    refusal = "only implemented for GLOO|requires a group with a CPU-capable backend"
+    with pytest.raises(ValueError, match=refusal):  # as for NCCL
+        dist.monitored_barrier(dist.new_group(backend="simccl"))
+    # Torch 2.15 takes a group's backend of the host, where there is one beside the device's.
+    served = torch.__version__ >= (2, 15)
+    with contextlib.nullcontext() if served else pytest.raises(ValueError, match=refusal):
+        dist.monitored_barrier()
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 

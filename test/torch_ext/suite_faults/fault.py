@@ -20,12 +20,14 @@ class Fault:
         edits: what it changes in torch.
         noticed_by: the test that fails for it: module below ``test.distributed``, class and method.
         says: what the report of that failure contains, a regular expression.
+        device: where that test runs: some need memory apart from the host's, or accounted for.
     """
 
     edits: tuple[Edit, ...]
     noticed_by: str
     says: str
+    device: str = "cpu"
 
 
-def fault(function: str, old: str, new: str, noticed_by: str, says: str) -> Fault:
-    return Fault((Edit(function, old, new),), noticed_by, says)
+def fault(function: str, old: str, new: str, noticed_by: str, says: str, device: str = "cpu") -> Fault:
+    return Fault((Edit(function, old, new),), noticed_by, says, device)

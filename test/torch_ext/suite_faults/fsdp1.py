@@ -216,7 +216,7 @@ MISTAKES = {
         "kwargs = kwargs_tuple[0] if kwargs_tuple else {}",
         "kwargs = dict(zip(kwargs_tuple[0], reversed(kwargs_tuple[0].values()))) if kwargs_tuple else {}",
         _INPUT_1,
-        "assertEqual.fsdp_grads, ddp_grads",
+        "gradients of the inputs",
     ),
     "padding_not_cleared": fault(
         f"{_RUNTIME}:_get_reduce_scatter_tensors",

@@ -13,14 +13,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest
+from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest
+from torch_ext.testing._internal._fsdp.models.mlp import MLP
 from torch_ext.testing._internal._fsdp.parity import check_sharded_parity
 
-__all__ = ["BesideTest", "average_gradients", "whole"]
+__all__ = ["BesideTest", "average_gradients", "mlps", "shard_all", "whole"]
 
 LEARNING_RATE = 0.05
+
+
+def mlps(count: int = 3, width: int = 5) -> nn.Sequential:
+    """Return up to three perceptrons in turn, the same on every rank.
+
+    By default no number of ranks divides a width, so that every parameter is padded. Shapes: ``(*, width)`` in and out.
+    """
+    torch.manual_seed(0)
+    return nn.Sequential(*(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count]))
+
+
+def shard_all(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard each child of ``model``, then ``model`` with what is left; return it."""
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def average_gradients(model: nn.Module) -> None:

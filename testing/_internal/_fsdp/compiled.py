@@ -11,10 +11,11 @@ from typing import Any
 from torch.distributed.fsdp import fully_shard
 
 from torch_ext.compat import fsdp as private
+from torch_ext.compat import inductor
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.patches import AttributeSlot, ItemSlot, patched
 
-__all__ = ["compiled_fsdp_test", "test_compiled_fsdp"]
+__all__ = ["compile_backend", "compiled_fsdp_test", "test_compiled_fsdp"]
 
 
 class FullyShardMode(Enum):
@@ -28,8 +29,8 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
     The test must call ``fully_shard`` as a global of its module. That global and the compiler's settings are back in
     place afterwards, also when the test raises.
 
-    Inductor generates C++ on the host, and needs Triton for an accelerator. An accelerator without it, such as the
-    simulated one, compiles with ``aot_eager``: the same graphs, forward and backward, run operator by operator.
+    Inductor generates C++ for the host and the simulated accelerator, and needs Triton for GPUs. An accelerator that it
+    does not serve compiles with ``aot_eager``: the same graphs, forward and backward, run operator by operator.
 
     Args:
         compile_compute_on_module: compile instances of this class only; ``None`` compiles every module.
@@ -58,11 +59,11 @@ compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
     # Looked up here because nothing else needs the compiler.
-    dynamo, inductor = private.dynamo_config, private.inductor_config
+    dynamo = private.dynamo_config
     slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
         (ItemSlot(func.__globals__, fully_shard.__name__), partial(_shard_and_compile, only)),
         # Worker processes of the compiler would be forked from a rank that has threads.
-        (AttributeSlot(inductor, "compile_threads"), 1),
+        (AttributeSlot(inductor.config, "compile_threads"), 1),
     ]
     if hasattr(dynamo, "skip_fsdp_hooks"):
         slots.append((AttributeSlot(dynamo, "skip_fsdp_hooks"), True))
@@ -75,9 +76,17 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
 def _shard_and_compile(only: type | None, module: Any, *args: Any, **kwargs: Any) -> Any:
     sharded = fully_shard(module, *args, **kwargs)
     if only is None or isinstance(module, only):
-        module.compile(backend=_backend())
+        module.compile(backend=compile_backend())
     return sharded
 
 
-def _backend() -> str:
-    return "aot_eager" if device.is_accelerator() and not private.has_triton() else "inductor"
+def compile_backend() -> str:
+    """Return the name of the backend that the compiled mode uses on the device under test."""
+    return "inductor" if not device.is_accelerator() or _inductor_serves(device.get_devtype().type) else "aot_eager"
+
+
+def _inductor_serves(device_type: str) -> bool:
+    if inductor.is_gpu(device_type):
+        return inductor.has_triton()
+    inductor.init_backend_registration()
+    return inductor.get_scheduling_for_device(device_type) is not None

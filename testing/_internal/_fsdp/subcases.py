@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffload
+
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal.common_distributed import run_subtests
 
-__all__ = ["SubcaseTally", "leave_out_without_accelerator", "run_and_tally"]
+__all__ = ["SubcaseTally", "leave_out_parameter_offload", "leave_out_without_accelerator", "run_and_tally"]
 
 
 def leave_out_without_accelerator(reason: str) -> None:
@@ -23,6 +25,12 @@ def leave_out_without_accelerator(reason: str) -> None:
     """
     if not device.is_accelerator():
         raise unittest.SkipTest(reason)
+
+
+def leave_out_parameter_offload(cpu_offload: CPUOffload | None) -> None:
+    """Leave out the sub-case if ``cpu_offload`` offloads parameters and there is no accelerator, as above."""
+    if cpu_offload is not None and cpu_offload.offload_params:
+        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of
+from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of
 from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits, layout_over_ranks
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_utils import run_tests

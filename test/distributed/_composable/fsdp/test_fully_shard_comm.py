@@ -1,238 +1,380 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2's communication: how often it gathers and reduces, in which order under prefetching, over how many bytes.
+"""FSDP2's communication: how often it gathers and reduces, in which order, and what the collectives move.
 
-The order of a plain step is written out in test_fully_shard_anatomy.py; here are the switches that change it.
+The order of a plain step, compute included, is written out in ``test_fully_shard_anatomy``; here are the switches that
+change it.
 """
 
+import functools
 import sys
-from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients
+from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
+from torch_ext.testing._internal._fsdp.steps import ThreeUnits
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    MLP,
-    FSDPTest,
-    get_devtype,
+    patch_all_gather,
     patch_foreach_all_gather,
     patch_foreach_reduce,
+    patch_reduce_scatter,
     patch_reshard,
     patch_unshard,
-    rank_device,
+    reduce_scatter_with_assert,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
 c10d_ops = torch.ops.c10d
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = (
-    c10d_ops._allgather_base_,
-    c10d_ops._reduce_scatter_base_,
-    c10d_ops.allreduce_,
-)
 
 
-class CommCase(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
-    def _model(self, count: int = 3, **options: Any) -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(MLP(6, self.device) for _ in range(count)))
-        for module in (*model, model):
-            fully_shard(module, **options)
+class CommTest(BesideTest):
+    def three_units(self, mesh=None, **options):
+        model = ThreeUnits().to(self.device)
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh or mesh_of(4), **options)
         return model
 
-    def _inputs(self) -> torch.Tensor:
-        return torch.randn(4, 6, device=self.device)
+    def step(self, model, step=0):
+        model(self.rows(4, step)).square().sum().backward()
 
-    def _counts(self, mode: CommDebugMode) -> dict[Any, int]:
-        return {op: count for op, count in mode.get_comm_counts().items() if count}
-
-    def _step_counts(self, model: nn.Module) -> tuple[dict[Any, int], dict[Any, int]]:
-        with CommDebugMode() as forward:
-            loss = model(self._inputs()).sum()
-        with CommDebugMode() as backward:
-            loss.backward()
-        return self._counts(forward), self._counts(backward)
+    def counts(self, run):
+        """Return how many all-gathers, reduce-scatters and all-reduces ``run`` calls."""
+        with CommDebugMode() as counted:
+            run()
+        found = counted.get_comm_counts()
+        names = (c10d_ops._allgather_base_, c10d_ops._reduce_scatter_base_, c10d_ops.allreduce_)
+        return tuple(found.get(name, 0) for name in names)
 
 
-class TestFullyShardCollectiveCounts(CommCase):
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("reshard_after_forward", [True, False])
-    def test_gathers_and_reductions_of_a_step(self, reshard_after_forward):
-        """One gather a group in forward, one more in backward where it was freed; one reduction a group."""
-        forward, backward = self._step_counts(self._model(reshard_after_forward=reshard_after_forward))
-        self.assertEqual(forward, {ALL_GATHER: 3})
-        self.assertEqual(backward, {REDUCE_SCATTER: 3, **({ALL_GATHER: 3} if reshard_after_forward else {})})
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_the_root_keeps_its_own_parameters_after_forward(self):
-        torch.manual_seed(0)
-        model = nn.Sequential(MLP(6, self.device), nn.Linear(6, 6, device=self.device))
-        fully_shard(model[0])
-        fully_shard(model)  # manages the second layer; by default the root does not reshard after forward
-        forward, backward = self._step_counts(model)
-        self.assertEqual((forward, backward), ({ALL_GATHER: 2}, {ALL_GATHER: 1, REDUCE_SCATTER: 2}))
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_set_reshard_after_forward_and_backward(self):
-        model = self._model()
-        model.set_reshard_after_forward(False)
-        self.assertEqual(self._step_counts(model), ({ALL_GATHER: 3}, {REDUCE_SCATTER: 3}))
-        model.set_reshard_after_backward(False)
-        self._step_counts(model)
-        self.assertEqual(self._step_counts(model), ({}, {REDUCE_SCATTER: 3}), "parameters were to be kept")
-        model.reshard()
-        for module in model:
-            module.reshard()
-        self.assertEqual(self._step_counts(model)[0], {ALL_GATHER: 3})
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_set_requires_gradient_sync(self):
-        model = self._model()
-        for sync in (False, False, True, False):
-            model.set_requires_gradient_sync(sync)
-            _, backward = self._step_counts(model)
-            self.assertEqual(backward.get(REDUCE_SCATTER, 0), 3 * sync)
-        for sync in (False, True):
-            model[0].set_requires_gradient_sync(sync, recurse=False)
-            _, backward = self._step_counts(model)
-            self.assertEqual(backward.get(REDUCE_SCATTER, 0), sync, "only the first was to be reduced")
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_unshard_ahead(self):
-        """What was gathered by hand is not gathered again, whether or not the caller waited for it."""
-        for asynchronous in (False, True):
-            model = self._model()
-            model(self._inputs())  # initializes the root
-            with CommDebugMode() as mode:
-                handles = [module.unshard(async_op=asynchronous) for module in model]
-                for handle in handles:
-                    self.assertEqual(handle is not None, asynchronous)
-                    if handle is not None:
-                        handle.wait()
-                        handle.wait()  # waiting again is harmless
-            self.assertEqual(self._counts(mode), {ALL_GATHER: 3})
-            self.assertNotIsInstance(model[0].in_proj.weight, DTensor)
-            self.assertEqual(model[0].in_proj.weight.shape, (24, 6))
-            with CommDebugMode() as mode:
-                model(self._inputs())
-            self.assertEqual(self._counts(mode), {})
-            self.assertIsInstance(model[0].in_proj.weight, DTensor)
-
-
-class TestFullyShardHSDPCounts(CommCase):
-    @property
-    def world_size(self) -> int:
-        return 4
+class TestFullyShardCollectiveOps(CommTest):
+    """What the two main collectives are given and leave behind."""
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_replicas_are_reduced_once_a_group_when_required(self):
-        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = self._model(mesh=mesh)
-        for required in (True, False, True):
-            model.set_requires_all_reduce(required)
-            _, backward = self._step_counts(model)
-            self.assertEqual(backward, {ALL_GATHER: 3, REDUCE_SCATTER: 3, **({ALL_REDUCE: 3} if required else {})})
+    def test_all_gather_fp32(self):
+        """An all-gather moves a padded shard of every parameter of its group, each rank's behind the other."""
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5).to(self.device)
+        weight = model.weight.detach().clone()
+        original = getattr(dist, ALL_GATHER)
+        seen = []
 
+        def all_gather(*args, **kwargs):
+            output, source = [*args, *kwargs.values()][:2]
+            work = original(*args, **kwargs)
+            seen.append((output, source.shape, work))
+            return work
 
-class TestFullyShardOrder(CommCase):
-    """The order in which groups are gathered, freed and reduced, by the index of the module in the model."""
+        fully_shard(model)
+        with patch_all_gather(all_gather):
+            model.unshard()
+        (output, shape, _) = seen[0]
+        # Rows per rank: 2 of 3 columns for the weight, 2 for the bias; ranks 2 and 3 pad.
+        self.assertEqual((len(seen), tuple(shape), output.numel()), (1, (8,), 32))
+        self.assertEqual(model.weight.detach(), weight)
 
-    def _order_of_step(self, model: nn.Sequential) -> tuple[list[str], list[str]]:
-        names = {id(module._get_fsdp_state()._fsdp_param_group): str(index) for index, module in enumerate(model)}
-        events: list[str] = []
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_numerics_over_uneven_parameters(self):
+        """Each parameter comes back whole and in its place, and reshard leaves what was there."""
+        torch.manual_seed(0)
+        model = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)])
+        reference = self.replica(model)
+        fully_shard(model.to(self.device))
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        model.unshard()
+        self.assertEqual(list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+        model.reshard()
+        self.assertEqual([parameter.to_local() for parameter in model.parameters()], before, atol=0, rtol=0)
 
-        def logging(what: str, original: Any) -> Any:
-            def logged(group: Any, *args: Any, **kwargs: Any) -> Any:
-                # Asked for while the parameters are there, neither does anything.
-                changes = group.is_sharded if what == "gather" else group.is_unsharded
-                if id(group) in names and changes and (what != "gather" or group._all_gather_result is None):
-                    events.append(f"{what} {names[id(group)]}")
-                return original(group, *args, **kwargs)
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_reduce_scatter_fp32(self):
+        """Each rank receives the rows it owns, averaged; the padding of short shards is zero when it is sent."""
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5, bias=False).to(self.device)
+        reference = self.replica(model)
+        original, sent = getattr(dist, REDUCE_SCATTER), []
 
-            return logged
+        def reduce_scatter(*args, **kwargs):
+            source = args[1] if len(args) > 1 else kwargs["input"]
+            sent.append(source.clone())
+            return original(*args, **kwargs)
 
-        group_class = type(model[0]._get_fsdp_state()._fsdp_param_group)
-        with ExitStack() as stack:
-            stack.enter_context(patch_unshard(logging("gather", group_class.unshard)))
-            stack.enter_context(patch_reshard(logging("free", group_class.reshard)))
-            loss = model(self._inputs()).sum()
-            forward, events[:] = list(events), []
-            loss.backward()
-        return forward, list(events)
+        fully_shard(model)
+        with patch_reduce_scatter(reduce_scatter):
+            for each in (reference, model):
+                each(self.rows(3)).square().sum().backward()
+        self.assertEqual(sent[0].numel(), 4 * 2 * 3)
+        self.assertEqual(sent[0].view(8, 3)[:5], reference.weight.grad)
+        self.assertEqual(sent[0].view(8, 3)[5:], torch.zeros(3, 3, device=self.device))
+        average_gradients(reference)
+        self.check_shards(reference, model)
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_backward_prefetches_the_group_before(self):
-        model = self._model(reshard_after_forward=True)
-        self._order_of_step(model)  # the order of the first forward is what later backwards prefetch by
-        forward, backward = self._order_of_step(model)
-        self.assertEqual(forward, ["gather 0", "free 0", "gather 1", "free 1", "gather 2", "free 2"])
-        self.assertEqual(backward, ["gather 2", "gather 1", "free 2", "gather 0", "free 1", "free 0"])
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_reduce_scatter_output_is_a_shard(self):
+        model = self.three_units()
+        found = []
+        assert_fn = functools.partial(self._note_shape, found)
+        original = getattr(dist, REDUCE_SCATTER)
+        with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, assert_fn)):
+            self.step(model)
+        self.assertEqual(sorted(found), [(4, torch.float32), (12, torch.float32), (60, torch.float32)])
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_set_modules_to_forward_prefetch(self):
-        model = self._model(reshard_after_forward=True)
-        self._order_of_step(model)
-        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-        forward, _ = self._order_of_step(model)
-        self.assertEqual(forward, ["gather 0", "gather 1", "gather 2", "free 0", "free 1", "free 2"])
+    def _note_shape(self, found, output):
+        found.append((output.numel(), output.dtype))
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_set_modules_to_backward_prefetch(self):
-        model = self._model(reshard_after_forward=True)
-        self._order_of_step(model)
-        model[2].set_modules_to_backward_prefetch([model[1], model[0]])
-        _, backward = self._order_of_step(model)
-        self.assertEqual(backward, ["gather 2", "gather 1", "gather 0", "free 2", "free 1", "free 0"])
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_types_on_the_wire(self):
+        """Parameters are gathered in the type of the computation; gradients come in it and are reduced in their own."""
+        self.run_subtests(
+            {"param_dtype": [None, torch.bfloat16], "reduce_dtype": [None, torch.float32, torch.bfloat16]},
+            self._test_types_on_the_wire,
+        )
 
-
-class TestFullyShardBytes(CommCase):
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("param_dtype", [None, torch.bfloat16])
-    @parametrize("reduce_dtype", [None, torch.float32])
-    def test_types_on_the_wire(self, param_dtype, reduce_dtype):
+    def _test_types_on_the_wire(self, param_dtype, reduce_dtype):
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-        gathered, reduced = [], []
-        all_gather, reduce = groups.foreach_all_gather, groups.foreach_reduce
+        original_gather, original_reduce = groups.foreach_all_gather, groups.foreach_reduce
+        reduce_scatter = getattr(dist, REDUCE_SCATTER)
+        gathered, computed, reduced = [], [], []
 
-        def recording_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
-            result = all_gather(params, *args, **kwargs)
+        def all_gather(*args, **kwargs):
+            result = original_gather(*args, **kwargs)
             gathered.append((result.all_gather_output.dtype, result.all_gather_output.numel()))
             return result
 
-        def recording_reduce(params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-            reduced.extend(grad.dtype for grad in grads)
-            return reduce(params, grads, *args, **kwargs)
+        def reduce(params, gradients, *args, **kwargs):
+            computed.extend(gradient.dtype for gradient in gradients)
+            return original_reduce(params, gradients, *args, **kwargs)
 
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        model = self._model(1, mp_policy=policy)
-        with patch_foreach_all_gather(recording_gather), patch_foreach_reduce(recording_reduce):
-            model(self._inputs()).sum().backward()
-        elements = sum(param.numel() for param in MLP(6).parameters())
-        self.assertEqual({dtype for dtype, _ in gathered}, {param_dtype or torch.float32})
-        self.assertEqual([count for _, count in gathered], [elements] * 2)
-        self.assertEqual(set(reduced), {param_dtype or torch.float32}, "gradients come in the type of the computation")
+        model = self.three_units(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        note = functools.partial(self._note_shape, reduced)
+        with (
+            patch_foreach_all_gather(all_gather),
+            patch_foreach_reduce(reduce),
+            patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, reduce_scatter, note)),
+        ):
+            self.step(model)
+        used = param_dtype or torch.float32
+        self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
+        self.assertEqual(computed, [used] * 3)
+        self.assertEqual(reduced, [(numel, reduce_dtype or used) for numel in (12, 60, 4)])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_gradient_divide_factor(self):
+        """A factor of one sums; any other divides the sum."""
+        if not self._device_premultiplies():
+            self._test_divide_factor(force_sum=True)
+        else:
+            self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
+
+    def _device_premultiplies(self):
+        return dist.get_backend() == "nccl"
+
+    def _test_divide_factor(self, force_sum):
+        for factor in (1.0, 3.0):
+            model = ThreeUnits()
+            reference = self.replica(model)
+            fully_shard(model.to(self.device), mesh=mesh_of(4))
+            model.set_force_sum_reduction_for_comms(force_sum)
+            model.set_gradient_divide_factor(factor)
+            for each in (reference, model):
+                self.step(each)
+            average_gradients(reference)
+            for parameter in reference.parameters():
+                parameter.grad.mul_(self.world_size / factor)
+            self.check_shards(reference, model)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_all_reduce_hook(self):
+        """The hook sees each group's reduced gradients once, and what it writes is what parameters get."""
+        model = ThreeUnits()
+        reference = self.replica(model)
+        fully_shard(model.to(self.device), mesh=mesh_of(4))
+        numels = []
+
+        def double(reduced):
+            numels.append(reduced.numel())
+            reduced.mul_(2)
+
+        model.set_all_reduce_hook(double)
+        for each in (reference, model):
+            self.step(each)
+        average_gradients(reference)
+        for parameter in reference.parameters():
+            parameter.grad.mul_(2)
+        self.check_shards(reference, model)
+        self.assertEqual(numels, [4 + 12 + 60])
 
 
-instantiate_parametrized_tests(TestFullyShardCollectiveCounts)
-instantiate_parametrized_tests(TestFullyShardBytes)
+class TestFullyShardCommunication(CommTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fully_shard_communication_count(self):
+        """One all-gather a group in forward, one more in backward for each that resharded, one reduce-scatter each."""
+        for reshard, expected in ((True, (6, 3, 0)), (False, (3, 3, 0)), (None, (5, 3, 0))):
+            model = self.three_units(reshard_after_forward=reshard)
+            for _ in range(2):
+                self.check_equal(f"{reshard}", self.counts(lambda model=model: self.step(model)), expected)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_communication_count_of_a_hybrid_mesh(self):
+        model = self.three_units(mesh=mesh_of(2, 2))
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 3))
+        model.set_requires_all_reduce(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))
+        model.set_requires_all_reduce(True)
+        model.set_requires_gradient_sync(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 0, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_requires_gradient_sync_of_one_module(self):
+        model = self.three_units()
+        model.first.set_requires_gradient_sync(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
+        self.assertIsNone(model.first.weight.grad)
+        model.set_requires_gradient_sync(False, recurse=False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 1, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_reshard_after_forward(self):
+        """The setting takes effect from the next forward, for one module or for all below."""
+        model = self.three_units()
+        model.set_reshard_after_forward(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+        model.set_reshard_after_forward(True)
+        self.assertEqual(self.counts(lambda: self.step(model)), (6, 3, 0))
+        model.set_reshard_after_forward(False, recurse=False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))
+        with self.assertRaisesRegex(ValueError, "should be a bool"):
+            model.set_reshard_after_forward(2)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_reshard_after_backward(self):
+        """Parameters that stay gathered need no all-gather in the next step, and none in its backward."""
+        model = self.three_units(reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        model.set_reshard_after_backward(True)
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_manual_reshard_with_reshard_after_forward_false(self):
+        model = self.three_units(reshard_after_forward=False)
+        loss = model(self.rows(4)).sum()
+        for module in (model.first, model.second):
+            module.reshard()
+        self.assertEqual(self.counts(loss.backward), (2, 3, 0))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_gradients_of_a_group_that_backward_never_reaches_are_not_reduced(self):
+        model = self.three_units()
+        model.first.requires_grad_(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
+
+
+class TestFullyShardUnshard(CommTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_async(self):
+        """Waited for, more than once, or left to the forward, parameters are whole, gathered once and used."""
+        for waits in (2, 0):
+            model = self.three_units()
+            reference = ThreeUnits().to(self.device)
+            with CommDebugMode() as counted:
+                handles = [module.unshard(async_op=True) for module in (model, model.first, model.second)]
+                for handle in handles * waits:
+                    handle.wait()
+            self.assertEqual(counted.get_total_counts(), 3)
+            if waits:
+                self.assertEqual(model.second.weight.detach(), reference.second.weight.detach(), atol=0, rtol=0)
+            with torch.no_grad():
+                self.assertEqual(self.counts(lambda model=model: model(self.rows(4))), (0, 0, 0))
+                self.assertIsInstance(model.second.weight, DTensor)
+                self.assertEqual(model(self.rows(4)), reference(self.rows(4)))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unshard_without_async(self):
+        model = self.three_units()
+        with CommDebugMode() as counted:
+            for _ in range(2):  # the second time there is nothing to do
+                self.assertIsNone(model.first.unshard())
+        self.assertEqual(counted.get_total_counts(), 1)
+        self.assertNotIsInstance(model.first.weight, DTensor)
+        self.assertEqual(tuple(model.first.weight.shape), (4, 4))
+        self.assertIsInstance(model.second.weight, DTensor)
+
+
+class TestFullyShardPrefetch(CommTest):
+    """The order in which units are gathered and freed: prefetch moves all-gathers forward, and adds or drops none."""
+
+    def order_of_step(self, model):
+        """Return what forward and what backward do, both in words, leaving out calls that find nothing to do."""
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        units = {getattr(model, unit).weight.numel() // 4: unit for unit in model.UNITS}
+        calls = []
+
+        def noting(what, original):
+            def method(group, *args, **kwargs):
+                before = (group.is_unsharded, group._all_gather_result is None)
+                result = original(group, *args, **kwargs)
+                if before != (group.is_unsharded, group._all_gather_result is None):
+                    numel = sum(param._sharded_param_data.numel() for param in group.fsdp_params)
+                    calls.append(f"{what} {units[numel]}")
+                return result
+
+            return method
+
+        with (
+            patch_unshard(noting("gather", FSDPParamGroup.unshard)),
+            patch_reshard(noting("free", FSDPParamGroup.reshard)),
+        ):
+            loss = model(self.rows(4)).square().sum()
+            forward, calls[:] = ", ".join(calls), []
+            loss.backward()
+        return forward, ", ".join(calls)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_order_without_prefetch_settings(self):
+        """Backward gathers the unit before while it computes; in the first step it learns which that is."""
+        model = self.three_units(reshard_after_forward=True)
+        for _ in range(2):
+            forward, backward = self.order_of_step(model)
+            self.assertEqual(forward, "gather last, gather first, free first, gather second, free second, free last")
+            self.assertEqual(backward, "gather last, gather second, gather first, free second, free last, free first")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_modules_to_forward_prefetch(self):
+        model = self.three_units()
+        model.set_modules_to_forward_prefetch([model.first, model.second])
+        forward, _ = self.order_of_step(model)
+        self.assertEqual(forward, "gather last, gather first, gather second, free first, free second")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_modules_to_backward_prefetch(self):
+        model = self.three_units()
+        model.set_modules_to_backward_prefetch([model.second, model.first])
+        self.order_of_step(model)
+        _, backward = self.order_of_step(model)
+        self.assertEqual(backward, "gather second, gather first, free second, free last, free first")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_prefetch_of_what_is_no_fsdp_module_is_refused(self):
+        model = self.three_units()
+        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+            with self.assertRaisesRegex(ValueError, "FSDP"):
+                setter([nn.Linear(2, 2)])
+
 
 if __name__ == "__main__":
     run_tests()

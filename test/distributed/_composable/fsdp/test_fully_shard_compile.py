@@ -2,8 +2,8 @@
 """Modules compiled under ``fully_shard`` train as eager ones do, and are compiled in earnest.
 
 ``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each case here counts graphs in both.
-Inductor generates code on the host (C++) and where there is Triton; another accelerator, the simulated one among
-them, stops after AOTAutograd: the same graphs, run operator by operator.
+Inductor generates C++ on the host and on the simulated accelerator, and Triton where there is some; another
+accelerator stops after AOTAutograd: the same graphs, run operator by operator.
 """
 
 import sys
@@ -12,9 +12,11 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest
+from torch_ext.testing._internal._fsdp.compiled import compile_backend
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import MLP, compiled_fsdp_test
 from torch_ext.testing._internal.common_utils import run_tests
@@ -46,11 +48,13 @@ class TestFullyShardCompileCompute(BesideTest):
         """Run ``body`` in both modes and return the graphs of the compiled one; the eager one has none."""
         self.graphs = []
         self._count_graphs()
+        metrics.reset()
         body()
         self.assertEqual(len(self.graphs), 2, "a mode was left out")
         eager, compiled = self.graphs
         self.assertEqual(eager, (0, 0))
         self.assertGreater(min(compiled), 0)
+        self.assertEqual(metrics.generated_kernel_count > 0, compile_backend() == "inductor")
         return compiled
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

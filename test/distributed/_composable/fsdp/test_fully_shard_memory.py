@@ -6,6 +6,7 @@ Bounds are in bytes of the model's own tensors, which is what a device that acco
 
 import gc
 import sys
+import time
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, leave_out_without_accelerator, rank_device
+from torch_ext.testing._internal.common_fsdp import leave_out_without_accelerator
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -27,17 +29,11 @@ LAYER_BYTES = WIDTH * WIDTH * 4
 MODEL_BYTES = LAYERS * LAYER_BYTES
 # Activations of a batch of 8, losses, indices: far below one shard of one layer.
 SLACK = LAYER_BYTES // 4
+# For memory to become what it should be; only a failure takes it.
+PATIENCE_S = 5.0
 
 
-class TestFullyShardMemory(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
+class TestFullyShardMemory(TwoRankTest):
     def _model(self, **options: Any) -> nn.Sequential:
         leave_out_without_accelerator("the plain host does not account for the memory of tensors")
         torch.manual_seed(0)
@@ -67,40 +63,42 @@ class TestFullyShardMemory(FSDPTest):
     def _inputs(self) -> torch.Tensor:
         return torch.ones(8, WIDTH, device=self.device)
 
-    def assertAbout(self, got: int, expected: float, what: str) -> None:
-        self.assertTrue(
-            expected - SLACK <= got <= expected + SLACK,
-            f"{what}: {got / LAYER_BYTES:.2f} layers are held, expected {expected / LAYER_BYTES:.2f}",
-        )
+    def assertHeld(self, expected: float, what: str) -> None:
+        """Check that ``expected`` bytes are held, once threads of the process group have let go of finished work."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not expected - SLACK <= (held := self._held()) <= expected + SLACK:
+            if time.monotonic() > deadline:
+                self.fail(f"{what}: {held / LAYER_BYTES:.2f} layers are held, expected {expected / LAYER_BYTES:.2f}")
+            time.sleep(0.001)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("reshard_after_forward", [True, False])
     def test_training_step(self, reshard_after_forward):
         model = self._model(reshard_after_forward=reshard_after_forward)
         shards = MODEL_BYTES / 2
-        self.assertAbout(self._held(), shards, "after sharding")
+        self.assertHeld(shards, "after sharding")
 
         outputs: list[torch.Tensor] = []
         peak = self._peak_of(lambda: outputs.append(model(self._inputs()).sum()))
         if reshard_after_forward:
             # The group at work and the next one, whose gather has an output and a copy of it per parameter.
             self.assertLess(peak, shards + 4 * LAYER_BYTES + SLACK, "peak of forward")
-            self.assertAbout(self._held(), shards, "after forward")
+            self.assertHeld(shards, "after forward")
         else:
             self.assertGreater(peak, shards + MODEL_BYTES, "peak of forward")
-            self.assertAbout(self._held(), shards + MODEL_BYTES, "after forward")
+            self.assertHeld(shards + MODEL_BYTES, "after forward")
 
         held = self._held()
         peak = self._peak_of(lambda: outputs.pop().backward())
         # Whole gradients of the group at work and of the one whose reduction is under way.
         self.assertLess(peak, max(held, shards) + shards + 6 * LAYER_BYTES + SLACK, "peak of backward")
-        self.assertAbout(self._held(), 2 * shards, "after backward: shards and their gradients")
+        self.assertHeld(2 * shards, "after backward: shards and their gradients")
 
         optim = torch.optim.Adam(model.parameters(), foreach=True)
         optim.step()
-        self.assertAbout(self._held(), 4 * shards, "after the first step: two more states")
+        self.assertHeld(4 * shards, "after the first step: two more states")
         optim.zero_grad()
-        self.assertAbout(self._held(), 3 * shards, "after zero_grad")
+        self.assertHeld(3 * shards, "after zero_grad")
 
     @skip_if_lt_x_gpu(2)
     def test_second_step_needs_no_more_than_the_first(self):
@@ -111,7 +109,8 @@ class TestFullyShardMemory(FSDPTest):
             peaks.append(self._peak_of(lambda: model(self._inputs()).sum().backward()))
             optim.step()
             optim.zero_grad()
-        self.assertLessEqual(max(peaks[1:]) - peaks[0], SLACK, f"peaks of four steps: {peaks}")
+        # What a thread of the process group lets go of late is one layer's; what leaks is more with every step.
+        self.assertLessEqual(max(peaks[1:]) - peaks[0], LAYER_BYTES, f"peaks of four steps: {peaks}")
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy()])
@@ -121,28 +120,29 @@ class TestFullyShardMemory(FSDPTest):
         shards = 0 if offloads else MODEL_BYTES / 2
         if offloads:
             model.cpu()
-        self.assertAbout(self._held(), shards, "after sharding")
+        self.assertHeld(shards, "after sharding")
         model(self._inputs()).sum().backward()
-        self.assertAbout(self._held(), 2 * shards, "after backward")
+        self.assertHeld(2 * shards, "after backward")
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_and_reshard(self):
         model = self._model()
         model(self._inputs())
         model.reshard()
-        before = self._held()
+        shards = MODEL_BYTES / 2
+        self.assertHeld(shards, "after a forward")
         model[2].unshard()
-        self.assertAbout(self._held() - before, LAYER_BYTES, "one layer gathered by hand")
+        self.assertHeld(shards + LAYER_BYTES, "one layer gathered by hand")
         model[2].reshard()
-        self.assertAbout(self._held() - before, 0, "and freed again")
+        self.assertHeld(shards, "and freed again")
 
     @skip_if_lt_x_gpu(2)
     def test_deleting_the_model_frees_all(self):
         model = self._model()
         model(self._inputs()).sum().backward()
-        self.assertAbout(self._held(), MODEL_BYTES, "shards and gradients")
+        self.assertHeld(MODEL_BYTES, "shards and gradients")
         del model
-        self.assertAbout(self._held(), 0, "after deletion")
+        self.assertHeld(0, "after deletion")
 
 
 instantiate_parametrized_tests(TestFullyShardMemory)

@@ -11,8 +11,9 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, patch_reduce_scatter, rank_device
+from torch_ext.testing._internal.common_fsdp import MLP, patch_reduce_scatter
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -22,15 +23,7 @@ if not dist.is_available():
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
-class MixedPrecisionCase(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
+class MixedPrecisionCase(TwoRankTest):
     def _inputs(self, step: int = 0) -> torch.Tensor:
         torch.manual_seed(10 * step + self.rank)
         return torch.randn(4, 8, device=self.device)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from torch_ext.testing._internal._fsdp.four_ranks import FourRankTest, mesh_of, mesh_of_first
+from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.hypothesis_utils import (

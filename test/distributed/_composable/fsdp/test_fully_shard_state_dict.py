@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest, whole
-from torch_ext.testing._internal._fsdp.four_ranks import mesh_of
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import MLP, get_devtype, leave_out_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests

@@ -1,357 +1,349 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2 trains as the model without it does: losses, gradients and parameters, step by step.
+"""FSDP2 trains as the model without it does, over ways to shard, to place and to synchronize.
 
-The reference is the same model on every rank with gradients averaged over the ranks by hand.
+The reference holds the whole model on every rank. Data differs by rank and step: a gradient that comes from one rank
+only, is divided by the wrong number or lands in another shard shows in the first step; state that survives from one
+step to the next shows in the later ones.
 """
 
-import copy
+import itertools
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, share_comm_ctx
+from torch.distributed.tensor import Shard
 
+from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, mlps, shard_all, whole
+from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    MLP,
-    DoubleLinear,
-    FSDPTest,
-    MLPStack,
-    check_sharded_parity,
-    get_devtype,
-    leave_out_without_accelerator,
-    rank_device,
-)
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_fsdp import MLP, MLPStack, leave_out_without_accelerator
+from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-STEPS = 4
 
+class TestFullyShard1DTrainingCore(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_single_group_shard_dim0(self):
+        """Rows that divide evenly, unevenly, and so few that ranks hold none; also of all parameters."""
+        self.run_subtests({"widths": [(4, 8, 4), (5, 7, 3), (6, 2, 1), (1, 1, 1)]}, self._test_single_group)
 
-class TrainingCase(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
-
-    def _mlps(self, count: int = 3, dim: int = 6) -> nn.Sequential:
-        torch.manual_seed(42)
-        return nn.Sequential(*(MLP(dim, self.device) for _ in range(count)))
-
-    def _inputs(self, dim: int = 6, step: int = 0) -> torch.Tensor:
-        torch.manual_seed(100 * step + self.rank)
-        return torch.randn(4, dim, device=self.device)
-
-    def _average_gradients(self, model: nn.Module) -> None:
-        for param in model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
-
-    def _train_beside(
-        self,
-        reference: nn.Module,
-        model: nn.Module,
-        step_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
-        prefixes_to_ignore: tuple[str, ...] = (),
-    ) -> None:
-        """Train both for some steps; compare the loss in each, and gradients and parameters after it."""
-        forward = step_of or (lambda module, inputs: module(inputs))
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in (reference, model)]
-        for step in range(STEPS):
-            inputs = self._inputs(step=step)
-            losses = [forward(each, inputs).square().sum() for each in (reference, model)]
-            self.assertEqual(losses[1], losses[0], f"loss of step {step}")
-            for loss in losses:
-                loss.backward()
-            self._average_gradients(reference)
-            check_sharded_parity(self, reference, model, prefixes_to_ignore)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-            check_sharded_parity(self, reference, model, prefixes_to_ignore)
-
-
-class TestFullyShardTraining(TrainingCase):
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("reshard_after_forward", [True, False, 1])
-    @parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
-    def test_train_parity_multi_group(self, reshard_after_forward, offload_policy):
-        if isinstance(offload_policy, CPUOffloadPolicy):
-            leave_out_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
-        model = self._mlps()
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward, offload_policy=offload_policy)
-        if not isinstance(offload_policy, CPUOffloadPolicy):
-            self._train_beside(reference, model)
-            return
-        self.assertEqual({param.device.type for param in model.parameters()}, {"cpu"})
-        reference_on_host = copy.deepcopy(reference).cpu()
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference_on_host, model)]
-        for step in range(STEPS):
-            inputs = self._inputs(step=step)
-            reference.load_state_dict(reference_on_host.state_dict())
-            reference.zero_grad()
-            losses = [each(inputs).square().sum() for each in (reference, model)]
-            self.assertEqual(losses[1], losses[0])
-            for loss in losses:
-                loss.backward()
-            self._average_gradients(reference)
-            for host, here in zip(reference_on_host.parameters(), reference.parameters(), strict=True):
-                host.grad = here.grad.cpu()
-            for param in model.parameters():
-                self.assertEqual(param.grad.device, torch.device("cpu"))
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-        for host, sharded in zip(reference_on_host.parameters(), model.parameters(), strict=True):
-            self.assertEqual(sharded.to(self.device).full_tensor().cpu(), host)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("lin_shapes", [((16, 15), (15, 8)), ((7, 15), (15, 3)), ((1, 1), (1, 1))], name_fn=lambda s: f"{s[0]}")
-    def test_train_parity_single_group(self, lin_shapes):
-        """Uneven first dimensions, and one of which a rank gets nothing."""
+    def _test_single_group(self, widths, shard_placement_fn=None):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(*shape, device=self.device) for shape in lin_shapes))
-        reference = copy.deepcopy(model)
-        fully_shard(model)
-        width = lin_shapes[0][0]
-        self._train_beside(reference, model, lambda module, x: module(x.repeat(1, width)[:, :width]))
+        model = nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2]))
+        reference = self.replica(model)
+        fully_shard(model.to(self.device), shard_placement_fn=shard_placement_fn)
+        self.train_beside(reference, model, widths[0])
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_train_parity_with_activation_checkpointing(self):
-        for reshard_after_forward in (True, False):
-            model = self._mlps()
-            reference = copy.deepcopy(model)
-            for module in model:
-                checkpoint(module)
-                fully_shard(module, reshard_after_forward=reshard_after_forward)
-            fully_shard(model)
-            self._train_beside(reference, model)
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_single_group_shard_largest_dim(self):
+        placements = set()
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_train_parity_with_shared_params(self):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(6, 6, device=self.device), MLP(6, self.device), nn.Linear(6, 6, device=self.device)
+        def largest(parameter):
+            placements.add(dim := parameter.shape.index(max(parameter.shape)))
+            return Shard(dim)
+
+        self._test_single_group((16, 8, 4), largest)
+        self.assertEqual(placements, {0, 1})
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_multi_group(self):
+        """To two of two shards would be to all of them, which is ``True``."""
+        layouts = [((4,), reshard) for reshard in (True, False, 1, 2)]
+        layouts += [((2, 2), reshard) for reshard in (True, False, 1)]
+        self.run_subtests({"layout": layouts, "prefetch": [False, True]}, self._test_multi_group)
+
+    def _test_multi_group(self, layout, prefetch):
+        mesh_shape, reshard_after_forward = layout
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device), mesh=mesh_of(*mesh_shape), reshard_after_forward=reshard_after_forward)
+        if prefetch:
+            for earlier, later in itertools.pairwise(model):
+                earlier.set_modules_to_forward_prefetch([later])
+                later.set_modules_to_backward_prefetch([earlier])
+        self.train_beside(reference, model, 5)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_multi_group_cpu_offload(self):
+        """Parameters, gradients and optimizer state stay on the host; compute does not."""
+        self.run_subtests({"pin_memory": [True, False], "reshard_after_forward": [True, False]}, self._test_cpu_offload)
+
+    def _test_cpu_offload(self, pin_memory, reshard_after_forward):
+        leave_out_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
+        model = mlps()
+        reference = self.replica(model)
+        policy = CPUOffloadPolicy(pin_memory=pin_memory)
+        shard_all(model, mesh=mesh_of(4), reshard_after_forward=reshard_after_forward, offload_policy=policy)
+        computed_on = set()
+        for module in model.modules():
+            module.register_forward_hook(lambda _, args, output: computed_on.add(output.device))
+
+        def check(reference, model):
+            for name, parameter in model.named_parameters():
+                self.assertFalse(torch.device(parameter.device).type == self.device.type, name)
+                self.check_equal(name, parameter.to_local().to(self.device), self._shard(reference, name))
+                if parameter.grad is not None:
+                    expected = self._shard(reference, name, of_gradient=True)
+                    self.check_equal(f"{name}.grad", parameter.grad.to_local().to(self.device), expected)
+
+        self.train_beside(reference, model, 5, check=check)
+        self.assertEqual(computed_on, {self.device})
+
+    def _shard(self, reference, name, *, of_gradient=False):
+        """This rank's rows, cut without help from DTensor."""
+        tensor = reference.get_parameter(name)
+        tensor = tensor.grad if of_gradient else tensor.detach()
+        size = -(-len(tensor) // self.world_size)
+        return tensor[self.rank * size : (self.rank + 1) * size]
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_offload_policy_default_changes_nothing(self):
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device), offload_policy=OffloadPolicy())
+        self.train_beside(reference, model, 5, steps=1)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_explicit_prefetching_of_modules_out_of_order(self):
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        model[0].set_modules_to_forward_prefetch([model[2], model[1]])
+        model[2].set_modules_to_backward_prefetch([model[0]])
+        self.train_beside(reference, model, 5)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_post_optim_event(self):
+        """The next forward waits for the event that says parameters are ready, once."""
+        leave_out_without_accelerator("events need an accelerator")
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        optimizer = self.optimizer(model)
+        optimizer.register_step_post_hook(
+            lambda *_: model.set_post_optim_event(torch.accelerator.current_stream().record_event())
         )
-        model[2].weight = model[0].weight
-        reference = copy.deepcopy(model)
-        self.assertIs(reference[2].weight, reference[0].weight)
-        fully_shard(model[1])
-        fully_shard(model)
-        self.assertIs(model[2].weight, model[0].weight, "sharding split what was shared")
-        self._train_beside(reference, model)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("reshard_after_forward", [True, False])
-    def test_non_root_forward_backward(self, reshard_after_forward):
-        """A submodule may be run by itself, before the root ever was, and gives the same gradients."""
-        model = self._mlps(2)
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
-        inputs = self._inputs()
-        for each in (reference, model):
-            each[0](inputs).sum().backward()
-        self._average_gradients(reference)
-        check_sharded_parity(self, reference, model)
-        self.assertIsNone(model[1].in_proj.weight.grad)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("use_second_linear", [True, False])
-    def test_unused_parameters(self, use_second_linear):
-        torch.manual_seed(0)
-        model = DoubleLinear(6, use_second_linear=use_second_linear).to(self.device)
-        reference = copy.deepcopy(model)
-        fully_shard(model.lin1)
-        fully_shard(model.lin2)
-        fully_shard(model)
-        inputs = self._inputs()
-        for each in (reference, model):
-            output = each(inputs)
-            (output[0].sum() if isinstance(output, tuple) else output.sum()).backward()
-        self._average_gradients(reference)
-        check_sharded_parity(self, reference, model)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_custom_forward_methods(self):
-        """A method registered as a forward gathers and frees parameters as ``forward`` does; others see shards."""
-        model = self._mlps(1)[0]
-        reference = copy.deepcopy(model)
-        fully_shard(model)
-        inputs = self._inputs()
-        MLP.again = lambda module, x: MLP.forward(module, x)
-        self.addCleanup(delattr, MLP, "again")
-        with self.assertRaisesRegex(RuntimeError, "mixed torch.Tensor and DTensor"):
-            model.again(inputs)
-        register_fsdp_forward_method(model, "again")
-        self._train_beside(reference, model, lambda module, x: module.again(x))
-        self.assertIsInstance(model.in_proj.weight, DTensor)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("sync_last_only", [True, False])
-    def test_gradient_accumulation(self, sync_last_only):
-        model = self._mlps()
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module)
+        reference_optimizer = self.optimizer(reference)
         for step in range(3):
-            if sync_last_only:
-                model.set_requires_gradient_sync(step == 2)
-            inputs = self._inputs(step=step)
             for each in (reference, model):
-                each(inputs).square().sum().backward()
-            if sync_last_only and step < 2:
-                self.assertEqual([param.grad for param in model.parameters()], [None] * len(list(model.parameters())))
-        self._average_gradients(reference)
-        check_sharded_parity(self, reference, model)
+                each(self.rows(5, step)).sum().backward()
+            average_gradients(reference)
+            self.check_shards(reference, model)
+            for each in (optimizer, reference_optimizer):
+                each.step()
+                each.zero_grad()
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_frozen_parameters_and_no_grad(self):
-        model = self._mlps()
-        for param in model[1].parameters():
-            param.requires_grad_(False)
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module)
-        self._train_beside(reference, model)
-        with torch.no_grad():
-            self.assertEqual(model(self._inputs()), reference(self._inputs()))
-        self.assertFalse(any(param.requires_grad for param in model[1].parameters()))
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_forward_hooks_see_whole_parameters(self):
-        model = self._mlps(1)[0]
-        shapes: list[torch.Size] = []
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_list_of_modules_is_one_group(self):
+        model = mlps()
+        reference = self.replica(model)
+        fully_shard([model.to(self.device)[0], model[1]])
         fully_shard(model)
-        hook = model.in_proj.register_forward_pre_hook(lambda module, _: shapes.append(module.weight.shape))
-        kinds: list[bool] = []
-        model.in_proj.register_forward_pre_hook(lambda module, _: kinds.append(isinstance(module.weight, DTensor)))
-        model(self._inputs()).sum().backward()
-        hook.remove()
-        self.assertEqual((shapes, kinds), ([torch.Size([24, 6])], [False]))
-        self.assertIsInstance(model.in_proj.weight, DTensor)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_gradient_clipping(self):
-        model = self._mlps()
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module)
-        for each in (reference, model):
-            each(self._inputs()).square().sum().mul(100).backward()
-        self._average_gradients(reference)
-        norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (reference, model)]
-        self.assertEqual(norms[1].full_tensor(), norms[0])
-        self.assertGreater(norms[0].item(), 0.5)
-        check_sharded_parity(self, reference, model)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_changing_type_and_device_of_shards(self):
-        model = self._mlps(1)[0]
-        fully_shard(model)
-        model.to(torch.float64)
-        self.assertEqual({param.dtype for param in model.parameters()}, {torch.float64})
-        reference = copy.deepcopy(self._mlps(1)[0]).to(torch.float64)
-        self._train_beside(reference, model, lambda module, x: module(x.double()))
+        self.train_beside(reference, model, 5)
 
 
-class TestFullyShardMeshes(TrainingCase):
-    """Four ranks, as a grid: replicas of shards, and shards of tensor-parallel pieces."""
-
-    @property
-    def world_size(self) -> int:
-        return 4
-
+class TestFullyShard1DTrainingCompose(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    @parametrize("reshard_after_forward", [True, False])
-    def test_train_parity_hsdp(self, reshard_after_forward):
-        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = self._mlps()
-        reference = copy.deepcopy(model)
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        self._train_beside(reference, model)
+    def test_train_parity_with_activation_checkpointing(self):
+        """Checkpointing outside or inside the sharded module, and sharded modules within a checkpointed one."""
+        self.run_subtests(
+            {"reshard_after_forward": [True, False], "where": ["same", "inside", "around"]}, self._test_checkpointing
+        )
 
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_hsdp_reduces_over_replicas_when_asked(self):
-        """Without the all-reduce, gradients are those of the own shard group, until a backward that does it."""
-        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = self._mlps(1)[0]
-        reference = copy.deepcopy(model)
-        fully_shard(model, mesh=mesh)
-        for last in (False, True):
-            model.set_requires_all_reduce(last)
-            for each in (reference, model):
-                each(self._inputs(step=last)).square().sum().backward()
-        self._average_gradients(reference)
-        check_sharded_parity(self, reference, model)
+    def _test_checkpointing(self, reshard_after_forward, where):
+        model = mlps()
+        reference = self.replica(model)
+        runs = []
+        model.to(self.device)
+        for mlp in model:
+            # Before the layer: what is run again stops as soon as it has all that backward needs.
+            mlp.in_proj.register_forward_pre_hook(lambda *_: runs.append(None))
+            checkpoint(mlp.in_proj if where == "inside" else mlp)
+            if where == "around":
+                fully_shard(mlp.in_proj, reshard_after_forward=reshard_after_forward)
+            else:
+                fully_shard(mlp, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        self.train_beside(reference, model, 5, steps=2)
+        self.check_equal("forwards of three layers in two steps, each run again", len(runs), 12)
 
+
+class TestFullyShardSharedParams(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    @parametrize("use_activation_checkpointing", [False, True])
-    def test_train_parity_2d_with_tensor_parallel(self, use_activation_checkpointing):
-        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    def test_train_parity_with_shared_params(self):
+        self.run_subtests({"reshard_after_forward": [True, False], "use_checkpoint": [False, True]}, self._test_shared)
+
+    def _test_shared(self, reshard_after_forward, use_checkpoint):
         torch.manual_seed(0)
-        stack = MLPStack(8).to(self.device)
-        reference = copy.deepcopy(stack)
-        model = stack.parallelize(mesh["tp"], mesh["dp"], use_activation_checkpointing, reshard_after_forward=True)
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
-        for step in range(STEPS):
-            torch.manual_seed(10 * step + mesh["dp"].get_local_rank())  # the same for the ranks of one piece
-            inputs = torch.randn(4, 8, device=self.device)
-            losses = [each(inputs).square().sum() for each in (reference, model)]
-            self.assertEqual(losses[1], losses[0])
-            for loss in losses:
-                loss.backward()
-            self._average_gradients(reference)
-            for whole, part in zip(reference.parameters(), model.parameters(), strict=True):
-                self.assertEqual(part.grad.full_tensor(), whole.grad)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-        for whole, part in zip(reference.parameters(), model.parameters(), strict=True):
-            self.assertEqual(part.full_tensor(), whole)
+
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Embedding(7, 6)
+                self.body = MLP(6)
+                self.head = nn.Linear(6, 7, bias=False)
+                self.head.weight = self.embed.weight
+
+            def forward(self, tokens):
+                return self.head(self.body(self.embed(tokens)))
+
+        model = Tied()
+        reference = self.replica(model)
+        model.to(self.device)
+        if use_checkpoint:
+            checkpoint(model.body)
+        fully_shard(model.body, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+        def loss_of(module, rows):
+            tokens = (rows.abs() * 10).long() % 7
+            return F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
+
+        self.train_beside(reference, model, 4, loss_of=loss_of)
+        self.assertIs(model.head.weight, model.embed.weight)
+
+
+class TestFullyShardGradientAccumulation(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_gradient_accumulation(self):
+        """Microbatches with the reduction in all of them, in the last, or (hybrid) the all-reduce in the last."""
+        self.run_subtests(
+            {
+                "mode": ["every", "no_sync", "no_all_reduce"],
+                "mesh_shape": [(4,), (2, 2)],
+                "reshard_after_forward": [True, False],
+                "reshard_after_backward": [True, False],
+            },
+            self._test_accumulation,
+        )
+
+    def _test_accumulation(self, mode, mesh_shape, reshard_after_forward, reshard_after_backward):
+        model = mlps(2)
+        reference = self.replica(model)
+        shard_all(model.to(self.device), mesh=mesh_of(*mesh_shape), reshard_after_forward=reshard_after_forward)
+        optimizers = [self.optimizer(each) for each in (reference, model)]
+        for step in range(2):
+            for micro in range(3):
+                is_last = micro == 2
+                if mode == "no_sync":
+                    model.set_requires_gradient_sync(is_last)
+                elif mode == "no_all_reduce":
+                    model.set_requires_all_reduce(is_last)
+                model.set_is_last_backward(is_last)
+                model.set_reshard_after_backward(reshard_after_backward or is_last)
+                for each in (reference, model):
+                    each(self.rows(5, 10 * step + micro)).square().sum().backward()
+                if mode == "no_sync" and not is_last and reshard_after_backward:
+                    self.assertEqual([each.grad for each in model.parameters() if each.grad is not None], [])
+            average_gradients(reference)
+            self.check_shards(reference, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_other_dimension_sharded(self):
-        """``shard_placement_fn`` shards along the dimension it names."""
-        model = self._mlps(dim=8)
-        reference = copy.deepcopy(model)
-
-        def longest(param: nn.Parameter) -> Shard | None:
-            return Shard(1) if param.ndim == 2 and param.shape[1] > param.shape[0] else None
-
-        for module in (*model, model):
-            fully_shard(module, shard_placement_fn=longest)
-        self.assertEqual(model[0].out_proj.weight.placements, (Shard(1),))
-        self.assertEqual(model[0].in_proj.weight.placements, (Shard(0),))
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
-        for step in range(STEPS):
-            inputs = self._inputs(8, step)
-            for each in (reference, model):
-                each(inputs).square().sum().backward()
-            self._average_gradients(reference)
-            check_sharded_parity(self, reference, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+    def test_1f1b_microbatching(self):
+        """Several forwards before the backwards, as a pipeline has them."""
+        model = mlps(2)
+        reference = self.replica(model)
+        shard_all(model.to(self.device), reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        model.set_is_last_backward(False)
+        for each in (reference, model):
+            losses = [each(self.rows(5, micro)).square().sum() for micro in range(3)]
+            for micro, loss in enumerate(losses):
+                if each is model and micro == 2:
+                    model.set_is_last_backward(True)
+                    model.set_reshard_after_backward(True)
+                loss.backward()
+        average_gradients(reference)
+        self.check_shards(reference, model)
 
 
-for case in (TestFullyShardTraining, TestFullyShardMeshes):
-    instantiate_parametrized_tests(case)
+class TestFullyShardHSDPTraining(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_hsdp(self):
+        self.run_subtests(
+            {"reshard_after_forward": [True, False], "use_checkpoint": [False, True]}, self._test_train_parity_hsdp
+        )
+
+    def _test_train_parity_hsdp(self, reshard_after_forward, use_checkpoint):
+        model = mlps()
+        reference = self.replica(model)
+        model.to(self.device)
+        for child in model:
+            if use_checkpoint:
+                checkpoint(child)
+        shard_all(model, mesh=mesh_of(2, 2), reshard_after_forward=reshard_after_forward)
+        self.train_beside(reference, model, 5)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_replicas_stay_equal(self):
+        """After steps on different data, ranks that hold the same shard hold the same bits."""
+        model = shard_all(mlps().to(self.device), mesh=mesh_of(2, 2))
+        optimizer = self.optimizer(model)
+        for step in range(3):
+            model(self.rows(5, step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        local = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
+        self.assertNotEqual(whole(model[0].in_proj.weight), mlps()[0].in_proj.weight.detach().to(self.device))
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, local.cpu())
+        self.assertEqual(everyone[self.rank], everyone[(self.rank + 2) % 4], atol=0, rtol=0)
+
+
+class TestFullyShardNDTraining(BesideTest):
+    """Shards of tensor-parallel pieces: two by two ranks."""
+
+    def rows(self, width, step=0, count=3):
+        """As elsewhere, and the same for the ranks that hold pieces of the same parameters."""
+        own = super().rows(width, step, count)
+        dist.broadcast(own, self.rank // 2 * 2, self._mesh["tp"].get_group())
+        return own
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity_2d_with_tensor_parallel(self):
+        self._mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+        self.run_subtests(
+            {"reshard_after_forward": [True, False], "use_activation_checkpointing": [False, True]}, self._test_2d
+        )
+
+    def _test_2d(self, reshard_after_forward, use_activation_checkpointing):
+        torch.manual_seed(0)
+        model = MLPStack(8)
+        reference = self.replica(model)
+        model.to(self.device).parallelize(
+            self._mesh["tp"],
+            self._mesh["dp"],
+            use_activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self.train_beside(reference, model, 8, check=self.check_whole)
+
+
+class TestFullyShardShareCommContext(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_share_comm_context(self):
+        """Roots that share streams train as ever, and do share them."""
+        torch.manual_seed(0)
+        stages = nn.Sequential(MLP(5), MLP(5))
+        reference = self.replica(stages)
+        for stage in stages.to(self.device):
+            fully_shard(stage)
+        share_comm_ctx(list(stages))
+        self.train_beside(reference, stages, 5)
+        contexts = [stage._get_fsdp_state()._comm_ctx for stage in stages]
+        self.assertIs(contexts[0], contexts[1])
+
 
 if __name__ == "__main__":
     run_tests()

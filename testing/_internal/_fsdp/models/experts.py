@@ -88,8 +88,9 @@ class MixtureOfExperts(NestedWrappedModule):
                 parameter.grad.div_(self.world_size)
                 dist.all_reduce(parameter.grad, group=self.group)
 
-    @staticmethod
+    @classmethod
     def init(
+        cls,
         group: Any,
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
@@ -104,7 +105,7 @@ class MixtureOfExperts(NestedWrappedModule):
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return MixtureOfExperts(group, wrap, device_init_mode, delay_before_free_ms, deterministic, **kwargs)
+            return cls(group, wrap, device_init_mode, delay_before_free_ms, deterministic, **kwargs)
 
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 

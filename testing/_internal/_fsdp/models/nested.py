@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,55 +88,51 @@ class NestedWrappedModule(FSDPTestModel):
     def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    @staticmethod
+    @classmethod
     def init(
+        cls,
         group: Any,
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model; under ``RECURSIVE`` inner layers are wrapped and the root is left to the caller.
+        """Return the model; what ``RECURSIVE`` wraps is told by each class, and the root is mostly left to the caller.
 
         Raises:
             ValueError: the mode is none of :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return NestedWrappedModule(group, wrap, device_init_mode, deterministic, **kwargs)
+            return cls._build(group, wrap, device_init_mode, deterministic, **kwargs)
 
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+
+    @classmethod
+    def _build(
+        cls, group: Any, wrap_fsdp: bool, device_init_mode: DEVICEInitMode, deterministic: bool, **kwargs: Any
+    ) -> nn.Module:
+        """Return the model of one mode, wrapped by ``kwargs`` if that is asked."""
+        return cls(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers where ``RECURSIVE`` puts every module under FSDP, the root included."""
+    """The same layers where ``RECURSIVE`` puts every module under FSDP, root included, all over the default group."""
 
-    @staticmethod
-    def init(
-        group: Any,
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
+    @classmethod
+    def _build(
+        cls, group: Any, wrap_fsdp: bool, device_init_mode: DEVICEInitMode, deterministic: bool, **kwargs: Any
     ) -> nn.Module:
-        """Return the plain model, or that model wrapped whole by ``always_wrap_policy`` over the default group.
-
-        Raises:
-            ValueError: the mode is none of :class:`FSDPInitMode`.
-        """
-        plain = partial(NestedWrappedModule, group, False, device_init_mode, deterministic)
-
-        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return _maybe_wrap_fsdp(plain(), wrap, auto_wrap_policy=always_wrap_policy, **kwargs)
-
-        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+        plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
+        return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **kwargs)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
     """The same layers with the last two under one FSDP module, and all parameters frozen but the very last two.
 
     With ``use_orig_params=True`` the trainable elements then all lie on one rank, so other ranks hold shards without
-    any gradient: the case in which gradient scaling must not take an empty shard for an overflow.
+    any gradient: the case in which gradient scaling must not take an empty shard for an overflow. A flat parameter
+    cannot be frozen in part: without ``use_orig_params`` it is frozen whole.
     """
 
     # With and without an FSDP module in between.
@@ -156,25 +151,8 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             if re.match(req_grad_mask, name) is None:
                 parameter.requires_grad_(False)
 
-    @staticmethod
-    def init(
-        group: Any,
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
-    ) -> nn.Module:
-        """Return the model in either mode with only the last linear layer trainable.
-
-        Wrapped, it needs ``use_orig_params=True``: a flat parameter cannot be frozen in part, and is frozen whole here.
-
-        Raises:
-            ValueError: the mode is none of :class:`FSDPInitMode`.
-        """
-
-        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return NonUniformReqGradNWM(group, wrap, device_init_mode, deterministic, **kwargs)
-
-        model = init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
-        NonUniformReqGradNWM._set_nonuniform_req_grad(model, NonUniformReqGradNWM._TRAINABLE)
+    @classmethod
+    def _build(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super()._build(*args, **kwargs)
+        cls._set_nonuniform_req_grad(model, cls._TRAINABLE)
         return model

@@ -1,4 +1,4 @@
-"""A base for suites that state what holds at four ranks: their device, a folder and meshes in common, named checks."""
+"""Bases for suites that state what holds at two or at four ranks, whatever the number of devices; meshes in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.cases import FSDPTest
 
-__all__ = ["FourRankTest", "mesh_of", "mesh_of_first"]
+__all__ = ["FourRankTest", "TwoRankTest", "mesh_of", "mesh_of_first"]
 
 
 @functools.cache
@@ -33,16 +33,25 @@ def mesh_of_first(size: int) -> DeviceMesh:
     return DeviceMesh(device.get_devtype().type, list(range(size)))
 
 
-class FourRankTest(FSDPTest):
-    """An ``FSDPTest`` with four ranks on every device: two shards of two replicas, and shards that stay empty."""
+class TwoRankTest(FSDPTest):
+    """An ``FSDPTest`` with two ranks on every device."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's own, where there are enough."""
+        return device.rank_device(self.rank)
+
+
+class FourRankTest(TwoRankTest):
+    """With four ranks there may be two shards of two replicas, and shards that stay empty."""
 
     @property
     def world_size(self) -> int:
         return 4
-
-    @property
-    def device(self) -> torch.device:
-        return device.rank_device(self.rank)
 
     def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
         """As ``assertEqual``, with ``what`` in front of the message."""

@@ -1,0 +1,180 @@
+# Owner(s): ["oncall: distributed"]
+"""Which gradients reach which parameters: graphs that use a module twice, alone or not at all; frozen, ignored and
+unsharded parameters; hooks.
+"""
+
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, mlps, shard_all, whole
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import DoubleLinear
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class TestFullyShardAutograd(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_non_root_forward_backward(self):
+        """A child may run by itself once the root has run, and its gradients add up with those of the root's run."""
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        for each in (reference, model):
+            each(self.rows(5, 1)).sum().backward()
+            each[0](self.rows(5, 2)).sum().backward()
+            each(self.rows(5, 3)).sum().backward()
+        average_gradients(reference)
+        self.check_shards(reference, model)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_child_that_runs_first_is_a_root_for_good(self):
+        """It has the gradients of its own run, and no root above it may run later."""
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        for each in (reference, model):
+            each[0](self.rows(5)).square().sum().backward()
+        average_gradients(reference)
+        self.check_shards(reference, model)
+        with self.assertRaisesRegex(RuntimeError, "already been lazily initialized for 0"):
+            model(self.rows(5))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_multi_forward_module(self):
+        """A module that runs twice in forward gathers the sum of both gradients."""
+
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+            def forward(self, x):
+                return self.outer(self.inner(x) * self.inner(x + 1))
+
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_multi_forward, Twice)
+
+    def _test_multi_forward(self, make_model, reshard_after_forward):
+        model = make_model()
+        reference = self.replica(model)
+        shard_all(model.to(self.device), reshard_after_forward=reshard_after_forward)
+        self.train_beside(reference, model, 5)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unused_forward_output(self):
+        """A module whose output the loss leaves out in some steps stalls no rank and gets no gradient."""
+
+        class Halves(DoubleLinear):
+            def forward(self, x):
+                first, second = self.lin1(x), self.lin2(x)
+                return torch.cat([first, second.detach() if self.drop_second else second])
+
+        torch.manual_seed(0)
+        model = Halves(5)
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        for drop in (True, False, True):
+            for each in (reference, model):
+                each.drop_second = drop
+                each.zero_grad()
+                each(self.rows(5)).square().sum().backward()
+            average_gradients(reference)
+            self.check_shards(reference, model)
+            self.assertEqual(model.lin2.weight.grad is None, drop)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_unused_module(self):
+        """A module that forward leaves out, or whose output the loss does, ends without gradients."""
+        for use_second_linear in (True, False):
+            torch.manual_seed(0)
+            model = DoubleLinear(5, use_second_linear=use_second_linear)
+            reference = self.replica(model)
+            shard_all(model.to(self.device))
+            for each in (reference, model):
+                output = each(self.rows(5))
+                (output[0] if use_second_linear else output).square().sum().backward()
+            average_gradients(reference)
+            self.check_shards(reference, model)
+            self.assertIsNone(model.lin2.weight.grad)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_frozen_parameters(self):
+        """They are gathered, not trained; forward without autograd gives what it gives with it."""
+        model = mlps()
+        model[1].requires_grad_(False)
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        self.train_beside(reference, model, 5)
+        with torch.no_grad():
+            self.assertEqual(model(self.rows(5)), reference(self.rows(5)))
+        self.assertEqual({each.requires_grad for each in model[1].parameters()}, {False})
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_gradient_clipping(self):
+        """The norm is that of all shards, of parameters whose shards differ in size too."""
+        model = mlps()
+        reference = self.replica(model)
+        shard_all(model.to(self.device))
+        for each in (reference, model):
+            each(self.rows(5)).square().sum().mul(100).backward()
+        average_gradients(reference)
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (reference, model)]
+        self.assertEqual(whole(norms[1]), norms[0])
+        self.assertGreater(norms[0].item(), 0.5, "there was nothing to clip")
+        self.check_shards(reference, model)
+
+
+class TestFullyShardIgnoredParams(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_ignored_params(self):
+        model = mlps()
+        reference = self.replica(model)
+        model.to(self.device)
+        ignored = set(model[1].parameters())
+        fully_shard(model, ignored_params=ignored)
+        for each in (reference, model):
+            each(self.rows(5)).square().sum().backward()
+        self.assertEqual(set(model[1].parameters()), ignored)
+        self.assertEqual(model[1].in_proj.weight.grad, reference[1].in_proj.weight.grad)
+        average_gradients(reference)
+        self.check_shards(reference[0], model[0])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_sharding_below_a_module_that_is_not_sharded(self):
+        """Parameters outside stay plain: averaging their gradients is up to the caller."""
+        model = mlps()
+        reference = self.replica(model)
+        model.to(self.device)
+        fully_shard(model[1])
+        for each in (reference, model):
+            each(self.rows(5)).square().sum().backward()
+        self.assertEqual(model[0].in_proj.weight.grad, reference[0].in_proj.weight.grad)
+        average_gradients(reference)
+        self.check_shards(reference[1], model[1])
+
+
+class TestFullyShardPostAccGradHook(BesideTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_post_accumulate_grad_hook_sees_the_sharded_gradient(self):
+        model = mlps(1)
+        reference = self.replica(model)
+        fully_shard(model.to(self.device))
+        seen = {}
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each, name=name: seen.update({name: whole(each.grad)}))
+        for each in (reference, model):
+            each(self.rows(5)).square().sum().backward()
+        average_gradients(reference)
+        self.assertEqual(seen, {name: each.grad for name, each in reference.named_parameters()})
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,104 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP1 state dicts, beside the round trips of ``test_fsdp_state_dict``: what must hold, and what is refused."""
+
+import sys
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import LocalStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
+
+from torch_ext.testing._internal._fsdp.models.saved import Model, compute_device, shard
+from torch_ext.testing._internal._fsdp.state_dicts import HOST, StateDictCase, train
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import _zero_model
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class TestFSDPStateDictDetails(StateDictCase):
+    """What a release must hold beside the round trips above."""
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_offload_to_cpu_of_shards(self):
+        """Shards go to the host on every rank and load from there.
+
+        Not so the shards of a local state dict: their parameter requires a gradient, which ``ShardedTensor.cpu`` of
+        torch 2.13 takes for a mismatch.
+        """
+        model, model_new = self._initialize_model(True), shard(Model(True))
+        with self._get_state_dict_mgr(model, "sharded_state_dict", True):
+            state_dict = model.state_dict()
+        devices = {local.tensor.device for state in state_dict.values() for local in state.local_shards()}
+        self.assertEqual(devices, {HOST})
+        _zero_model(model_new)
+        self._load_state_dict(model_new, "sharded_state_dict", state_dict)
+        self._compare_models(model, model_new, self.assertEqual)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("state_dict_type", ["state_dict", "sharded_state_dict"])
+    def test_forward_after_load_uses_what_was_loaded(self, state_dict_type):
+        self.run_subtests(
+            {
+                "strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+                "use_orig_params": [True, False],
+            },
+            self._test_forward_after_load_uses_what_was_loaded,
+            state_dict_type=state_dict_type,
+        )
+
+    def _test_forward_after_load_uses_what_was_loaded(self, state_dict_type, strategy, use_orig_params):
+        """Some strategies keep the unsharded parameter after forward: it must not outlive a load."""
+        create = partial(self._get_simple_nested_model, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model, model_new = create(), create()
+        batch = torch.rand(2, 10, device=compute_device())
+        with torch.no_grad():
+            self.assertNotEqual(model(batch), model_new(batch))
+            self._load_state_dict(model_new, state_dict_type, self._state_dict(model, state_dict_type))
+            self.assertEqual(model(batch), model_new(batch))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_state_dict_does_not_change_with_the_model(self):
+        """A full state dict is a copy: training on leaves it alone."""
+        model = self._get_simple_nested_model()
+        state_dict = self._state_dict(model, "state_dict")
+        before = deepcopy(state_dict)
+        train(model, 1, 10, steps=1)
+        self.assertEqual(before, state_dict)
+        self.assertNotEqual(before, self._state_dict(model, "state_dict"))
+
+
+class TestFSDPStateDictRefusals(StateDictCase):
+    """What FSDP does about the combinations that the round trips leave out."""
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("config", [LocalStateDictConfig, ShardedStateDictConfig])
+    def test_rank0_only_is_no_option_of_shards(self, config):
+        with self.assertRaisesRegex(TypeError, "rank0_only"):
+            config(offload_to_cpu=True, rank0_only=True)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_local_state_dict_with_orig_params_does_not_load(self):
+        model = self._get_simple_model(use_orig_params=True)
+        state_dict = self._state_dict(model, "local_state_dict")
+        with self.assertRaisesRegex(RuntimeError, f'Unexpected key\\(s\\) in state_dict: "{FLAT_PARAM}"'):
+            self._load_state_dict(model, "local_state_dict", state_dict)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_local_state_dict_of_no_shard_is_a_full_one(self):
+        model = self._get_simple_model(sharding_strategy=ShardingStrategy.NO_SHARD)
+        with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
+            state_dict = self._state_dict(model, "local_state_dict")
+        self.assertEqual(state_dict, self._state_dict(model, "state_dict"))
+
+
+instantiate_parametrized_tests(TestFSDPStateDictDetails)
+instantiate_parametrized_tests(TestFSDPStateDictRefusals)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,164 @@
+"""``torch.compile`` with Inductor on ``sim``: C++ is generated, and computes what the same program computes eagerly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional
+
+sim: Any = torch.get_device_module("sim")
+Program = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with config.patch(fx_graph_cache=False, compile_threads=1):
+        yield
+
+
+def sources_and_result(program: Program, *args: Any) -> tuple[str, Any]:
+    result, code = run_and_get_code(torch.compile(program, fullgraph=True), *args)
+    return "\n".join(code), result
+
+
+def assert_compiled_equals_eager(program: Program, *args: Any) -> None:
+    source, compiled = sources_and_result(program, *args)
+    assert "cpp_pybinding" in source and 'extern "C"' in source, source
+    # Generated code rounds to 16 bits once for each kernel, eager code after each operator.
+    eps = max(torch.finfo(arg.dtype).eps for arg in args)
+    torch.testing.assert_close(compiled, program(*args), rtol=max(1e-5, 2 * eps), atol=max(1e-5, 2 * eps))
+
+
+def pointwise_and_reductions(x: Tensor, y: Tensor) -> list[Tensor]:
+    wide = functional.gelu(x) * y.sigmoid() + x.exp().clamp(max=3)
+    normalized = functional.layer_norm(wide, (x.shape[-1],)) + functional.softmax(wide, -1)
+    return [
+        normalized, wide.sum(0), wide.mean(-1), wide.var(-1), wide.amax(1), wide.t().argmax(0), wide.cumsum(1),
+        (wide > 0.5).any(-1), torch.where(wide > 0, wide, -1.0), wide.to(torch.int32).sum(),
+    ]  # fmt: skip
+
+
+def views_gathers_and_products(x: Tensor, y: Tensor) -> list[Tensor]:
+    rows = torch.arange(x.shape[0] - 1, -1, -1, device=x.device)
+    scattered = torch.zeros_like(x).index_add(0, rows % 3, y)
+    return [
+        torch.cat([x, y * 2], 1)[:, 3:-2], x[rows] + y, scattered + 1, (x @ y.t()).relu(),
+        functional.pad(x, (1, 2)) * 3, x.t().contiguous() - 1, functional.embedding(rows, x) * y,
+        torch.stack([x, y]).flip(0).reshape(-1, 2) + 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_those_of_eager_execution(dtype: torch.dtype) -> None:
+    x, y = (torch.randn(9, 12, device="sim").to(dtype) for _ in range(2))
+    assert_compiled_equals_eager(views_gathers_and_products, x, y)
+    if dtype.itemsize == 4:
+        assert_compiled_equals_eager(pointwise_and_reductions, x, y)
+
+
+def test_results_are_on_the_device_of_the_arguments() -> None:
+    x = torch.randn(4, 5, device="sim:1")
+    before = sim.memory_allocated("sim:1")
+    source, result = sources_and_result(lambda x: (x * 2).sin(), x)
+    assert sim.current_device() == 0
+    assert result.device == torch.device("sim:1")
+    assert "device='sim:1'" in source
+    assert sim.memory_allocated("sim:1") > before
+
+
+def test_arguments_of_two_devices_are_refused() -> None:
+    with pytest.raises(Exception, match=r"(?i)device.*(sim:1|cpu)"):
+        torch.compile(lambda x, y: x + y, fullgraph=True)(torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1"))
+
+
+def test_arguments_may_change_in_place() -> None:
+    def program(x: Tensor) -> Tensor:
+        x.mul_(2).add_(1)
+        return x + 1
+
+    source, result = sources_and_result(program, x := torch.ones(4, device="sim"))
+    assert "cpp_pybinding" in source
+    assert x.tolist() == [3.0] * 4 and result.tolist() == [4.0] * 4
+
+
+def test_shapes_may_be_dynamic() -> None:
+    compiled = torch.compile(lambda x: (x.sin() * x).sum(-1), dynamic=True, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for length in (3, 7, 12):
+        x = torch.randn(2, length, device="sim")
+        torch.testing.assert_close(compiled(x), (x.sin() * x).sum(-1))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_random_numbers_come_from_the_generator_of_the_device() -> None:
+    @torch.compile(fullgraph=True)
+    def program(x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    x = torch.ones(4000, device="sim:1")
+    sim.manual_seed_all(7)
+    first, second = program(x), program(x)
+    sim.manual_seed_all(7)
+    assert torch.equal(program(x), first)
+    assert not torch.equal(first, second)
+    assert 1.3 < first.mean().item() < 1.7
+
+
+def test_branches_are_compiled_too() -> None:
+    def program(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() * 2, lambda x: x.cos() + 1, (x,))
+
+    x = torch.ones(5, device="sim:1")
+    for value in (x, -x):
+        assert_compiled_equals_eager(program, value)
+
+
+def models() -> list[tuple[nn.Module, Tensor, bool]]:
+    """Each with an input and whether it runs under autocast."""
+    return [
+        (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(3, 5, 8), False),
+        (nn.Sequential(nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(3, 2)), torch.randn(3, 6, 5), True),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["transformer", "convolution_under_autocast"])
+def test_training_steps_are_those_of_eager_execution(number: int) -> None:
+    model, x, autocast = models()[number]
+    eager, compiled = (copy.deepcopy(model).to("sim") for _ in range(2))
+    torch._inductor.metrics.reset()
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
+    for _ in range(2):
+        losses = []
+        for owner, step in ((eager, eager), (compiled, torch.compile(compiled, fullgraph=True))):
+            with torch.autocast("sim", torch.bfloat16, enabled=autocast):
+                loss = step(x.to("sim")).float().square().mean()
+            loss.backward()
+            torch.optim.SGD(owner.parameters(), lr=0.1).step()
+            owner.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], **tolerance)
+    assert torch._inductor.metrics.generated_kernel_count > 0
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], value, **tolerance)
+
+
+def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
+    with (
+        config.patch(cpp_wrapper=True),
+        pytest.raises(Exception, match="sim: the wrapper around the kernels is Python"),
+    ):
+        torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
+
+
+def test_host_tensors_are_compiled_as_before() -> None:
+    x = torch.randn(9, 12)
+    assert_compiled_equals_eager(lambda x: [x.sin() + 1, x.var(-1)], x)

@@ -1,0 +1,110 @@
+"""Inductor's view of the device: the kernels that it writes in C++ for the host serve ``sim`` tensors as they are.
+
+Importing this module loads Inductor; ``torch.sim`` does so only when Inductor looks its classes up.
+
+Note [Generated kernels]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Memory of the device is memory of the host and kernels run to their end before their launch returns (Note [Streams of an
+eager device]), so a generated kernel needs neither a stream nor a guard. What differs from the host is where results
+are allocated: on the device of the graph, with its index, whichever device is current.
+
+Note [C++ for more than the CPU]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+In two places Inductor takes the device type for the language that it generates, and any type that it does not know for
+one with Triton: whether loops may be reindexed after fusion, which C++ does not support, and which types intermediate
+values have. :func:`_generate_cpp` answers both for ``sim`` as for the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch._inductor import scheduler, utils
+from torch._inductor.codegen import common
+from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
+from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
+from torch._inductor.virtualized import V
+
+__all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
+
+Scheduling = CppScheduling
+
+
+class _Calls(PythonWrapperCodegen):
+    """The Python around the kernels: allocations and calls."""
+
+    def _generate_kernel_call_helper(
+        self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
+    ) -> None:
+        # For a type that it does not know, upstream refuses.
+        self.writeline(self.wrap_kernel_call(kernel_name, call_args))
+
+    def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
+        line: str = super().make_allocation(name, device, *args, **kwargs)
+        return line.replace(f"device='{device.type}'", f"device='{device}'")
+
+
+class SimWrapperCodegen(_Calls):
+    @staticmethod
+    def create(
+        is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, partition_signatures: Any = None
+    ) -> PythonWrapperCodegen:
+        if is_subgraph:
+            return _SubgraphCodegen(subgraph_name, parent_wrapper, partition_signatures)
+        return SimWrapperCodegen()
+
+
+class _SubgraphCodegen(_Calls, SubgraphPythonWrapperCodegen):
+    """The body of a branch or a loop."""
+
+
+class CppWrapperCodegen(PythonWrapperCodegen):
+    """Refuses; Inductor wants a C++ wrapper for each device."""
+
+    @staticmethod
+    def create(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "torch.compile on sim: the wrapper around the kernels is Python only; got "
+            "torch._inductor.config.cpp_wrapper=True, or ahead-of-time compilation. Use it on cpu, or leave it False."
+        )
+
+
+class _Lines(DeviceOpOverrides):
+    """Lines of generated Python."""
+
+    def import_get_raw_stream_as(self, name: str) -> str:
+        return f"def {name}(index):\n    return torch.sim.current_stream(index).stream_id\n"
+
+    def set_device(self, device_idx: int) -> str:
+        return f"torch.sim.set_device({device_idx})"
+
+    def synchronize(self) -> str:
+        return "torch.sim.synchronize()"
+
+    def device_guard(self, device_idx: int) -> str:
+        return f"torch.sim.device({device_idx})"
+
+
+def _generate_cpp() -> None:
+    """See Note [C++ for more than the CPU]."""
+    node: Any = scheduler.BaseSchedulerNode
+    is_cpu, current_backend = node.is_cpu, utils.get_current_backend
+
+    def is_cpu_or_sim(self: Any) -> bool:
+        device = self.get_device()
+        return is_cpu(self) or (device is not None and device.type == "sim")
+
+    def backend(device_type: str | None = None) -> str:
+        device_type = device_type or V.graph.get_current_device_or_throw().type
+        return current_backend("cpu" if device_type == "sim" else device_type)
+
+    node.is_cpu = is_cpu_or_sim
+    for module in (utils, common):
+        module.get_current_backend = backend  # type: ignore[attr-defined]
+
+
+register_device_op_overrides("sim", _Lines())
+_generate_cpp()
