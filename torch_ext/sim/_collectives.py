@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _native
+from torch_ext.sim import _flight_record, _native
 
 BACKEND = "simccl"
 _DEVICE = "sim"
@@ -36,6 +36,7 @@ def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[_DEVICE])
     _native.set_transport_factory(_make_transport)
+    _flight_record.install()
     _join_threaded_group()
     _pair_with_gloo()
     _lead_groups()
@@ -122,7 +123,7 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     if settings is not None:
         settings.global_ranks_in_group = options.global_ranks_in_group
         settings.group_name = options.group_id
-    return _native.ProcessGroupSimCCL(transport, timeout)
+    return _native.ProcessGroupSimCCL(transport, options.store, timeout)
 
 
 def _make_transport(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:

@@ -35,7 +35,7 @@ _LIBRARY = "_native.so"
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
 # Sources that include all of ATen, which autocast's macros and c10d's headers need; they run seldom enough not to be
 # optimised fully. Every other source is in the other unit, with what runs for each operator.
-_WIDE = frozenset({"autocast", "bindings", "reduction", "sim_work", "simccl"})
+_WIDE = frozenset({"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"})
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
 # Names a sanitizer of the compiler's (``address``, ``undefined``) to build with, into a cache entry of its own.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +103,68 @@ def test_time_limit_is_the_groups_or_what_wait_is_told() -> None:
     # The default group's limit is the one of all ranks that wait for rank 0 here.
     assert ranks.SHORT < ranks.GROUP_TIMEOUT
     ranks.run(2, _own_timeouts)
+
+
+# Works of rank 0 that cannot end, because rank 1 stays away.
+PENDING: dict[str, Callable[[], Any]] = {
+    "recv": lambda: dist.irecv(_x(), 1),
+    "recv from any": lambda: dist.irecv(_x()),
+    "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, _x(), 1), dist.P2POp(dist.irecv, _x(), 1)])[0],
+    "all_reduce": lambda: dist.all_reduce(_x(), async_op=True),
+    "reduce_scatter": lambda: dist.reduce_scatter(_x(), [_x(), _x()], async_op=True),
+    "all_to_all": lambda: dist.all_to_all([_x(), _x()], [_x(), _x()], async_op=True),
+}
+
+
+def _abort(rank: int, world_size: int, name: str) -> None:
+    if rank == 0:
+        work, group = PENDING[name](), c10d._get_default_group()
+        waiter = _Waiter(work)
+        waiter.start_and_block()
+        group.abort()
+        waiter.join()
+        assert isinstance(waiter.error, RuntimeError) and "was aborted" in str(waiter.error), waiter.error
+        assert work.is_completed() and not work.is_success()
+        with pytest.raises(RuntimeError, match="was aborted"):
+            work.get_future().wait()
+        with pytest.raises(RuntimeError, match="Make a new one"):
+            dist.all_reduce(_x())
+        del work, group, waiter
+        store = _store()
+        dist.destroy_process_group()
+        gc.collect()  # the group goes, and does not wait for what was given up
+        store.set("seen", "yes")
+    else:
+        _store().wait(["seen"])
+    ranks.leave()
+
+
+class _Waiter(threading.Thread):
+    """Waits for a work and keeps the error that this ends with."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.work, self.error = work, None
+
+    def start_and_block(self) -> None:
+        """Return when the thread sleeps inside ``wait``, or is about to."""
+        self.begun = threading.Event()
+        self.start()
+        self.begun.wait()
+        while Path(f"/proc/self/task/{self.native_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            pass
+
+    def run(self) -> None:
+        self.begun.set()
+        try:
+            self.work.wait()
+        except BaseException as error:
+            self.error = error
+        del self.work
+
+
+@pytest.mark.parametrize("name", PENDING)
+def test_abort_ends_what_is_pending(name: str) -> None:
+    # A time limit beyond the tests' deadline: nothing but the abort can end the wait.
+    assert timedelta(seconds=ranks.DEADLINE_S) < timedelta(hours=1)
+    ranks.run(2, _abort, name, timeout=timedelta(hours=1))

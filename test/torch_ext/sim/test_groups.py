@@ -1,10 +1,9 @@
-"""Groups of ``simccl``: which backends they get, how they split, count, record, call back, and serve threads."""
+"""Groups of ``simccl``: which backends they get, how they split, count, call back, and serve threads."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -90,10 +89,29 @@ def _check_split_of_some(rank: int, world_size: int) -> None:
     dist.barrier()  # on the bound device, which nobody named
 
 
+def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)  # ranks 2 and 3 never hear of it
+
+    def total(ranks: list[list[int]], parent: dist.ProcessGroup | None = None) -> float:
+        group = dist.split_group(parent, split_ranks=ranks)
+        x = torch.full((1,), float(rank), device="sim")
+        if group is not None:
+            dist.all_reduce(x, group=group)
+        return x.item()
+
+    assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
+    assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
+    assert total([[0, 3]]) == (3 if rank in (0, 3) else rank)
+    assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # of a part of the one before, and of the rest of it
+    whole = dist.split_group(split_ranks=[[0, 1, 2, 3]])
+    assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
+
+
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="torch 2.11 asks every group that it splits for its CUDA backend"
 )
-@pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some])
+@pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some, _check_split_after_unlike_histories])
 def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
     # Torch splits device-bound groups only.
     ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))
@@ -176,7 +194,7 @@ def test_object_collectives_on_both_kinds_of_group() -> None:
     ranks.run(3, _check_objects)
 
 
-# --- counting, recording, calling back ---
+# --- counting, calling back ---
 
 
 def _check_sequence(rank: int, world_size: int) -> None:
@@ -206,22 +224,6 @@ def test_sequence_numbers_count_collectives_alone() -> None:
     ranks.run(3, _check_sequence)
 
 
-def _check_flight_recorder(rank: int, world_size: int) -> None:
-    dist.all_reduce(torch.ones(3, device="sim"))
-    pair = dist.new_group([0, 1])
-    dist.broadcast(torch.ones(5, device="sim"), 0, group=pair)
-    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
-    seen = [(e["profiling_name"].partition(":")[2], e["input_sizes"], e["process_group"][0]) for e in entries]
-    assert ("all_reduce", [[3]], c10d._get_default_group().group_name) in seen, seen
-    assert ("broadcast", [[5]], pair.group_name) in seen, seen
-
-
-def test_flight_recorder_sees_collectives_under_their_groups_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
-    ranks.run(2, _check_flight_recorder)
-
-
 def _check_hook(rank: int, world_size: int) -> None:
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq)))
@@ -237,6 +239,8 @@ def _check_hook(rank: int, world_size: int) -> None:
     dist.irecv(x.clone(), 1 - rank)
     group._wait_for_pending_works()  # nobody waited for these three, two of which complete only when waited for
     assert len(seen) == 5
+    dist.reduce_scatter(x[:1].clone(), list(x.chunk(world_size)))  # as many transfers as ranks, and one collective
+    assert len(seen) == 6 and seen[-1][0].name == "REDUCE_SCATTER"
 
 
 def test_completion_hook_is_called_once_for_each_work_waited_for_or_not() -> None:

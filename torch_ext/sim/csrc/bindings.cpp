@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
+#include "flight_record.h"
 #include "generator.h"
 #include "hooks.h"
 #include "host_allocator.h"
@@ -32,6 +33,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("set_poison", &set_poison);
   m.def("sleep", &sleep);
   bind_simccl(m);
+  bind_flight_record(m);
 }
 
 } // namespace torch_ext::sim

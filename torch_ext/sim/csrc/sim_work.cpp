@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <set>
+#include <stdexcept>
 #include <thread>
 
 namespace torch_ext::sim {
@@ -24,15 +25,20 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
 } // namespace
 
 SimWork::SimWork(
-    c10d::OpType kind, int rank, std::vector<WorkPtr> transport, std::vector<at::Tensor> outputs,
+    c10d::OpType kind, const char* name, int rank, std::vector<WorkPtr> transport, std::vector<at::Tensor> outputs,
     std::function<void()> finish, uint64_t sequence)
     : c10d::Work(rank, kind),
+      name_(name),
       transport_(std::move(transport)),
       outputs_(std::move(outputs)),
       finish_(std::move(finish)),
       future_(c10::make_intrusive<c10::ivalue::Future>(
           c10::ListType::create(c10::TensorType::get()), devices_of(outputs_))),
       sequence_(sequence) {}
+
+std::exception_ptr SimWork::error(const std::string& what) const {
+  return std::make_exception_ptr(std::runtime_error(c10::str("simccl on rank ", rank_, ": ", name_, " ", what)));
+}
 
 void SimWork::track() {
   tracked_ = true;
@@ -77,35 +83,36 @@ void SimWork::complete(const std::exception_ptr& error) {
     } else {
       future_->markCompleted(c10::IValue(outputs_));
     }
+    over_.set_value();
   });
 }
 
-bool SimWork::wait_for_transport(std::chrono::milliseconds timeout) {
-  bool done = true;
+void SimWork::finish_transport(std::chrono::milliseconds timeout) {
   try {
     for (const auto& work : transport_) {
-      done = work->wait(timeout) && done;
+      if (!work->wait(timeout)) {
+        complete(error("was aborted."));
+        return;
+      }
     }
+    complete(nullptr);
   } catch (...) {
     complete(std::current_exception());
-    throw;
   }
-  return done;
 }
 
 bool SimWork::wait(std::chrono::milliseconds timeout) {
-  bool done = true;
-  if (tracked_) {
-    done = wait_for_transport(timeout);
-  } else {
+  if (!tracked_) {
     std::unique_lock<std::mutex> lock(transport_mutex_);
     if (!watched_ && !future_->completed()) {
-      done = wait_for_transport(timeout);
-      complete(nullptr);
+      finish_transport(timeout);
     }
   }
+  if (timeout != kNoTimeout && is_over_.wait_for(timeout) == std::future_status::timeout) {
+    complete(error(c10::str("timed out: it was not over ", timeout.count(), " ms after somebody began to wait for it.")));
+  }
   future_->waitAndThrow();
-  return done;
+  return true;
 }
 
 void SimWork::watch() {
@@ -115,14 +122,7 @@ void SimWork::watch() {
   }
   watched_ = true;
   auto self = c10::intrusive_ptr<SimWork>::reclaim_copy(this);
-  std::thread([self] {
-    try {
-      self->wait_for_transport(kNoTimeout);
-      self->complete(nullptr);
-    } catch (...) {
-      self->complete(std::current_exception());
-    }
-  }).detach();
+  std::thread([self] { self->finish_transport(kNoTimeout); }).detach();
 }
 
 bool SimWork::isCompleted() {
@@ -143,8 +143,16 @@ int SimWork::sourceRank() const {
 }
 
 void SimWork::abort() {
+  if (future_->completed()) {
+    return;
+  }
+  complete(error("was aborted."));
   for (const auto& work : transport_) {
-    work->abort();
+    try {
+      work->abort();
+    } catch (const c10::Error&) {
+      // The transport's collectives cannot be aborted: see Note [Aborting].
+    }
   }
 }
 

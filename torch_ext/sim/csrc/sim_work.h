@@ -6,6 +6,11 @@
 // no thread of gloo's: they complete when somebody waits, so a watcher thread is started when the future or the state of
 // one is asked for, and not before. `wait` blocks the calling thread, which for a device that runs eagerly is the same
 // as blocking its current stream.
+//
+// Note [Aborting]
+// `abort` fails a work that is not over with a RuntimeError, for whoever waits for it and for its future. A transfer
+// between two ranks is really given up. A collective that the transport has begun cannot be: the transport goes on
+// with it until its time limit, on memory that its works keep alive, and nobody listens.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -13,7 +18,9 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace torch_ext::sim {
@@ -23,9 +30,10 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class SimWork : public c10d::Work {
  public:
-  // outputs: the device tensors that hold the result. finish: runs once, when every transport work has succeeded.
+  // name: for messages. outputs: the device tensors that hold the result. finish: runs once, when every transport work
+  // has succeeded.
   SimWork(
-      c10d::OpType kind, int rank, std::vector<WorkPtr> transport, std::vector<at::Tensor> outputs,
+      c10d::OpType kind, const char* name, int rank, std::vector<WorkPtr> transport, std::vector<at::Tensor> outputs,
       std::function<void()> finish, uint64_t sequence);
   ~SimWork() override = default;
 
@@ -50,10 +58,13 @@ class SimWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
  private:
-  bool wait_for_transport(std::chrono::milliseconds timeout);
+  // Of an untracked work: waits for the transport and completes. Raises nothing; the future tells.
+  void finish_transport(std::chrono::milliseconds timeout);
   void watch();
   void complete(const std::exception_ptr& error);
+  std::exception_ptr error(const std::string& what) const;
 
+  const char* name_;
   std::vector<WorkPtr> transport_;
   std::vector<at::Tensor> outputs_;
   std::function<void()> finish_;
@@ -65,6 +76,8 @@ class SimWork : public c10d::Work {
   bool watched_ = false;       // a watcher thread does
   std::mutex transport_mutex_; // held by the one thread that waits for an untracked transport
   std::once_flag completed_once_;
+  std::promise<void> over_; // the future has no wait with a time limit
+  std::shared_future<void> is_over_ = over_.get_future().share();
 };
 
 } // namespace torch_ext::sim

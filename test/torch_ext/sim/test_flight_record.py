@@ -1,0 +1,145 @@
+"""Torch's flight recorder shows the operations of ``simccl`` that a program called, one entry each."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional  # here, so that ranks need not load it
+from torch.distributed import distributed_c10d as c10d
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+from torch_ext.sim import _native
+from torch_ext.sim._flight_record import RecordedOperation, translate
+
+# Torch's own notes on calls that newer releases spell otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+Entry = dict[str, Any]
+
+
+def _x(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, device="sim")
+
+
+def _world() -> dist.ProcessGroup:
+    return c10d._get_default_group()
+
+
+def _entries() -> list[Entry]:
+    """What the recorder holds, by either of its functions."""
+    native = torch._C._distributed_c10d
+    as_json = json.loads(native._dump_fr_trace_json()).get("entries", [])
+    pickled = pickle.loads(native._dump_fr_trace()).get("entries", [])
+    for name in ("profiling_name", "collective_seq_id", "input_sizes", "output_dtypes"):
+        assert [entry[name] for entry in as_json] == [entry[name] for entry in pickled], name
+    return list(as_json)
+
+
+# By entry: a call of one of two ranks, its name, and the sizes of what it reads and writes on rank 0.
+CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]]] = [
+    (lambda rank: dist.all_reduce(_x(3)), "all_reduce", [[3]], [[3]]),
+    (lambda rank: dist.reduce(_x(3), 1), "reduce", [[3]], [[3]]),
+    (lambda rank: dist.broadcast(_x(2, 2), 0), "broadcast", [[2, 2]], [[2, 2]]),
+    (lambda rank: dist.all_gather([_x(3), _x(3)], _x(3)), "all_gather", [[3]], [[3], [3]]),
+    (lambda rank: dist.all_gather([_x(1), _x(2)], _x(rank + 1)), "all_gather", [[1]], [[1], [2]]),
+    (lambda rank: dist.all_gather_into_tensor(_x(6), _x(3)), "_all_gather_base", [[3]], [[6]]),
+    (lambda rank: dist.reduce_scatter_tensor(_x(2), _x(4)), "_reduce_scatter_base", [[4]], [[2]]),
+    (lambda rank: dist.reduce_scatter(_x(2), [_x(2), _x(2)]), "reduce_scatter", [[2], [2]], [[2]]),
+    (lambda rank: dist.all_to_all_single(_x(4), _x(4)), "all_to_all", [[4]], [[4]]),
+    (lambda rank: dist.all_to_all([_x(3), _x(3)], [_x(3), _x(3)]), "all_to_all", [[3], [3]], [[3], [3]]),
+    (lambda rank: dist.gather(_x(1), [_x(1), _x(1)] if rank == 0 else None), "gather", [[1]], [[1], [1]]),
+    (lambda rank: dist.scatter(_x(1), [_x(1), _x(1)] if rank == 0 else None), "scatter", [[1], [1]], [[1]]),
+    (lambda rank: dist.barrier(dist.group.WORLD), "barrier", [], []),
+    (lambda rank: dist.all_reduce_coalesced([_x(3), _x(2)]), "allreduce_coalesced", [[3], [2]], [[3], [2]]),
+    (
+        lambda rank: list(functional.all_gather_into_tensor_coalesced([_x(1), _x(2)], _world())),
+        "all_gather_into_tensor_coalesced", [[1], [2]], [[2], [4]],
+    ),
+    (
+        lambda rank: list(functional.reduce_scatter_tensor_coalesced([_x(2), _x(4)], "sum", [0, 0], _world())),
+        "reduce_scatter_tensor_coalesced", [[2], [4]], [[1], [2]],
+    ),
+]  # fmt: skip
+
+
+def _check_every_collective(rank: int, world_size: int) -> None:
+    for call, *_ in CALLS:
+        call(rank)
+    entries = [entry for entry in _entries() if entry["profiling_name"].startswith("simccl:")]
+    assert [entry["profiling_name"] for entry in entries] == [f"simccl:{name}" for _, name, *_ in CALLS]
+    assert [entry["collective_seq_id"] for entry in entries] == [n + 1 for n in range(len(CALLS))]
+    deadline = time.monotonic() + 20
+    while not all(entry["retired"] for entry in _entries()):  # the transport says so just after it woke who waited
+        assert time.monotonic() < deadline
+    assert {tuple(entry["process_group"]) for entry in entries} == {(_world().group_name, "default_pg, sim")}
+    if rank == 0:
+        for (_, name, inputs, outputs), entry in zip(CALLS, entries, strict=True):
+            assert (entry["input_sizes"], entry["output_sizes"]) == (inputs, outputs), name
+            assert entry["input_dtypes"] == ["Float"] * len(inputs)
+
+
+def test_every_collective_has_one_entry_of_its_own() -> None:
+    ranks.run(2, _check_every_collective, backend="simccl")
+
+
+def _check_groups_apart(rank: int, world_size: int) -> None:
+    groups = [dist.new_group(backend="simccl", group_desc=desc) for desc in ("ring", None)]
+    dist.all_reduce(_x(3), group=groups[0])
+    dist.broadcast(_x(5), 0, group=groups[1])
+    dist.all_reduce(torch.ones(7))
+    dist.all_reduce(_x(1))
+    seen = {(e["profiling_name"], *e["process_group"], *e["input_sizes"][0]) for e in _entries() if e["input_sizes"]}
+    name = _world().group_name
+    assert {
+        ("simccl:all_reduce", groups[0].group_name, "ring, sim", 3),
+        ("simccl:broadcast", groups[1].group_name, "sim", 5),
+        ("gloo:all_reduce", name, "default_pg", 7),
+        ("simccl:all_reduce", name, "default_pg, sim", 1),
+    } <= seen, seen
+
+
+def test_entries_tell_groups_and_their_backends_apart() -> None:
+    ranks.run(2, _check_groups_apart)
+
+
+def _check_capacity(rank: int, world_size: int, kept: int) -> None:
+    for _ in range(5):
+        dist.all_reduce(_x(1))
+    assert [operation["sequence"] for operation in _native.recorded_operations()] == [5 - n for n in range(kept)][::-1]
+    assert len(_entries()) == kept
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_no_more_is_kept_than_by_the_recorder(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(size))
+    ranks.run(1, _check_capacity, size)
+
+
+def _entry(transport: str, number: int, *, retired: bool) -> Entry:
+    return {"process_group": ["0", transport], "op_id": number, "profiling_name": "gloo:reduce", "retired": retired}
+
+
+def test_an_operation_is_over_when_all_its_transfers_are() -> None:
+    # simccl/0 carried two operations, of two transfers and of one; another transport has the same numbers.
+    operations = [
+        RecordedOperation(transport, first, last, name, "0", "undefined", 4, [], [], [], [])
+        for transport, first, last, name in (("simccl/0", 1, 2, "a"), ("simccl/0", 3, 3, "b"), ("simccl/1", 1, 2, "c"))
+    ]
+    entries = [
+        _entry("simccl/0", 1, retired=True),
+        _entry("simccl/1", 1, retired=True),
+        _entry("default_pg", 1, retired=False),
+        _entry("simccl/1", 2, retired=True),
+        _entry("simccl/0", 2, retired=False),
+        _entry("simccl/0", 3, retired=True),
+    ]
+    shown = [(entry["profiling_name"], entry["retired"]) for entry in translate(entries, operations)]
+    assert shown == [("simccl:a", False), ("simccl:c", True), ("gloo:reduce", False), ("simccl:b", True)]

@@ -1,0 +1,46 @@
+// What the flight recorder's entries of a transport stand for.
+//
+// Note [Flight records]
+// Torch's recorder takes entries from torch's own backends alone. What it has of `simccl` are the transport's transfers:
+// an all_reduce where the program called reduce_scatter_tensor, or several of them for one call. Here is written down
+// which operation each of them belongs to; _flight_record.py puts the two together when the recorder is read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_ext::sim {
+
+struct Shape {
+  std::vector<int64_t> sizes;
+  at::ScalarType type;
+};
+
+std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors);
+
+struct RecordedOperation {
+  std::string transport; // what the transport calls itself in entries: see next_transport_name
+  uint64_t first;        // its transfers, first and last, by the transport's count
+  uint64_t last;
+  std::string name;
+  std::string group;
+  std::string description; // of the group
+  uint64_t sequence;       // of the operation in its group
+  std::vector<Shape> inputs;
+  std::vector<Shape> outputs;
+};
+
+// A name for a transport, unlike that of any other in this process, which stands in its entries for the description of
+// its group. Groups' own names come again when a default group is made anew.
+std::string next_transport_name();
+
+// Keeps as many of the latest operations as the recorder keeps entries. Safe to call from any thread.
+void record_operation(RecordedOperation operation);
+
+void bind_flight_record(pybind11::module_& m);
+
+} // namespace torch_ext::sim
