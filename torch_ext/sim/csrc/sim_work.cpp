@@ -156,6 +156,14 @@ void SimWork::abort() {
   }
 }
 
+void SimWork::release_resources() {
+  transport_.clear();
+  outputs_.clear();
+  finish_ = nullptr;
+  hook_ = nullptr;
+  future_.reset();
+}
+
 FuturePtr SimWork::getFuture() {
   watch();
   return future_;

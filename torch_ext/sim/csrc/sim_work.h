@@ -56,6 +56,8 @@ class SimWork : public c10d::Work {
   void abort() override;
   FuturePtr getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
+  // A weak pointer, such as the launcher's, keeps the object: what it holds is let go of with the last owner.
+  void release_resources() override;
 
  private:
   // Of an untracked work: waits for the transport and completes. Raises nothing; the future tells.
