@@ -1,3 +1,5 @@
+#include <Python.h>
+
 #include "launcher.h"
 
 #include "flight_record.h"
@@ -13,6 +15,12 @@ Launcher::~Launcher() {
   if (aborted_) {
     // The transport's destructor waits for its collectives, which cannot be stopped and may have lost their peers.
     transport_.release();
+  } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+    // The transport's destructor joins its threads, which may be letting go of the last tensor of a work: that of a
+    // tensor known to Python takes the GIL.
+    PyThreadState* state = PyEval_SaveThread();
+    transport_.reset();
+    PyEval_RestoreThread(state);
   }
 }
 
