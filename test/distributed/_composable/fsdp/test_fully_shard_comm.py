@@ -166,7 +166,8 @@ class TestFullyShardCollectiveOps(CommTest):
             self.step(model)
         used = param_dtype or torch.float32
         self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
-        self.assertEqual(computed, [used] * 3)
+        # Torch 2.15 may convert them before they are handed to the reduction.
+        self.assertIn(computed, ([used] * 3, [reduce_dtype or used] * 3))
         self.assertEqual(reduced, [(numel, reduce_dtype or used) for numel in (12, 60, 4)])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
