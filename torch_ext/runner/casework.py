@@ -19,6 +19,7 @@ from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os
 from torch_ext.world.parent import read_stacks
 from torch_ext.world.rank import STACK_SIGNAL
+from torch_ext.world.render import end_of_output
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.wire import ChannelClosedError, channel_pair, close_all
 
@@ -27,7 +28,6 @@ __all__ = ["CaseRunner", "Zygotes"]
 # How much longer than its own limit a test's parent half may take before it is taken to hang itself, and how long
 # setUpClass may take, in seconds.
 _MARGIN_S, _SET_UP_S = 30.0, 300.0
-_OUTPUT_LINES = 20
 
 
 class Zygotes(Protocol):
@@ -101,7 +101,9 @@ class CaseRunner:
         if running:
             self._left.remove(running)
             self._report(
-                self._name(running), Status.FAILED, message=case.with_output(f"The parent half of the test {how}.")
+                self._name(running),
+                Status.FAILED,
+                message=case.with_output(f"The parent half of the test {how}.", died=True),
             )
             if case.lost_zygote:
                 self._zygotes.drop(self._batch.file)
@@ -109,7 +111,7 @@ class CaseRunner:
             self._report(
                 TestName(self._batch.file.name, self._batch.cls),
                 Status.FAILED,
-                message=case.with_output(f"The process that runs the class {how} between two tests."),
+                message=case.with_output(f"The process that runs the class {how} between two tests.", died=True),
             )
             self._class_is_over = True
 
@@ -238,12 +240,12 @@ class _Case:
         self._read_to += len(text)
         return text.decode(errors="replace")
 
-    def with_output(self, message: str) -> str:
+    def with_output(self, message: str, *, died: bool = False) -> str:
         """Add the end of what the process printed since the last test."""
-        lines = [line for line in self._new_output().rstrip().splitlines() if line.strip()][-_OUTPUT_LINES:]
+        lines = end_of_output(self._new_output(), died=died)
         if not lines:
             return message
-        return "\n".join([message, "", "Output of the parent half:", *(f"    {line}" for line in lines)])
+        return "\n".join([message, "", "Output of the parent half:", *(f"    {line}".rstrip() for line in lines)])
 
     def announcements(self) -> tuple[str, ...]:
         """Return what the harness itself said to the user since the last test."""

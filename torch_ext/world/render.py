@@ -10,18 +10,18 @@ from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.verdict import Verdict
 
-__all__ = ["render"]
+__all__ = ["end_of_output", "render"]
 
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
 # In faulthandler's dumps, the same every time: the thread that listens to the parent half, the frames from where a
-# rank's body was called outwards, and the list of extension modules.
+# rank's body or a class of tests was called outwards, and the list of extension modules.
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 _FRAMES_OF_HARNESS = re.compile(
     rf'^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?  File "[^"]*/world/rank\.py", line \d+ in _listen\n(?:{_FRAME})*\n?'
     r'|^  File "[^"]*/testing/_internal/(?:_distributed/\w+|_fsdp/cases|hypothesis_utils)\.py", line \d+ in '
     r"(?:wrapper|run_test|_run|run_rank|serve|in_rank|_receipt_of_body)\n"
-    rf'|^  File "[^"]*/world/rank\.py", line \d+ in _body\n(?:{_FRAME})*'
+    rf'|^  File "[^"]*/(?:world/rank\.py", line \d+ in _body|runner/case\.py", line \d+ in main)\n(?:{_FRAME})*'
     r"|^Extension modules: .*\n?",
     re.MULTILINE,
 )
@@ -77,15 +77,22 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
 
 
 def _output(outcome: Outcome) -> str:
-    lines = trim_stacks(outcome.output).rstrip().splitlines()
-    # Of a process that died, what it printed is all there is, and the cause stands above the stacks.
-    most = 3 * _OUTPUT_LINES if outcome.ending is Ending.KILLED else _OUTPUT_LINES
+    return "\n".join(end_of_output(outcome.output, died=outcome.ending is Ending.KILLED))
+
+
+def end_of_output(text: str, *, died: bool) -> list[str]:
+    """Return the last lines of what a process printed, and before them how many there were more.
+
+    Of a process that ``died`` that is all there is to go by, and the cause stands above the stacks: it gets more lines.
+    """
+    lines = trim_stacks(text).rstrip().splitlines()
+    most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
     cut = [f"... {len(lines) - most} lines before these"] if len(lines) > most else []
-    return "\n".join(cut + lines[-most:])
+    return cut + lines[-most:]
 
 
 def trim_stacks(text: str) -> str:
-    """Leave out of faulthandler's dumps the frames between the start of the process and the rank's body."""
+    """Leave out of faulthandler's dumps the frames between the start of the process and the test."""
     return _FRAMES_OF_HARNESS.sub("", text)
 
 

@@ -157,6 +157,10 @@ class TestThreaded(MultiThreadedTestCase):
     def test_c_good(self):
         self.check()
 
+    def test_d_death(self):
+        inject("sigsegv", rank=self.rank, at=1)
+        self.check()
+
     @with_timeout(3)
     def test_f_hang(self):
         inject("hang", rank=self.rank, at=0)
@@ -202,7 +206,7 @@ def test_empty_rank_imports_nothing(run: Run, suite: Suite) -> None:
 def test_shared_ranks_survive_a_failure_a_death_and_a_hang(run: Run, cls: str) -> None:
     endings = dict(of(run, cls))
     assert {name for name, status in endings.items() if status == "passed"} == {n for n in endings if "good" in n}, run
-    assert len(endings) == {"TestContinuous": 7, "TestThreaded": 5}[cls]
+    assert len(endings) == {"TestContinuous": 7, "TestThreaded": 6}[cls]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +216,20 @@ def test_shared_ranks_survive_a_failure_a_death_and_a_hang(run: Run, cls: str) -
         ("TestContinuous::test_d_death", "rank 1 of 2 was killed by SIGKILL"),
         ("TestContinuous::test_f_hang", "rank 0 of 2 timed out"),
         ("TestThreaded::test_b_failure", "rank 1 of 2 failed with ValueError: injected"),
+        ("TestThreaded::test_d_death", "The parent half of the test was killed by SIGSEGV."),
         ("TestThreaded::test_f_hang", "rank 0 of 2 timed out"),
     ],
 )
 def test_shared_ranks_name_the_culprit(run: Run, name: str, words: str) -> None:
     block = run.out.partition(f"FAILED test_suite.py::{name}")[2]
     assert block.partition("\n")[2].lstrip().startswith(words), run
+
+
+def test_crash_of_the_parent_half_shows_where_and_nothing_of_the_harness(run: Run) -> None:
+    block = run.out.partition("FAILED test_suite.py::TestThreaded::test_d_death")[2].partition("\nrerun: ")[0]
+    assert "    Fatal Python error: Segmentation fault\n" in block
+    assert "in _sigsegv\n" in block
+    assert not re.search("Extension modules|/runner/case|/world/zygote", block), block
 
 
 @pytest.fixture(scope="module")
