@@ -28,6 +28,7 @@ __all__ = [
     "complete_threaded_world",
     "find_free_port",
     "keep_upstream",
+    "prepare_for_threads",
     "upstream_module",
 ]
 
@@ -68,3 +69,15 @@ def complete_threaded_world() -> None:
     world = importlib.import_module(_THREADED).ThreadLocalWorld
     if not hasattr(world, "comms"):
         world.comms = property(lambda _: [])  # such groups have none
+
+
+def prepare_for_threads() -> None:
+    """Let what torch's fake tensors exchange for the whole process be exchanged before there are threads.
+
+    Without a GPU every fake mode puts a guard that does nothing in the place of CUDA's; two that do so at the same time
+    end the process (seen with a build for CUDA of torch 2.11).
+    """
+    torch = importlib.import_module("torch")
+    exchange = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if exchange is not None and not torch.cuda.is_available():
+        exchange()

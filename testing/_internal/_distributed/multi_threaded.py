@@ -21,6 +21,7 @@ from torch_ext.compat.testing import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
     complete_threaded_world,
+    prepare_for_threads,
 )
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
@@ -57,6 +58,7 @@ def _run_rank(
 
 
 def _start(world_size: int, target: Callable[[int], None]) -> list[threading.Thread]:
+    prepare_for_threads()
     # Daemons: a rank that hangs for ever must not keep the process from ending.
     threads = [
         threading.Thread(target=target, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
