@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -114,25 +115,22 @@ def test_failed_build_reports_the_compiler_and_leaves_nothing(
 
 
 def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = tmp_path / "started"
-    os.mkfifo(gate)
-    slow = _compiler(
-        tmp_path,
-        f"[ -e {tmp_path}/go ] || echo x > {gate}; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; "
-        'echo made > "$out"',
-    )
+    started, go = tmp_path / "started", tmp_path / "go"
+    wait = f'touch {started}; while [ -d {tmp_path} ] && [ ! -e {go} ]; do sleep 0.1; done; echo made > "$out"'
+    slow = _compiler(tmp_path, wait)
     monkeypatch.setenv("CXX", str(slow))
     code = f"import sys; sys.path.insert(0, {str(Path(build.__file__).parent)!r}); import build; build.ensure_built()"
     victim = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    gate.read_text()  # a compiler of the victim is running, so the victim holds the lock
+    deadline = time.monotonic() + 120
+    while not started.exists():  # once a compiler of the victim runs, the victim holds the lock
+        assert victim.poll() is None and time.monotonic() < deadline, "the build to be killed has not begun"
+        time.sleep(0.05)
     family = next(cache.glob("sim/*"))
     with open(family / ".lock") as handle, pytest.raises(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.killpg(victim.pid, signal.SIGKILL)  # the session is the victim's own
     victim.wait()
     assert list(family.glob(".building-*"))
-    (tmp_path / "go").touch()
-    # Ninja gives its jobs groups of their own, so the victim's compilers live; those that wait for a reader end now.
-    os.close(os.open(gate, os.O_RDONLY | os.O_NONBLOCK))
+    go.touch()  # also for the victim's compilers, which live: Ninja gives its jobs groups of their own
     library = build.ensure_built()
     assert library.read_text() == "made\n" and not list(family.glob(".building-*"))

@@ -21,7 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
 import torch_ext.sim  # noqa: F401 - registers the device
-from test.torch_ext.sim.op_differences import (
+from test.torch_ext.sim.one_process.op_differences import (
     GPU_ONLY,
     HOST_ARGUMENTS,
     RANDOM,

@@ -1,0 +1,129 @@
+"""Training on a device equals training on the host: modules, autocast, checkpointing, compiling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM = torch.get_device_module("sim")
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.attention = nn.TransformerEncoderLayer(36, 2, 16, dropout=0.0, batch_first=True)
+        self.recurrent, self.gated = nn.LSTM(36, 5, batch_first=True), nn.GRU(5, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.norm(self.convolution(x)).relu().flatten(2)
+        hidden, _ = self.recurrent(self.attention(features))
+        out, _ = self.gated(hidden)
+        return out.square().mean()
+
+
+def _train(device: str) -> list[float]:
+    torch.manual_seed(0)
+    net = _Net().to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        optimizer.zero_grad()
+        loss = net(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_step_equals_the_host() -> None:
+    # The fused cells associate their sums otherwise than the host's, hence not exact; float32 noise over four steps.
+    assert _train("sim") == pytest.approx(_train("cpu"), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_follows_the_policies_and_the_scaler_steps(dtype: torch.dtype) -> None:
+    net = nn.Linear(4, 4).to("sim")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("sim", init_scale=128.0)
+    x = torch.ones(2, 4, device="sim")
+    with torch.autocast("sim", dtype=dtype):
+        y = net(x)
+        assert y.dtype == dtype and torch.softmax(y, -1).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            nn.functional.binary_cross_entropy(torch.sigmoid(y.float()), torch.ones_like(y).float())
+        loss = y.float().sum()
+    before = net.weight.detach().clone()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.allclose(before - net.weight, torch.full_like(before, 0.2), atol=1e-3)  # the gradient is 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("of_input", "of_weight", "of_statistics"),
+    [
+        (torch.float16, torch.float16, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+        (torch.float32, torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+)
+def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(
+    of_input: torch.dtype, of_weight: torch.dtype, of_statistics: torch.dtype, training: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 3, 5), torch.rand(3) + 0.5, torch.rand(3)
+
+    def run(device: str, *types: torch.dtype) -> list[torch.Tensor]:
+        leaves = [one.to(device, kind).requires_grad_() for one, kind in zip((x, weight, bias), types, strict=False)]
+        mean, variance = torch.zeros(3, device=device, dtype=types[3]), torch.ones(3, device=device, dtype=types[3])
+        y = nn.functional.batch_norm(leaves[0], mean, variance, *leaves[1:], training=training)
+        return [y, *torch.autograd.grad(y.square().sum(), leaves), mean, variance]
+
+    expected = run("cpu", *[torch.float32] * 4)
+    got = run("sim", of_input, of_weight, of_weight, of_statistics)
+    wanted = [of_input, of_input, of_weight, of_weight, of_statistics, of_statistics]
+    assert [one.dtype for one in got] == wanted
+    for one, other in zip(got, expected, strict=True):
+        # bfloat16 keeps eight bits; gradients of the weight are sums of twenty products.
+        torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=6e-2)
+
+
+def test_batch_norm_refuses_the_mixture_that_gpus_refuse() -> None:
+    x, half = torch.randn(4, 3, device="sim"), torch.ones(3, device="sim", dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        nn.functional.batch_norm(x, None, None, half, half, training=True)
+
+
+def test_checkpointing_replays_device_random_numbers() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(32, device="sim", requires_grad=True)
+    for reentrant in (True, False):
+        SIM.manual_seed(3)
+        out = checkpoint(lambda t: nn.functional.dropout(t, 0.5) * t, x, use_reentrant=reentrant)
+        (grad,) = torch.autograd.grad(out.sum(), x) if not reentrant else (_grad_of(out, x),)
+        assert torch.equal(grad, 2 * out.detach())
+
+
+def _grad_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x.grad = None
+    out.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_matches_eager(backend: str) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).relu().sum()
+
+    x = torch.randn(8, device="sim", requires_grad=True)
+    expected = torch.autograd.grad(step(x), x)[0]
+    got = torch.autograd.grad(torch.compile(step, backend=backend, fullgraph=True)(x), x)[0]
+    assert torch.equal(expected, got) and got.device == x.device

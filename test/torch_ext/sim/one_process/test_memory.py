@@ -1,0 +1,53 @@
+"""Memory is counted for each device, limited, and poisoned where that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM = torch.get_device_module("sim")
+
+
+def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
+    SIM.reset_peak_memory_stats("sim:3")
+    before = SIM.memory_allocated("sim:3")
+    x = torch.ones(1, device="sim:3")
+    assert SIM.memory_allocated("sim:3") == before + 512 == torch.accelerator.memory_allocated(3)
+    y = torch.softmax(torch.ones(256, 4, device="sim:3"), -1)  # the input is temporary, the result stays
+    assert SIM.memory_allocated("sim:3") == before + 512 + 4096
+    assert SIM.max_memory_allocated("sim:3") >= before + 512 + 2 * 4096
+    del x, y
+    assert SIM.memory_allocated("sim:3") == before
+
+
+def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
+    _, total = SIM.mem_get_info("sim:2")
+    SIM.empty_cache()
+    SIM.set_memory_limit(1 << 20, "sim:2")
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory.*sim:2"):
+            torch.empty(1 << 20, device="sim:2")
+        base = torch.zeros(100_000, device="sim:2")
+        with pytest.raises(torch.OutOfMemoryError):
+            base.exp().add(base.exp()).add(base.exp())  # a kernel's own result runs out, not a factory
+        assert torch.ones(3, device="sim:2").sum().item() == 3
+    finally:
+        SIM.set_memory_limit(total, "sim:2")
+
+
+def test_poison_shows_unset_and_freed_memory() -> None:
+    SIM.set_poison(True)
+    try:
+        assert torch.empty(100, device="sim").isnan().all().item()
+        assert (torch.empty(100, device="sim", dtype=torch.int32) == -1).all().item()
+    finally:
+        SIM.set_poison(False)
+
+
+def test_pinned_ranges_are_known_exactly() -> None:
+    pinned = torch.empty(100, pin_memory=True)
+    assert pinned.is_pinned() and pinned[50:].is_pinned()
+    assert not torch.empty(100).is_pinned()
+    assert torch.ones(4).pin_memory().to("sim", non_blocking=True).tolist() == [1.0] * 4

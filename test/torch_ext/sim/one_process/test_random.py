@@ -1,0 +1,54 @@
+"""Every device draws from a generator of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM = torch.get_device_module("sim")
+
+
+def test_seed_decides_device_numbers_and_host_seed_does_not() -> None:
+    torch.manual_seed(5)
+    first = torch.rand(8, device="sim")
+    torch.rand(3)
+    torch.random.default_generator.manual_seed(99)
+    second = torch.rand(8, device="sim")
+    SIM.manual_seed(5)
+    assert torch.equal(first, torch.rand(8, device="sim")) and torch.equal(second, torch.rand(8, device="sim"))
+    assert not torch.equal(first, second)
+
+
+def test_state_is_seed_and_offset_and_restores_the_sequence() -> None:
+    SIM.manual_seed(7)
+    torch.rand(5, device="sim")
+    state = SIM.get_rng_state()
+    assert state.view(torch.int64).tolist() == [7, 8]
+    numbers = torch.randn(4, device="sim")
+    SIM.set_rng_state(state)
+    assert torch.equal(numbers, torch.randn(4, device="sim"))
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        SIM.set_rng_state(state[:8])
+
+
+def test_devices_have_their_own_generators_and_reject_foreign_ones() -> None:
+    generator = torch.Generator("sim:1").manual_seed(3)
+    one = torch.rand(4, device="sim:1", generator=generator)
+    assert torch.equal(one, torch.rand(4, device="sim:1", generator=torch.Generator("sim:1").manual_seed(3)))
+    for foreign in (torch.Generator(), torch.Generator("sim:0")):
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.rand(4, device="sim:1", generator=foreign)
+    SIM.manual_seed_all(1)
+    assert torch.equal(torch.rand(4, device="sim:0").cpu(), torch.rand(4, device="sim:2").cpu())
+
+
+def test_dropout_draws_from_the_device() -> None:
+    x = torch.ones(64, device="sim")
+    SIM.manual_seed(1)
+    first = nn.functional.dropout(x, 0.5)
+    torch.random.default_generator.manual_seed(4)
+    SIM.manual_seed(1)
+    assert torch.equal(first, nn.functional.dropout(x, 0.5)) and set(first.tolist()) == {0.0, 2.0}

@@ -1,0 +1,145 @@
+"""Which devices of the simulated accelerator there are, which is current, and what they are like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_ext.sim import _native
+from torch_ext.sim._register import NAME
+
+Device = torch.device | str | int | None
+
+
+def index_of(which: Device) -> int:
+    """Return the device index of ``which``; the current device for ``None`` and for a device without an index."""
+    if which is None:
+        return _native.current_device()
+    if isinstance(which, bool):
+        raise TypeError(f"Expected a sim device, an index or None, got {which!r}.")
+    if isinstance(which, int):
+        return which
+    named = torch.device(which)
+    if named.type != NAME:
+        raise ValueError(f"Expected a {NAME} device, but got: {named.type}")
+    return _native.current_device() if named.index is None else named.index
+
+
+def is_available() -> bool:
+    """Whether there is a device. Does not initialise anything."""
+    return _native.device_count() > 0
+
+
+def device_count() -> int:
+    """Return the number of devices: ``TORCH_EXT_SIM_DEVICES``, else 4 or as many as were requested. The first use of a
+    device fixes it; asking does not.
+    """
+    return _native.device_count()
+
+
+def request_devices(count: int) -> None:
+    """Have at least ``count`` devices from now on; ``TORCH_EXT_SIM_DEVICES``, where it is set, goes before. Initialises
+    nothing, and is without effect in a process that has used a device.
+
+    Raises:
+        ValueError: ``count`` is not from 1 to 64.
+    """
+    _native.request_devices(count)
+
+
+def init() -> None:
+    """Initialise the device, as its first use would."""
+    _native.init()
+
+
+def is_initialized() -> bool:
+    """Whether this process has used a device."""
+    return _native.is_initialized()
+
+
+def is_in_bad_fork() -> bool:
+    """Whether this process was forked from one that had used a device, and so may not use one itself."""
+    return _native.is_in_bad_fork()
+
+
+def current_device() -> int:
+    """Return the index of the current device of this thread."""
+    return _native.current_device()
+
+
+def set_device(device: Device) -> None:
+    """Make ``device`` current in this thread.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
+    index = index_of(device)
+    if index >= 0:
+        _native.set_device(index)
+
+
+class device:
+    """Context manager that makes a device current and puts the previous one back. ``None`` changes nothing."""
+
+    def __init__(self, device: Device) -> None:
+        self.idx = -1 if device is None else index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        if self.idx >= 0:
+            _native.set_device(self.idx)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _native.set_device(self.prev_idx)
+
+
+class device_of(device):
+    """Context manager that makes the device of a tensor current; changes nothing for tensors elsewhere."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == NAME else None)
+
+
+def synchronize(device: Device = None) -> None:
+    """Wait until every stream of ``device`` is idle."""
+    torch.accelerator.synchronize(index_of(device))
+
+
+@dataclass(frozen=True)
+class _Properties:
+    name: str
+    total_memory: int  # bytes
+    multi_processor_count: int
+    major: int
+    minor: int
+
+
+def get_device_properties(device: Device = None) -> _Properties:
+    """Return name, memory in bytes and the like of ``device``."""
+    index = index_of(device)
+    _native.check_index(index)
+    return _Properties(get_device_name(index), _native.memory_limit(index), 1, *get_device_capability(index))
+
+
+def get_device_name(device: Device = None) -> str:
+    """Return the name of ``device``, the same for all."""
+    _native.check_index(index_of(device))
+    return "Simulated accelerator"
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Return (0, 0): the device has no generations whose features differ."""
+    _native.check_index(index_of(device))
+    return (0, 0)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the types that autocast may use."""
+    return [torch.float16, torch.bfloat16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether bfloat16 tensors work: they do."""
+    return True

@@ -1,0 +1,88 @@
+"""Memory of the simulated accelerator: statistics, limit and poison. All numbers are bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ext.sim import _native
+from torch_ext.sim._devices import Device, index_of, is_initialized
+from torch_ext.sim._register import NAME
+
+
+def empty_cache() -> None:
+    """Return idle memory of all devices to the host."""
+    if is_initialized():
+        torch.accelerator.empty_cache()
+
+
+def memory_stats(device: Device = None) -> dict[str, Any]:
+    """Return the allocator's statistics of ``device``, named as those of CUDA."""
+    return dict(torch.accelerator.memory_stats(index_of(device)))
+
+
+def memory_allocated(device: Device = None) -> int:
+    """Return the bytes that tensors hold on ``device``."""
+    return torch.accelerator.memory_allocated(index_of(device))
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """Return the most bytes that tensors have held on ``device``."""
+    return torch.accelerator.max_memory_allocated(index_of(device))
+
+
+def memory_reserved(device: Device = None) -> int:
+    """Return the bytes that tensors hold on ``device`` and those kept for later ones."""
+    return torch.accelerator.memory_reserved(index_of(device))
+
+
+def max_memory_reserved(device: Device = None) -> int:
+    """Return the most bytes ever reserved on ``device``."""
+    return torch.accelerator.max_memory_reserved(index_of(device))
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """Make the current numbers of ``device`` its peaks."""
+    torch.accelerator.reset_peak_memory_stats(index_of(device))
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Forget what ``device`` has allocated and freed so far, and how often it ran out."""
+    torch.accelerator.reset_accumulated_memory_stats(index_of(device))
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Return the free and the total bytes of ``device``."""
+    index = index_of(device)
+    limit = _native.memory_limit(index)
+    return max(limit - memory_reserved(index), 0), limit
+
+
+def set_memory_limit(nbytes: int, device: Device = None) -> None:
+    """Set how many bytes ``device`` has. An allocation past that raises ``torch.OutOfMemoryError``.
+
+    Raises:
+        ValueError: ``nbytes`` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"Expected a number of bytes, got {nbytes}.")
+    _native.set_memory_limit(index_of(device), nbytes)
+
+
+def set_poison(enabled: bool) -> None:
+    """Fill fresh and freed memory with NaN (-1 in integers), so that reads of unset values show. Off by default."""
+    _native.set_poison(enabled)
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    """Return a few lines about the memory of ``device`` for people to read."""
+    index = index_of(device)
+    stats = memory_stats(index)
+    lines = [f"{NAME}:{index} of {_native.memory_limit(index)} bytes"]
+    for name in ("allocated_bytes", "reserved_bytes", "requested_bytes"):
+        current, peak = (stats.get(f"{name}.all.{kind}", 0) for kind in ("current", "peak"))
+        lines.append(f"  {name:<16} current {current:>15} peak {peak:>15}")
+    if not abbreviated:
+        lines.append(f"  out of memory    {stats.get('num_ooms', 0)} times")
+    return "\n".join(lines)

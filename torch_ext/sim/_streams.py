@@ -1,0 +1,94 @@
+"""Streams and events of the simulated accelerator: see Note [Streams of an eager device] in csrc/stream.h."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_ext.sim import _native
+from torch_ext.sim._devices import Device, current_device, index_of
+from torch_ext.sim._register import NAME
+
+_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+_NANOSECONDS_PER_CYCLE = 1
+
+
+class Stream(torch.Stream):
+    """A stream of a sim device. A negative ``priority`` asks for one of the high-priority streams."""
+
+    def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if kwargs:
+            made: Stream = super().__new__(cls, **kwargs)
+            return made
+        fresh: Stream = super().__new__(cls, torch.device(NAME, index_of(device)), priority=priority)
+        return fresh
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the lowest and the highest priority; lower numbers come first."""
+        return (0, -1)
+
+    def __repr__(self) -> str:
+        return f"torch.{NAME}.Stream(device={NAME}:{self.device_index}, stream_id={self.stream_id})"
+
+
+class _EventKind(type(torch.Event)):  # type: ignore[misc]  # torch gives the metaclass no stable name
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Event) and instance.device.type == NAME
+
+
+class Event(torch.Event, metaclass=_EventKind):
+    """An event on a stream of a sim device; ``elapsed_time`` needs ``enable_timing=True`` on both ends.
+
+    Instances are plain ``torch.Event`` objects, because ``torch.Event.elapsed_time`` refuses subclasses as its
+    argument (torch 2.13; ``one_process/test_streams.py`` has the test). ``isinstance(event, torch.sim.Event)`` holds.
+    """
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+        return torch.Event(
+            torch.device(NAME), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+
+
+def _as_own(plain: torch.Stream) -> Stream:
+    return Stream(stream_id=plain.stream_id, device_index=plain.device_index, device_type=plain.device_type)
+
+
+def current_stream(device: Device = None) -> Stream:
+    """Return the current stream of ``device`` in this thread."""
+    return _as_own(torch.accelerator.current_stream(index_of(device)))
+
+
+def default_stream(device: Device = None) -> Stream:
+    """Return the default stream of ``device``."""
+    return Stream(stream_id=0, device_index=index_of(device), device_type=_DEVICE_TYPE)
+
+
+def set_stream(stream: torch.Stream | None) -> None:
+    """Make ``stream`` and its device current in this thread; ``None`` changes nothing."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Run the body with ``stream`` current, then put the previous stream and device back. ``None`` changes nothing."""
+    if stream is None:
+        yield
+        return
+    previous_device = current_device()
+    previous = torch.accelerator.current_stream(stream.device_index)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(previous)
+        _native.set_device(previous_device)
+
+
+def sleep(cycles: int) -> None:
+    """Keep the current stream busy for ``cycles`` nanoseconds. Returns at once, as on a GPU of one gigahertz."""
+    _native.sleep(int(cycles) * _NANOSECONDS_PER_CYCLE)
