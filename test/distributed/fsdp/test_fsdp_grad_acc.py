@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER
 from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -141,7 +142,7 @@ class TestGradAcc(TwoRankTest):
 
             return reduce
 
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # by release of torch
+        reduce_scatter = getattr(dist, REDUCE_SCATTER)
         with patch_reduce_scatter(counting(reduce_scatter)), patch_all_reduce(counting(dist.all_reduce)):
             with model.no_sync():
                 for batch in batches[:2]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER
 from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -78,7 +79,7 @@ class Probe(nn.Module):
 def noted_reductions() -> Iterator[list[torch.dtype]]:
     """Give a list that collects the types of the output and the input of each reduction over shards, in order."""
     types: list[torch.dtype] = []
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # by release of torch
+    reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
     def noting(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         types.extend((output.dtype, input.dtype))

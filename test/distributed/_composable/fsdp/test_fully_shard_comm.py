@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients
-from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
+from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER, dtype_of_reduction
 from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal._fsdp.steps import ThreeUnits
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -156,7 +156,8 @@ class TestFullyShardCollectiveOps(CommTest):
             computed.extend(gradient.dtype for gradient in gradients)
             return original_reduce(params, gradients, *args, **kwargs)
 
-        model = self.three_units(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        model = self.three_units(mp_policy=policy)
         note = functools.partial(self._note_shape, reduced)
         with (
             patch_foreach_all_gather(all_gather),
@@ -164,11 +165,11 @@ class TestFullyShardCollectiveOps(CommTest):
             patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, reduce_scatter, note)),
         ):
             self.step(model)
-        used = param_dtype or torch.float32
+        used, reduced_in = param_dtype or torch.float32, dtype_of_reduction(policy)
         self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
         # Torch 2.15 may convert them before they are handed to the reduction.
-        self.assertIn(computed, ([used] * 3, [reduce_dtype or used] * 3))
-        self.assertEqual(reduced, [(numel, reduce_dtype or used) for numel in (12, 60, 4)])
+        self.assertIn(computed, ([used] * 3, [reduced_in] * 3))
+        self.assertEqual(reduced, [(numel, reduced_in) for numel in (12, 60, 4)])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_gradient_divide_factor(self):

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER, dtype_of_reduction
 from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import MLP, patch_reduce_scatter
@@ -32,15 +33,15 @@ class MixedPrecisionCase(TwoRankTest):
         torch.manual_seed(3)
         return nn.Sequential(*(MLP(8, self.device) for _ in range(2)))
 
-    def _shard(self, model: nn.Sequential, **policy: Any) -> nn.Sequential:
+    def _shard(self, model: nn.Sequential, policy: MixedPrecisionPolicy) -> nn.Sequential:
         for module in (*model, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(**policy))
+            fully_shard(module, mp_policy=policy)
         return model
 
     def _reduced_in(self, body: Callable[[], Any]) -> set[torch.dtype]:
         """Run ``body``; return the types in which gradients were reduced."""
         types: set[torch.dtype] = set()
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # by release of torch
+        reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             types.add((args[0] if args else kwargs["output"]).dtype)
@@ -58,7 +59,9 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
     @parametrize("param_dtype", [BRAIN, HALF])
     @parametrize("reduce_dtype", [None, FULL])
     def test_compute_and_reduce_types(self, param_dtype, reduce_dtype):
-        model = self._shard(self._mlps(), param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        reduced_in = dtype_of_reduction(policy)
+        model = self._shard(self._mlps(), policy)
         reference = self._mlps()
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
         for step in range(3):
@@ -67,12 +70,12 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
             losses = [each(inputs.to(param_dtype)).sum() for each in (computing, model)]
             self.assertEqual(losses[1], losses[0])
             losses[0].backward()
-            self.assertEqual(self._reduced_in(losses[1].backward), {reduce_dtype or param_dtype})
+            self.assertEqual(self._reduced_in(losses[1].backward), {reduced_in})
             for param, half in zip(reference.parameters(), computing.parameters(), strict=True):
-                grad = half.grad.to(reduce_dtype or param_dtype)
+                grad = half.grad.to(reduced_in)
                 dist.all_reduce(grad)
                 param.grad = (grad / self.world_size).to(FULL)
-            tolerances = {} if reduce_dtype is FULL else {"atol": 1e-2, "rtol": 1.6e-2}
+            tolerances = {} if reduced_in is FULL else {"atol": 1e-2, "rtol": 1.6e-2}
             for param, sharded in zip(reference.parameters(), model.parameters(), strict=True):
                 self.assertEqual((sharded.dtype, sharded.grad.dtype), (FULL, FULL), "the optimizer's types")
                 self.assertEqual(sharded.grad.full_tensor(), param.grad, **tolerances)
@@ -83,9 +86,11 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("reduce_dtype", [None, FULL])
     def test_gradient_accumulation_in_the_type_of_the_reduction(self, reduce_dtype):
-        model = self._shard(self._mlps(), param_dtype=BRAIN, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=BRAIN, reduce_dtype=reduce_dtype)
+        reduced_in = dtype_of_reduction(policy)
+        model = self._shard(self._mlps(), policy)
         reference = self._mlps()
-        sums = [torch.zeros_like(param, dtype=reduce_dtype or BRAIN) for param in reference.parameters()]
+        sums = [torch.zeros_like(param, dtype=reduced_in) for param in reference.parameters()]
         for step in range(4):
             model.set_requires_gradient_sync(step == 3)
             computing = copy.deepcopy(reference).to(BRAIN)
@@ -97,7 +102,7 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
         for total, sharded in zip(sums, model.parameters(), strict=True):
             dist.all_reduce(total)
             expected = (total / self.world_size).to(FULL)
-            tolerances = {} if reduce_dtype is FULL else {"atol": 5e-2, "rtol": 5e-2}
+            tolerances = {} if reduced_in is FULL else {"atol": 5e-2, "rtol": 5e-2}
             self.assertEqual(sharded.grad.full_tensor(), expected, **tolerances)
 
 
@@ -176,7 +181,7 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_evaluation_without_gradients(self):
-        model = self._shard(self._mlps(), param_dtype=BRAIN).eval()
+        model = self._shard(self._mlps(), MixedPrecisionPolicy(param_dtype=BRAIN)).eval()
         with torch.no_grad():
             output = model(self._inputs())
         self.assertEqual(output, copy.deepcopy(self._mlps()).to(BRAIN)(self._inputs().to(BRAIN)))
