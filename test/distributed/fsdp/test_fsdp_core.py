@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -172,8 +173,32 @@ class TestParityWithEmptyShards(FSDPCoreTest):
             self._parity_of_mixed_precision,
             mixed_precision=MixedPrecision(param_dtype=torch.float16),
         )
-        tiny = FSDP(nn.Linear(1, 1, bias=False, device=self.device), device_id=self.device, use_orig_params=True)
+        tiny = self._tiny(use_orig_params=True)
         self.assertEqual(sum(param.numel() for param in tiny.parameters()), 1 if self.rank == 0 else 0)
+
+    def _tiny(self, **fsdp_kwargs: Any) -> FSDP:
+        """A weight of one element, which rank 0 holds."""
+        linear = nn.Linear(1, 1, bias=False, device=self.device)
+        return FSDP(linear, device_id=self.device, **fsdp_kwargs)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_sharded_grad_scaler_acts_as_one(self):
+        self.run_subtests({"use_orig_params": [False, True]}, self._test_sharded_grad_scaler_acts_as_one)
+
+    def _test_sharded_grad_scaler_acts_as_one(self, use_orig_params):
+        """The optimizer steps by gradients of the loss itself; where one rank overflows, every scaler backs off."""
+        model = self._tiny(use_orig_params=use_orig_params)
+        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = ShardedGradScaler(device=self.device.type, init_scale=1024.0)
+        for value, step, scale_after in ((2.0, 2.0, 1024.0), (float("inf"), 0.0, 512.0)):
+            (before,) = get_full_params(model)
+            scaler.scale(model(torch.full((1, 1), value, device=self.device)).sum()).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            (after,) = get_full_params(model)
+            self.assertEqual(before - after, torch.full_like(before, step))
+            self.assertEqual(scaler.get_scale(), scale_after)
 
 
 class TestParamInit(FSDPCoreTest):

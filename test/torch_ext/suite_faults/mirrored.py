@@ -89,6 +89,18 @@ MISTAKES = {
         "in _compare(.|\n)*offload_params=True",
         device="sim",
     ),
+    "scaled_gradients_given_to_the_optimizer": fault(
+        "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_",
+        "inv_scale = self._scale.double().reciprocal().float()",
+        "inv_scale = torch.ones_like(self._scale)",
+        _CORE + "TestParityWithEmptyShards.test_sharded_grad_scaler_acts_as_one",
+        "assertEqual.before - after",
+    ),
+    "overflow_unknown_to_ranks_without_shards": _again(
+        fsdp1.MISTAKES["overflow_of_a_peer_ignored"],
+        _CORE + "TestParityWithEmptyShards.test_sharded_grad_scaler_acts_as_one",
+        "assertEqual.scaler.get_scale",
+    ),
     "output_hook_registered_twice": fault(
         f"{_RUNTIME}:_register_pre_backward_hooks",
         "            t.register_hook(\n",
