@@ -84,6 +84,9 @@ def _fork(
         dist.init_process_group(
             **{"rank": rank, "world_size": world_size, "store": store, "timeout": GROUP_TIMEOUT, **options}
         )
+        # A rank that leaves while another still connects to it takes that one's initialization down.
+        store.set(f"initialized {rank}", "")
+        store.wait([f"initialized {peer}" for peer in range(world_size)], GROUP_TIMEOUT)
         body(rank, world_size, *args)
         dist.destroy_process_group()
         status = 0
