@@ -12,9 +12,10 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,13 +115,24 @@ class Report:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Report]:
-    """One for each device."""
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Report]:
+    """One for each device, of the mistakes that this run of pytest asks for: all take minutes, one alone seconds."""
     possible = defaultdict(list)
-    for name, fault in FAULTS.items():
+    for name in sorted(asked_for(request.session.items)):
         if not missing(name):
-            possible[fault.device].append(name)
+            possible[FAULTS[name].device].append(name)
     return {device: run_faulty(tmp_path_factory.mktemp(device), device, names) for device, names in possible.items()}
+
+
+def asked_for(items: Sequence[pytest.Item]) -> set[str]:
+    """Return the mistakes whose tests, or whose sound counterparts, are among ``items``."""
+    noticed = {params["name"] for params in _params(items, test_the_suites_notice)}
+    sound = [(params["device"], params["target"]) for params in _params(items, test_without_the_mistake_they_pass)]
+    return noticed | {name for name, target in TARGETS.items() if (FAULTS[name].device, target) in sound}
+
+
+def _params(items: Sequence[pytest.Item], test: Callable[..., None]) -> list[dict[str, Any]]:
+    return [item.callspec.params for item in items if isinstance(item, pytest.Function) and item.function is test]
 
 
 def run_faulty(folder: Path, device: str, faults: Sequence[str]) -> Report:
