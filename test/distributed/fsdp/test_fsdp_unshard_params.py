@@ -212,6 +212,13 @@ class TestUnshardParamsBase(FSDPTest):
             "use_orig_params": [True, False],
         }
 
+    def _check_writeback(self) -> None:
+        self.run_subtests(self._get_test_unshard_params_writeback_config(), self._test_unshard_params_writeback)
+
+    def _check_param_data(self, **instead: list[Any]) -> None:
+        config = self._get_test_unshard_params_param_data_config() | instead
+        self.run_subtests(config, self._test_unshard_params_param_data)
+
 
 class TestUnshardParams(TestUnshardParamsBase):
     @property
@@ -221,18 +228,12 @@ class TestUnshardParams(TestUnshardParamsBase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_writeback(self):
         """``writeback`` decides whether changes outlive the context."""
-        self.run_subtests(
-            self._get_test_unshard_params_writeback_config(),
-            self._test_unshard_params_writeback,
-        )
+        self._check_writeback()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_param_data(self):
         """Below a root that is none of FSDP's, all parameters are exposed in full with their data."""
-        self.run_subtests(
-            self._get_test_unshard_params_param_data_config(),
-            self._test_unshard_params_param_data,
-        )
+        self._check_param_data()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_singleton_param_writeback(self):
@@ -390,11 +391,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         )
 
     def _test_with_grads_core(
-        self,
-        writeback: bool,
-        offload_to_cpu: bool,
-        sharding_strategy: ShardingStrategy,
-        use_orig_params: bool,
+        self, writeback: bool, offload_to_cpu: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
     ):
         ddp_model = DDP(self._transformer(FSDPInitMode.NO_FSDP))
         fsdp_model = self._transformer(
@@ -494,17 +491,12 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_unshard_params_writeback_no_shard(self):
         """``writeback`` where one rank holds everything."""
-        self.run_subtests(
-            self._get_test_unshard_params_writeback_config(),
-            self._test_unshard_params_writeback,
-        )
+        self._check_writeback()
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_unshard_params_param_data_no_shard(self):
         """All parameters are exposed where one rank holds everything; offloading is refused there, so not tried."""
-        config = self._get_test_unshard_params_param_data_config()
-        config["offload_to_cpu"] = [False]
-        self.run_subtests(config, self._test_unshard_params_param_data)
+        self._check_param_data(offload_to_cpu=[False])
 
 
 class TestUnshardParamsErrors(TestUnshardParamsBase):
