@@ -9,48 +9,49 @@ from collections.abc import Iterable
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._devices import Device, current_device, device_count, index_of
+from torch_ext.sim._devices import Device, device_count, index_of
 from torch_ext.sim._register import NAME
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def generator_of(device: Device = None) -> torch.Generator:
+    """Return the generator of ``device``."""
     return _native.default_generator(index_of(device))
 
 
 def manual_seed(seed: int) -> None:
     """Seed the generator of the current device."""
-    _native.default_generator(current_device()).manual_seed(int(seed))
+    generator_of().manual_seed(int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
     for index in range(device_count()):
-        _native.default_generator(index).manual_seed(int(seed))
+        generator_of(index).manual_seed(int(seed))
 
 
 def seed() -> None:
     """Seed the generator of the current device with a number that differs from run to run."""
-    _native.default_generator(current_device()).seed()
+    generator_of().seed()
 
 
 def seed_all() -> None:
     """Seed the generators of all devices with one number that differs from run to run."""
-    manual_seed_all(_native.default_generator(current_device()).seed())
+    manual_seed_all(generator_of().seed())
 
 
 def initial_seed() -> int:
     """Return the seed of the current device's generator."""
-    return _native.default_generator(current_device()).initial_seed()
+    return generator_of().initial_seed()
 
 
 def get_rng_state(device: Device = NAME) -> torch.Tensor:
     """Return the state of ``device``'s generator: 16 bytes, seed and offset."""
-    return _native.default_generator(index_of(device)).get_state()
+    return generator_of(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = NAME) -> None:
     """Set the state of ``device``'s generator from what :func:`get_rng_state` returned."""
-    _native.default_generator(index_of(device)).set_state(new_state)
+    generator_of(device).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def __getattr__(name: str) -> Any:
     if name == "_initialized":
         return _native.is_initialized()
     if name == "default_generators":
-        return tuple(_native.default_generator(index) for index in range(device_count()))
+        return tuple(generator_of(index) for index in range(device_count()))
     if name in _INDUCTOR:
         return getattr(importlib.import_module("torch_ext.sim._inductor"), _INDUCTOR[name])
     raise AttributeError(f"module 'torch.{NAME}' has no attribute {name!r}")
