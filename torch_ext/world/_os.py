@@ -29,7 +29,6 @@ __all__ = [
     "program",
     "require_supported",
     "signal_name",
-    "task_names",
     "tasks",
     "unnamed_file",
     "watch_exit",
@@ -105,15 +104,6 @@ def tasks() -> int:
         return threading.active_count()
 
 
-def task_names() -> list[str]:
-    """Return the kernel's names of this process's threads, the main thread's first."""
-    names = []
-    for task in sorted(os.listdir("/proc/self/task"), key=int):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as stream:
-            names.append(stream.read().strip())
-    return names
-
-
 def environment_at_start() -> dict[str, str]:
     """Return the environment that this process's program was started with, whatever has been set since."""
     try:
@@ -175,16 +165,15 @@ def unnamed_file() -> IO[bytes]:
     if SUPPORTED:
         import fcntl
 
-        # Writers share one position with the reader otherwise, and its looking back would make them overwrite.
+        # Otherwise writers share one file position with the reader, and would overwrite what it has gone back to read.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
 
 
 def collapse_memory() -> int:
-    """Gather this process's heap in huge pages; return how many. Forking and being forked then copies fewer page
-    tables.
+    """Gather this process's heap in huge pages and return how many. See Note [Huge pages].
 
-    Best effort: kernels before 6.1, or without huge pages, refuse and nothing changes.
+    Best effort: kernels before 6.1, or without huge pages, refuse, and nothing changes.
     """
     if not CAN_FORK:
         return 0

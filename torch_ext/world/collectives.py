@@ -1,4 +1,4 @@
-"""Reading the collectives that ranks were last in, and finding the first one that does not match. Pure functions."""
+"""Reads which collectives ranks called last, and finds the first one that does not match. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Collective:
 
     Attributes:
         group: the process group's name, with its description.
-        sequence: the how manyth collective of its group it is, from 1; point-to-point operations are counted apart.
+        sequence: its number among the collectives of its group, from 1. Point-to-point operations are counted apart.
         operation: such as ``"gloo:all_reduce"``.
         shapes: input sizes and types, such as ``"[3] Float"``.
-        finished: whether it was over on this rank, be it by an error.
+        finished: whether it has ended on this rank, with or without an error.
     """
 
     group: str
@@ -82,8 +82,7 @@ def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
 
 
 def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
-    # Every rank belongs to the default group; of other groups only those ranks are known to that called something in
-    # them.
+    # Every rank belongs to the default group. Of any other group, the known members are those that called something.
     everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
     members = {rank: record for rank, record in records.items() if record or everyone}
     for sequence in sorted({number for record in members.values() for number in record}):

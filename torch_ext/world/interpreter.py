@@ -1,76 +1,38 @@
-"""Children that get a fresh interpreter: how one is started, and how it becomes like a forked one. Standard library
-only.
+"""Children that get a fresh interpreter. Standard library and own layer only.
 
-They serve where forking is unsafe (see Note [Fork safety]), where a variable must be read when a library loads, and on
-request, since forked ranks share one hash seed and so never differ in the order of a set.
+They serve where forking is unsafe (see Note [Fork safety]), where a variable is read only when a library loads, and on
+request: forked ranks share one hash seed, so they never differ in the order of a set.
 """
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing.spawn
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Preparation", "compute_on_one_thread", "main", "prepare_like_this_process", "start_interpreter"]
+from torch_ext.world.channel import Channel
+from torch_ext.world.child import child_main
+from torch_ext.world.preparation import load
 
-_PROGRAM = "import sys; from torch_ext.world.interpreter import main; main(int(sys.argv.pop()), int(sys.argv.pop()))"
+__all__ = ["PACKAGE_ROOT", "main", "start_interpreter"]
 
+# The checkout may not be installed: a fresh interpreter must find this very package before it is told its path.
+PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-@dataclass(frozen=True)
-class Preparation:
-    """What a fresh interpreter loads: the search path, the modules by name, and the file or module that was
-    ``__main__``.
-    """
-
-    path: tuple[str, ...]
-    modules: tuple[str, ...]
-    main_name: str = ""
-    main_path: str = ""
-
-    def apply(self) -> None:
-        """Load it all into this process."""
-        sys.path[:] = self.path
-        for name in self.modules:
-            importlib.import_module(name)
-            compute_on_one_thread()
-        if self.main_name:
-            multiprocessing.spawn.prepare({"init_main_from_name": self.main_name})
-        if self.main_path:
-            multiprocessing.spawn.prepare({"init_main_from_path": self.main_path})
-
-
-def compute_on_one_thread() -> None:
-    """Keep what a test module computes while it is imported from starting a pool of threads. See Note [Fork safety]."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != 1:
-        torch.set_num_threads(1)
-
-
-def prepare_like_this_process(modules: tuple[str, ...]) -> Preparation:
-    """Return what makes a fresh interpreter resolve ``modules`` and ``__main__`` to the files that they are here."""
-    found = multiprocessing.spawn.get_preparation_data("rank") if "__main__" in modules else {}
-    return Preparation(
-        path=tuple(entry or os.getcwd() for entry in sys.path),
-        modules=tuple(name for name in modules if name != "__main__"),
-        main_name=found.get("init_main_from_name", ""),
-        main_path=found.get("init_main_from_path", ""),
-    )
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); "
+    "from torch_ext.world.interpreter import main; main(int(sys.argv.pop()), int(sys.argv.pop()))"
+)
 
 
 def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
     """Start a fresh interpreter that inherits descriptor ``channel`` and waits on it for its preparation; return its
     pid.
     """
-    # The clone may not be installed: the child must find this very package before it is told its path.
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    program = f"import sys; sys.path.insert(0, {package_root!r}); {_PROGRAM}"
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    arguments = [sys.executable, *flags, "-c", program, str(channel), str(os.getpid())]
+    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(os.getpid())]
     os.set_inheritable(channel, True)
     try:
         return os.posix_spawn(sys.executable, arguments, dict(environment))
@@ -79,12 +41,9 @@ def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
-    """Entry of the fresh interpreter: get ready, then be an ordinary child of the zygote."""
-    from torch_ext.world.wire import Channel
-    from torch_ext.world.zygote import child_main
-
+    """Program of the fresh interpreter: load the preparation that arrives first, then be an ordinary child."""
     channel = Channel.from_descriptor(descriptor)
     os.set_inheritable(descriptor, False)
     preparation, _ = channel.receive()
-    preparation.apply()
+    load(preparation)
     child_main(channel, parent)

@@ -1,17 +1,16 @@
-"""What became of one rank: the typed endings, and the receipt by which a rank says how its body ended. Standard library
-only.
+"""What became of one rank: the typed endings. Standard library and own layer only.
 
 Glossary
 ~~~~~~~~
 - *world*: the set of ranks of one test. *World size*: how many there are.
 - *rank*: one of these processes (or threads), and its number.
-- *body*: what a rank is told to run.
-- *receipt*: the rank's own statement about its body, handed in before it ends.
+- *task*: what a rank is told to run. *Body*: the test method that runs as part of it.
+- *receipt*: the rank's own statement about its body, handed in before the rank ends.
 - *ending*: what became of the rank, as established from its receipt and from how its process ended.
 - *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
-- *supervisor*: the process that runs tests and owns no torch. *Zygote*: a process that has loaded what ranks need and
-  forks them.
-- *parent half*: the part of a test that runs beside its ranks and waits for them.
+- *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded what ranks
+  need and forks them.
+- *parent half*: the part of a test that runs beside its ranks and waits for them, in the *class process*.
 """
 
 from __future__ import annotations
@@ -20,37 +19,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torch_ext.world._os import signal_name
+from torch_ext.world.protocol import Receipt
 
-__all__ = ["Ending", "Outcome", "Receipt", "Said"]
-
-
-class Said(Enum):
-    """What a receipt says."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """A rank's statement about its body.
-
-    Attributes:
-        said: how the body ended.
-        time_s: when, by ``time.monotonic``, which all processes of a machine share.
-        reason: the reason of a skip, or the last line of a failure (``"ValueError: no"``).
-        trace: the traceback of a failure, without the harness's own frames.
-    """
-
-    said: Said
-    time_s: float
-    reason: str = ""
-    trace: str = ""
+__all__ = ["Ending", "Outcome"]
 
 
 class Ending(Enum):
-    """The state in which a rank ended; each is told apart from all others."""
+    """How a rank ended."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -73,8 +48,8 @@ class Outcome:
         time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
         receipt: what it said, if anything.
         stacks: Python stacks of its threads, taken before it was stopped.
-        collectives: its record of collectives, as :class:`~torch_ext.world.rank.Collectives` carries it, taken at the
-            same time.
+        collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
+            the same time.
         output: the end of its own stdout and stderr.
         left_behind: command lines of processes that it left running.
     """

@@ -1,28 +1,72 @@
-"""What a zygote and its clients say to each other. Standard library only.
+"""Every message and order that crosses a process of the world, and nothing else. Standard library only.
 
 Note [Zygote protocol]
 ~~~~~~~~~~~~~~~~~~~~~~
-A *client* holds a command channel to the zygote. It asks for a *brood*, a set of children with one fate, by sending
-:class:`Start` with the descriptor of a fresh channel, the brood's own, and of whatever the children inherit. On the
-brood's channel the zygote answers :class:`Started` and later one :class:`Ended` a child; the client may send
-:class:`Send` to signal a child. Closing the channel abandons the brood: its children are killed and reaped. Closing the
-first command channel ends the zygote with all its children.
+A *client* holds a command channel to a zygote. To get processes, it sends :class:`Start` along with the descriptor of a
+fresh channel, the *group channel*, and the descriptors that the children inherit. The children of one request form a
+*child group* and share one fate. On the group channel the zygote answers :class:`Started`, and later one
+:class:`Ended` per child; the client may send :class:`Signal`. Closing the group channel abandons the group: the zygote
+kills and reaps its children. Closing the first command channel ends the zygote with everything it started.
 
-Every child, forked or executed, begins in :func:`child_main`: it waits on its own socket for one order and then calls
-the order's target. A *spare* is such a child that was forked before anyone asked; it has done nothing but wait.
+Every child, forked or executed, begins in :func:`~torch_ext.world.child.child_main`: it waits on its own socket for one
+:class:`Order` and calls the order's target. A *spare* is a child that was forked before anyone asked; it has done
+nothing but wait.
+
+==================  =======================================================================================
+from -> to          messages
+==================  =======================================================================================
+client -> zygote    :class:`Start`, :class:`AddClient`; on a group channel :class:`Signal`
+zygote -> client    on a group channel :class:`Started`, :class:`Ended`
+client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
+root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
+zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
+parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
+rank -> parent half :class:`Receipt`, :class:`Collectives`
+==================  =======================================================================================
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-__all__ = ["AddClient", "Ended", "LeftBehind", "Order", "Send", "Start", "Started"]
+__all__ = [
+    "STACK_SIGNAL",
+    "AddClient",
+    "Ask",
+    "Collectives",
+    "Ended",
+    "HiddenFrames",
+    "Inherited",
+    "LeftBehind",
+    "Loaded",
+    "ModuleOrder",
+    "NotLoaded",
+    "Order",
+    "Preparation",
+    "RankOrder",
+    "Receipt",
+    "RootOrder",
+    "Said",
+    "Signal",
+    "Start",
+    "Started",
+]
+
+# Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals; macOS has none.
+STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
+
+
+# Between a zygote and its clients
 
 
 @dataclass(frozen=True)
 class Order:
-    """What one child is to do: call ``target`` (``"module:function"``) with ``payload`` and its descriptors."""
+    """What one child does: call ``target`` (``"module:function"``) with ``payload`` and its ``descriptors`` many
+    descriptors.
+    """
 
     target: str
     payload: Any
@@ -31,13 +75,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Start:
-    """Ask for a brood. Descriptors: the brood's channel, then those of each order in turn.
+    """Ask for a child group. Descriptors: the group channel, then those of each order in turn.
 
     Attributes:
-        orders: one a child.
-        environment: the environment of the children, as it is now; the zygote compares it with the one it was started
-            with.
-        interpreter: give every child an interpreter of its own.
+        orders: one per child.
+        environment: the children's environment. The zygote compares it with the one that it was started with.
+        interpreter: give every child a fresh interpreter.
         spares: how many children to fork ahead of the next request.
     """
 
@@ -49,14 +92,15 @@ class Start:
 
 @dataclass(frozen=True)
 class AddClient:
-    """Serve another command channel, whose descriptor comes along. Its end does not end the zygote."""
+    """Serve another command channel, whose descriptor comes along. Closing that one does not end the zygote."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """The brood's children exist.
+    """The children exist.
 
-    ``why_interpreter`` says why they could not be forked; empty if they were, or if it was asked for.
+    ``why_interpreter`` says why they could not be forked. It is empty if they were forked, or if fresh interpreters
+    were asked for.
     """
 
     pids: tuple[int, ...]
@@ -74,11 +118,13 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Ended:
-    """Child ``index`` was reaped at ``time_s`` (of ``time.monotonic``); ``exit_code`` is negative for a signal, as in
-    multiprocessing.
+    """Child ``index`` was reaped.
 
-    ``left_behind`` comes with the last child of a brood, for the whole brood: until then a stranger may still be in
-    use.
+    Attributes:
+        exit_code: negative for a signal, as in multiprocessing.
+        time_s: when, by ``time.monotonic``.
+        left_behind: comes with the last child of a group, for the whole group, since until then a peer may still use
+            a process that another one started.
     """
 
     index: int
@@ -88,8 +134,153 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send signal ``number`` to child ``index`` of the brood; ignored if it has ended."""
+class Signal:
+    """Send signal ``number`` to child ``index`` of the group. Ignored if the child has ended."""
 
     index: int
     number: int
+
+
+# How a zygote gets ready
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a fresh interpreter loads: the search path, modules by name, and the file or module that is ``__main__``.
+
+    See ``preparation.py`` for what is done with it.
+    """
+
+    path: tuple[str, ...]
+    modules: tuple[str, ...]
+    main_name: str = ""
+    main_path: str = ""
+
+
+@dataclass(frozen=True)
+class RootOrder:
+    """What the first zygote of a run loads.
+
+    Attributes:
+        preparation: its ``sys.path`` and what it imports. A module that cannot be imported ends the zygote.
+        scratch: a folder to remove at the end.
+    """
+
+    preparation: Preparation
+    scratch: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleOrder:
+    """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``."""
+
+    name: str
+    import_root: str
+    file: str
+    environment: dict[str, str]
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HiddenFrames:
+    """Frames of the harness that a report leaves out; see ``frames.py``.
+
+    Attributes:
+        file: regular expression that matches the end of the file's path.
+        functions: these are left out of stacks and tracebacks; none: the whole file, of tracebacks only.
+        outwards: in stacks, the frames that called them are left out too.
+        thread: in stacks, the whole thread is left out.
+    """
+
+    file: str
+    functions: tuple[str, ...] = ()
+    outwards: bool = False
+    thread: bool = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The zygote is ready.
+
+    Attributes:
+        imported: files of all modules that it holds from below the project's folders.
+        hidden_frames: what the layers that it has loaded leave out of reports.
+    """
+
+    imported: tuple[str, ...]
+    hidden_frames: tuple[HiddenFrames, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotLoaded:
+    """The module could not be imported; ``trace`` is the traceback."""
+
+    trace: str
+
+
+# Between a parent half and its ranks
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """Stands for connection ``index`` among a task's arguments, which are pickled before the connection exists."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """Everything that a rank is told when it starts.
+
+    Attributes:
+        task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
+        threads: number of intra-op threads; 0 leaves torch's number alone.
+    """
+
+    rank: int
+    name: str
+    task: bytes
+    environment: dict[str, str]
+    directory: str
+    umask: int
+    argv: tuple[str, ...]
+    threads: int
+
+
+class Ask(Enum):
+    """What the parent half asks of a running rank."""
+
+    RELEASE = "you may end"
+    COLLECTIVES = "send your last collectives"
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """A rank's last collectives as torch's flight recorder tells them, in JSON; empty if there are none."""
+
+    json: str
+
+
+class Said(Enum):
+    """What a receipt says."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A rank's statement about its body.
+
+    Attributes:
+        said: how the body ended.
+        time_s: when, by ``time.monotonic``, which all processes of a machine share.
+        reason: the reason of a skip, or the last line of a failure (``"ValueError: no"``).
+        trace: the traceback of a failure, without the harness's own frames.
+    """
+
+    said: Said
+    time_s: float
+    reason: str = ""
+    trace: str = ""

@@ -1,4 +1,4 @@
-"""The block of text that tells a user what became of a world. Pure functions."""
+"""The text that tells a user what became of a world. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,36 +8,42 @@ from collections.abc import Sequence
 from torch_ext.world.collectives import first_mismatch, read_record
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
-from torch_ext.world.verdict import Verdict
+from torch_ext.world.verdict import Verdict, WorldReport
 
-__all__ = ["end_of_output", "render"]
+__all__ = ["WorldFailure", "end_of_output", "render"]
+
 
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
-# In faulthandler's dumps, the same every time: the thread that listens to the parent half, the frames from where a
-# rank's body or a class of tests was called outwards, and the list of extension modules.
-_FRAME = r'  File "[^"]*", line \d+ in .*\n'
-_FRAMES_OF_HARNESS = re.compile(
-    rf'^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?  File "[^"]*/world/rank\.py", line \d+ in _listen\n(?:{_FRAME})*\n?'
-    r'|^  File "[^"]*/testing/_internal/(?:_distributed/\w+|_fsdp/cases|hypothesis_utils)\.py", line \d+ in '
-    r"(?:wrapper|run_test|_run|run_rank|serve|in_rank|_receipt_of_body)\n"
-    rf'|^  File "[^"]*/(?:world/rank\.py", line \d+ in _body|runner/case\.py", line \d+ in main)\n(?:{_FRAME})*'
-    r"|^Extension modules: .*\n?",
-    re.MULTILINE,
-)
 # What differs between the tracebacks of ranks that failed in the same way.
 _RANK_DEPENDENT = re.compile(
     r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b", re.IGNORECASE
 )
 
 
-def render(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
-    """Return the report of a failed world: every rank's ending, then tracebacks and output."""
+class WorldFailure(RuntimeError):
+    """A test failed in its ranks. ``report`` is what became of each; as text, the exception tells it."""
+
+    def __init__(self, report: WorldReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.report.outcomes)
+
+    def __str__(self) -> str:
+        return render(self.report)
+
+
+def render(report: WorldReport) -> str:
+    """Return the text of a failed world: the verdict, every rank's ending, then tracebacks and output."""
+    outcomes, verdict = report.outcomes, report.verdict
     mismatch = first_mismatch({o.rank: read_record(o.collectives) for o in outcomes if o.collectives})
-    parts = [verdict.summary]
+    parts = [verdict.summary, *report.details]
     if mismatch:
         parts.append(f"Collectives: {mismatch.sentence}.")
-    parts.append(_endings(outcomes, verdict, took_s))
+    parts.append(_endings(outcomes, verdict, report.took_s))
     parts += _by_rank(outcomes, verdict)
     return "\n\n".join(parts)
 
@@ -61,7 +67,7 @@ def _trace(outcome: Outcome) -> str:
 
 
 def _stacks(outcome: Outcome) -> str:
-    return trim_stacks(outcome.stacks).rstrip()
+    return outcome.stacks.rstrip()
 
 
 def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
@@ -81,19 +87,14 @@ def _output(outcome: Outcome) -> str:
 
 
 def end_of_output(text: str, *, died: bool) -> list[str]:
-    """Return the last lines of what a process printed, and before them how many there were more.
+    """Return the last lines of what a process printed, and above them how many were left out.
 
-    Of a process that ``died`` that is all there is to go by, and the cause stands above the stacks: it gets more lines.
+    A process that ``died`` gets more lines: they are all there is to go by, and the cause stands above the stacks.
     """
-    lines = trim_stacks(text).rstrip().splitlines()
+    lines = text.rstrip().splitlines()
     most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
     cut = [f"... {len(lines) - most} lines before these"] if len(lines) > most else []
     return cut + lines[-most:]
-
-
-def trim_stacks(text: str) -> str:
-    """Leave out of faulthandler's dumps the frames between the start of the process and the test."""
-    return _FRAMES_OF_HARNESS.sub("", text)
 
 
 def _indent(text: str) -> str:

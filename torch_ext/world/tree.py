@@ -1,6 +1,6 @@
 """The supervisor's side of the tree of zygotes: start the root, load modules, start children in them. Imports no torch.
 
-See DESIGN's picture: supervisor -> root zygote -> module zygote -> children (case processes and ranks).
+Supervisor -> root zygote -> module zygote -> children (class processes and ranks).
 """
 
 from __future__ import annotations
@@ -12,19 +12,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ext.world import _os
-from torch_ext.world.interpreter import Preparation
-from torch_ext.world.loading import Loaded, ModuleOrder, NotLoaded, RootOrder
-from torch_ext.world.protocol import AddClient, Ended, Order, Send, Start, Started
-from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair
+from torch_ext.world import _os, frames
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
+from torch_ext.world.interpreter import PACKAGE_ROOT
+from torch_ext.world.protocol import (
+    AddClient,
+    Ended,
+    Loaded,
+    ModuleOrder,
+    NotLoaded,
+    Order,
+    Preparation,
+    RootOrder,
+    Signal,
+    Start,
+    Started,
+)
 
 __all__ = ["Child", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
 
-_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from torch_ext.world.loading import main; main()"
-_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
 
-# Set in zygotes whatever the user has, because importing numpy or asking torch for a GPU would otherwise start a thread
-# or a driver that no child survives; children get the user's values back. See Note [Fork safety].
+# Set in every zygote, whatever the user has: otherwise importing numpy starts threads, and asking torch for a GPU a
+# driver, which no child survives. Children get the user's values back. See Note [Fork safety].
 _ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -50,7 +60,7 @@ class Child:
         self.pid = 0
         self.why_interpreter = ""
         self.ended: Ended | None = None
-        self._brood, theirs = channel_pair()
+        self._group, theirs = channel_pair()
         try:
             zygote.send(Start((order,), dict(environment), interpreter), [theirs.fileno(), *descriptors])
         except ChannelClosedError as error:
@@ -60,7 +70,7 @@ class Child:
         self.take_in()
 
     def fileno(self) -> int:
-        return self._brood.fileno()
+        return self._group.fileno()
 
     def take_in(self) -> None:
         """Receive one message of the zygote about this child. Blocks; call it when :meth:`fileno` is readable.
@@ -69,7 +79,7 @@ class Child:
             ZygoteDiedError: the zygote is gone, and the child with it.
         """
         try:
-            message, _ = self._brood.receive()
+            message, _ = self._group.receive()
         except ChannelClosedError as error:
             raise ZygoteDiedError("the zygote was killed") from error
         if isinstance(message, Started):
@@ -79,11 +89,11 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ChannelClosedError, OSError):
-            self._brood.send(Send(0, number))
+            self._group.send(Signal(0, number))
 
     def close(self) -> None:
         """Let go of the child; the zygote kills it if it still lives."""
-        self._brood.close()
+        self._group.close()
 
 
 class ZygoteClient:
@@ -122,14 +132,14 @@ class ZygoteClient:
 
 
 class ModuleZygote(ZygoteClient):
-    """A zygote that has loaded one test module. Loading goes on beside the caller until :meth:`wait_loaded`."""
+    """A zygote that loads one test module, in the background until :meth:`wait_loaded`."""
 
     def __init__(self, root: Channel, order: ModuleOrder) -> None:
         ours, theirs = channel_pair()
         super().__init__(ours)
         self.order = order
         zygote_order = Order("torch_ext.world.loading:load_module", order, 1)
-        # The root compares environments to decide whether a child may be forked; a module zygote always may.
+        # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
         self.process = Child(root, zygote_order, [theirs.fileno()], os.environ, interpreter=False)
         theirs.close()
         self.imported: tuple[str, ...] | None = None
@@ -149,6 +159,7 @@ class ModuleZygote(ZygoteClient):
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
+        frames.add(message.hidden_frames)
         self.imported = message.imported
 
     def close(self) -> None:
@@ -170,7 +181,7 @@ class RootZygote:
         _os.require_supported()
         self.channel, theirs = channel_pair()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        arguments = [sys.executable, *flags, "-c", _PROGRAM.format(root=_PACKAGE_ROOT), str(theirs.fileno())]
+        arguments = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
         self.process = subprocess.Popen(
             arguments,
             pass_fds=[theirs.fileno()],
@@ -200,6 +211,7 @@ class RootZygote:
             raise LoadError(message.trace)
         if not isinstance(message, Loaded):
             raise AssertionError(f"unexpected message {message!r}")
+        frames.add(message.hidden_frames)
         self._ready = True
 
     def load(self, order: ModuleOrder) -> ModuleZygote:

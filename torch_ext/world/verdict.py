@@ -11,10 +11,10 @@ from torch_ext.world.collectives import first_mismatch, read_record
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
 
-__all__ = ["Judgement", "Verdict", "judge"]
+__all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 
-# How transports word the news that a peer is gone: gloo, TensorPipe, NCCL and the stores. Such a failure is a
-# consequence if any other rank ended badly for a reason of its own.
+# How transports say that a peer is gone: gloo, TensorPipe, NCCL and the stores. Such a failure is a consequence if
+# another rank ended badly for a reason of its own.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
@@ -46,14 +46,29 @@ class Verdict:
     victims: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class WorldReport:
+    """A world that was judged, as data: what the report of a failure is made of.
+
+    Attributes:
+        outcomes: one per rank.
+        took_s: seconds from the start of the ranks to the end of the last one.
+        details: paragraphs of the test's own, shown below the summary.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    verdict: Verdict
+    took_s: float
+    details: tuple[str, ...] = ()
+
+
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
     """Judge a world. It passes only if every rank handed in a receipt that says so; one without ranks is skipped.
 
     Args:
-        outcomes: one a rank.
-        expected_exit: ranks without a receipt must have ended with this code (negative for a signal), and no other
-            code.
-        any_exit: how ranks without a receipt ended does not matter. Failures that were handed in still do.
+        outcomes: one per rank.
+        expected_exit: the code with which ranks without a receipt must have ended; negative for a signal.
+        any_exit: it does not matter how ranks without a receipt ended. Failures that were handed in still count.
     """
     if not outcomes:
         return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")

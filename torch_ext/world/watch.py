@@ -1,7 +1,7 @@
-"""The decisions of whoever waits for a world: when to release, when to ask for stacks, when to stop whom. No I/O, no
+"""What to do while waiting for a world: when to release ranks, when to ask for stacks, when to stop whom. No I/O, no
 clock.
 
-Feed it what happened (:meth:`Watch.received`, :meth:`Watch.ended`) and what time it is (:meth:`Watch.advance`), and do
+Tell it what happened (:meth:`Watch.received`, :meth:`Watch.ended`) and what time it is (:meth:`Watch.advance`), and do
 what it returns.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
 
 __all__ = ["Act", "Limits", "Step", "Watch"]
 
@@ -21,7 +22,8 @@ class Limits:
 
     Attributes:
         test_s: from the start until every rank has ended.
-        grace_s: for the peers of the first rank that failed or died, to fail by themselves and tell how.
+        grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
+            tell how.
         exit_s: from the receipt of the last rank until the last process has ended.
     """
 

@@ -1,17 +1,28 @@
 """The loop of a zygote: a process that has imported what its children need, has run nothing, and starts them on
-request.
+request. See Note [Zygote protocol].
 
-Runs in zygotes; imports the standard library and its own layer only (torch and the test module are loaded by whoever
-starts the loop, before it starts).
+Runs in zygotes; imports the standard library and its own layer only. Whoever starts the loop has loaded torch and the
+test module before.
 
-See Note [Zygote protocol] in ``protocol.py``.
+Note [Huge pages]
+~~~~~~~~~~~~~~~~~
+Forking costs about a third less once the zygote's heap lies in huge pages, since the kernel then copies fewer page
+tables. Gathering it (``MADV_COLLAPSE``) costs as much as some fifteen worlds, so it is done once, after the eighth
+fork, when spares are forked and nobody waits. It changes where pages lie and nothing else; kernels that cannot do it
+refuse. ``TORCH_EXT_HUGE_PAGES=0`` turns it off.
+
+Note [Variables read at load]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Native libraries and some of torch's modules read variables once, when they are loaded. A forked child cannot be given
+other values, so a request whose environment differs in one of them from the zygote's gets fresh interpreters, and the
+user is told why. A prefix that is missing here shows as a variable without effect in forked ranks; one too many costs
+time only. ``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``) or, with ``0``, forks whatever changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import linecache
 import os
 import selectors
@@ -24,36 +35,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os
-from torch_ext.world.culprit import find_culprit
-from torch_ext.world.guard import reason_not_to_fork
-from torch_ext.world.interpreter import Preparation, start_interpreter
-from torch_ext.world.protocol import AddClient, Ended, LeftBehind, Send, Start, Started
-from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world import _os, settings
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.child import child_main
+from torch_ext.world.fork_safety import reason_not_to_fork
+from torch_ext.world.interpreter import start_interpreter
+from torch_ext.world.protocol import AddClient, Ended, LeftBehind, Preparation, Signal, Start, Started
+from torch_ext.world.thread_origin import find_thread_origin
 
-__all__ = ["Zygote", "child_main"]
+__all__ = ["Zygote"]
 
-# Variables that native libraries, or torch's modules, read once when they are loaded: a forked child cannot be given
-# other values.
+# Prefixes of the variables that Note [Variables read at load] is about.
 _READ_AT_LOAD = (
     "AOT_", "ASAN_", "ATEN_CPU_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_", "LSAN_", "MALLOC_", "MKL_",
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-# Of these, set by the world itself for its zygotes and put back in every rank; and read whenever it is needed.
+# Exceptions: the first is set by the world for its zygotes and put back in every rank, the second is read on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
-# Forking costs about a third less once the heap lies in huge pages, but gathering it costs as much as some fifteen
-# worlds.
+# See Note [Huge pages].
 _COLLAPSE_AFTER_FORKS = 8
 
-# Torch's manager of shared memory ends by itself two seconds after its last client, and only then removes its socket.
+# Torch's shared memory manager ends by itself two seconds after its last client, and only then removes its socket.
 _SHM_MANAGER = "torch_shm_manager"
 _SHM_MANAGER_S = 4.0
 
 
-# Modules in whose frames torch formats stacks while nothing is wrong: every seeding on a build that knows CUDA does so,
-# and would read these files in every rank, which takes longer than forking it.
+# On a build that knows CUDA, torch formats a stack each time the generators are seeded, and so reads the files of these
+# modules. In every rank that would take longer than forking it; in a zygote it is done once.
 _SOURCES = (
     "multiprocessing.process", "torch._compile", "torch._dynamo.eval_frame", "torch.cuda", "torch.cuda.random",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
@@ -70,7 +80,7 @@ def _read_sources() -> None:
 
 
 @dataclass
-class _Brood:
+class _ChildGroup:
     channel: Channel
     indices: dict[int, int] = field(default_factory=dict)  # pid -> index, children not yet reaped
 
@@ -92,9 +102,8 @@ class Zygote:
     Args:
         command: the first client's channel.
         description: what this process is, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
-        preparation: what a child with an interpreter of its own loads to be like one that was forked.
-        scratch: a folder of the first client's that is removed when the zygote ends, since the client may have been
-            killed.
+        preparation: what a child with a fresh interpreter loads to be like one that was forked.
+        scratch: a folder of the first client's. The zygote removes it when it ends, since the client may be dead.
     """
 
     def __init__(self, command: Channel, description: str, preparation: Preparation, scratch: str = "") -> None:
@@ -103,21 +112,20 @@ class Zygote:
         self._preparation = preparation
         self._scratch = scratch
         self._selector = selectors.DefaultSelector()
-        self._broods: dict[int, _Brood] = {}  # by descriptor of the brood's channel
-        self._owners: dict[int, _Brood] = {}  # by pid
+        self._groups: dict[int, _ChildGroup] = {}  # by descriptor of the group's channel
+        self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._forks = 0
+        self._collapsed = False
         self._environment = _os.environment_at_start()
-        self._strangers: dict[int, LeftBehind] = {}  # by pid
-        self._managers: set[int] = set()  # strangers that end by themselves
-        self._culprit: str | None = None  # None: not looked for yet
+        self._orphans: dict[int, LeftBehind] = {}  # by pid
+        self._managers: set[int] = set()  # orphans that end by themselves
+        self._origin: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the terminal sends it to all; the supervisor ends the run in order
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
         _read_sources()
         gc.collect()
         gc.freeze()
@@ -149,7 +157,7 @@ class Zygote:
             raise AssertionError(f"a zygote does not understand {type(message).__name__}")
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
-        brood = _Brood(Channel.from_descriptor(descriptors[0]))
+        group = _ChildGroup(Channel.from_descriptor(descriptors[0]))
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
@@ -157,15 +165,15 @@ class Zygote:
             child = (
                 self._execute(request.environment) if request.interpreter or why else self._take_spare() or self._fork()
             )
-            with contextlib.suppress(ChannelClosedError):  # it died at once; its ending tells
+            with contextlib.suppress(ChannelClosedError):  # it died at once, and how is told later
                 child.order_channel.send(order, own)
             child.order_channel.close()
             close_all(own)
-            brood.indices[child.pid] = index
-            self._owners[child.pid] = brood
-        self._broods[brood.channel.fileno()] = brood
-        self._watch(brood.channel, self._on_brood)
-        brood.tell(Started(tuple(brood.indices), why))
+            group.indices[child.pid] = index
+            self._owners[child.pid] = group
+        self._groups[group.channel.fileno()] = group
+        self._watch(group.channel, self._on_group)
+        group.tell(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
             self._prepare_next(request.spares)
 
@@ -182,14 +190,16 @@ class Zygote:
 
     def _blame(self) -> str:
         """Name the module-level code that started threads, if they are what keeps this process from forking."""
-        if self._culprit is None:
-            self._culprit = find_culprit(self._preparation, self._environment) if _os.tasks() > 1 else ""
-        return f", started by {self._culprit}" if self._culprit else ""
+        if self._origin is None:
+            limit_s = settings.thread_origin_s() if _os.tasks() > 1 else 0.0
+            self._origin = find_thread_origin(self._preparation, self._environment, limit_s)
+        return f", started by {self._origin}" if self._origin else ""
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
-        if not name.startswith(_READ_AT_LOAD) or name in _READ_LATER:
+        """See Note [Variables read at load]."""
+        if not name.startswith(settings.read_at_load(_READ_AT_LOAD)) or name in _READ_LATER:
             return False
-        # What a module set while it was imported holds here too, and whoever reads it later in a fork reads the same.
+        # A module that sets a variable while it is imported has set it for every fork as well.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))
 
     # Children
@@ -210,9 +220,7 @@ class Zygote:
         return self._adopt(pid, ours)
 
     def _forget(self) -> None:
-        """In a child: close what is the zygote's alone, so that no child keeps a channel open that its holder has
-        closed.
-        """
+        """In a child: close the zygote's descriptors, so that no child keeps a channel open that its holder closed."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Channel):
                 key.fileobj.close()
@@ -226,7 +234,7 @@ class Zygote:
         ours, theirs = channel_pair()
         pid = start_interpreter(theirs.fileno(), environment)
         theirs.close()
-        with contextlib.suppress(ChannelClosedError):  # it died at once; its ending tells
+        with contextlib.suppress(ChannelClosedError):  # it died at once, and how is told later
             ours.send(self._preparation)
         return self._adopt(pid, ours)
 
@@ -239,31 +247,31 @@ class Zygote:
         return self._spares.pop(0) if self._spares else None
 
     def _prepare_next(self, spares: int) -> None:
-        if self._forks >= _COLLAPSE_AFTER_FORKS:
+        if self._forks >= _COLLAPSE_AFTER_FORKS and not self._collapsed and settings.huge_pages():
             _os.collapse_memory()
-            self._forks = -sys.maxsize
+            self._collapsed = True
         while len(self._spares) < spares:
             self._spares.append(self._fork())
 
     # Events
 
-    def _on_brood(self, channel: Channel) -> None:
-        brood = self._broods[channel.fileno()]
+    def _on_group(self, channel: Channel) -> None:
+        group = self._groups[channel.fileno()]
         try:
             message, _ = channel.receive()
         except ChannelClosedError:
-            self._abandon(brood)
+            self._abandon(group)
             return
-        if isinstance(message, Send):
-            for pid, index in brood.indices.items():
+        if isinstance(message, Signal):
+            for pid, index in group.indices.items():
                 if index == message.index:
                     _os.end_process(pid, message.number)
 
-    def _abandon(self, brood: _Brood) -> None:
-        del self._broods[brood.channel.fileno()]
-        self._selector.unregister(brood.channel)
-        brood.channel.close()
-        for pid in brood.indices:
+    def _abandon(self, group: _ChildGroup) -> None:
+        del self._groups[group.channel.fileno()]
+        self._selector.unregister(group.channel)
+        group.channel.close()
+        for pid in group.indices:
             _os.end_process(pid)
 
     def _on_exit(self, pid: int, watch: int) -> None:
@@ -271,36 +279,36 @@ class Zygote:
         os.close(watch)
         _, status = os.waitpid(pid, 0)
         now = time.monotonic()
-        brood = self._owners.pop(pid, None)
-        if brood is None:
+        group = self._owners.pop(pid, None)
+        if group is None:
             self._spares = [spare for spare in self._spares if spare.pid != pid]
             return
-        index = brood.indices.pop(pid)
-        self._note_strangers(index)
-        left_behind = () if brood.indices else self._end_strangers()
-        brood.tell(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
+        index = group.indices.pop(pid)
+        self._note_orphans(index)
+        left_behind = () if group.indices else self._end_orphans()
+        group.tell(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
 
-    def _note_strangers(self, index: int) -> None:
-        """Blame the orphans that became children of this process since the last look on the child that ended last."""
-        known = self._owners.keys() | {spare.pid for spare in self._spares} | self._strangers.keys() | self._managers
+    def _note_orphans(self, index: int) -> None:
+        """Charge the orphans that this process has adopted since the last look to child ``index``, the last to end."""
+        known = self._owners.keys() | {spare.pid for spare in self._spares} | self._orphans.keys() | self._managers
         for pid in _os.children_of(os.getpid()):
             if pid not in known:
-                self._strangers[pid] = LeftBehind(index, pid, _os.command_line(pid))
+                self._orphans[pid] = LeftBehind(index, pid, _os.command_line(pid))
 
-    def _end_strangers(self) -> tuple[LeftBehind, ...]:
+    def _end_orphans(self) -> tuple[LeftBehind, ...]:
         found: list[LeftBehind] = []
         self._managers = {pid for pid in self._managers if not os.waitpid(pid, os.WNOHANG)[0]}
-        while self._strangers:
-            pid, stranger = self._strangers.popitem()
-            if _os.program(stranger.command) == _SHM_MANAGER:
+        while self._orphans:
+            pid, orphan = self._orphans.popitem()
+            if _os.program(orphan.command) == _SHM_MANAGER:
                 self._managers.add(pid)
                 continue
             alive = bool(_os.command_line(pid))  # a zombie has none: it ended by itself
             _os.end_process(pid)
             os.waitpid(pid, 0)
-            self._note_strangers(stranger.index)  # its own children are orphans now
+            self._note_orphans(orphan.index)  # its own children are orphans now
             if alive:
-                found.append(stranger)
+                found.append(orphan)
         return tuple(found)
 
     def _end(self) -> NoReturn:
@@ -318,28 +326,3 @@ class Zygote:
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(0)
-
-
-def child_main(order_channel: Channel, parent: int) -> NoReturn:
-    """The first and last thing a child does: wait for one order, obey it, end. Never returns into the zygote's loop."""
-    code = 1
-    try:
-        _os.die_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        order, descriptors = order_channel.receive()
-        order_channel.close()
-        module, _, function = order.target.partition(":")
-        code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
-    except ChannelClosedError:
-        code = 0  # the zygote ended before it needed this child
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code & 0xFF)
-    raise AssertionError("unreachable")

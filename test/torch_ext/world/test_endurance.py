@@ -26,15 +26,15 @@ for number in range(500):
 """
 
 EMPTY_WORLDS = f"""
-from torch_ext.world import access
+from torch_ext.world import provider
 from torch_ext.world.outcome import Ending
-from torch_ext.world.parent import Body, start_world
+from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.watch import Limits
 
 if __name__ == "__main__":
-    zygote = access.zygote_for("__main__")
+    zygote = provider.zygote_for("__main__")
     for number in range(2000):
-        with start_world(zygote, [Body(os.getpid), Body(os.getpid)], spares=2) as world:
+        with start_world(zygote, [RankTask(os.getpid), RankTask(os.getpid)], spares=2) as world:
             outcomes = world.wait(Limits(test_s={STALL_S}))
         endings = [outcome.ending for outcome in outcomes]
         if endings != [Ending.PASSED, Ending.PASSED]:

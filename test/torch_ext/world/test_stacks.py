@@ -10,8 +10,8 @@ import pytest
 from test.torch_ext.world.suites import Suite
 
 HANG = """
-from torch_ext.world import access, rank
-from torch_ext.world.parent import Body, start_world
+from torch_ext.world import frames, provider, rank
+from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.watch import Limits
 
 
@@ -27,7 +27,8 @@ def hang_with_a_slow_record():
 
 
 if __name__ == "__main__":
-    with start_world(access.zygote_for("__main__"), [Body(hang_with_a_slow_record)]) as world:
+    frames._hidden.clear()  # the listener is what this is about
+    with start_world(provider.zygote_for("__main__"), [RankTask(hang_with_a_slow_record)]) as world:
         (outcome,) = world.wait(Limits(test_s=2))
     print(outcome.ending, outcome.output, outcome.stacks)
 """

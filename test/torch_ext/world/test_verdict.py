@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
-from torch_ext.world.render import render, trim_stacks
-from torch_ext.world.verdict import Judgement, Verdict, judge
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.render import WorldFailure
+from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge
+
+
+def text_of(outcomes: list[Outcome], took_s: float) -> str:
+    return str(WorldFailure(WorldReport(tuple(outcomes), judge(outcomes), took_s)))
 
 
 def passed(rank: int) -> Outcome:
@@ -146,7 +151,7 @@ def test_hang_blames_the_rank_that_did_not_come() -> None:
 
 def test_report_shows_every_ending_first_death_and_consequences() -> None:
     outcomes = [failed(0, PEER_GONE), killed(1, 11), stopped(2)]
-    lines = render(outcomes, judge(outcomes), 1.23).splitlines()
+    lines = text_of(outcomes, 1.23).splitlines()
     assert lines[:2] == ["rank 1 of 3 was killed by SIGSEGV", ""]
     assert lines[2] == "What each rank did in 1.2 s:"
     assert lines[3] == f"  rank 0 failed with {PEER_GONE}  (because of that)"
@@ -156,21 +161,21 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
 
 def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
     outcomes = [failed(rank, trace=f"Traceback:\n  at 0x7f{rank} in rank {rank}\nValueError: no") for rank in range(3)]
-    text = render(outcomes, judge(outcomes), 1.0)
+    text = text_of(outcomes, 1.0)
     assert text.count("Traceback of ranks 0-2:") == 1
     assert text.count("Traceback:") == 1
 
 
 def test_different_tracebacks_are_all_shown_culprit_first() -> None:
     outcomes = [failed(0, PEER_GONE), failed(1, "KeyError: 'x'")]
-    text = render(outcomes, judge(outcomes), 1.0)
+    text = text_of(outcomes, 1.0)
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:")
 
 
 def test_long_output_is_cut_at_its_beginning() -> None:
     outcome = killed(0)
     outcome.output = "\n".join(f"line {number}" for number in range(70))
-    text = render([outcome], judge([outcome]), 1.0)
+    text = text_of([outcome], 1.0)
     assert "    ... 10 lines before these\n    line 10\n" in text
     assert "line 9\n" not in text
     assert text.endswith("line 69")
@@ -179,7 +184,7 @@ def test_long_output_is_cut_at_its_beginning() -> None:
 def test_process_left_behind_is_named() -> None:
     outcome = killed(0)
     outcome.left_behind = ["sleep 60"]
-    assert "left a process behind, which was ended: sleep 60" in render([outcome], judge([outcome]), 1.0)
+    assert "left a process behind, which was ended: sleep 60" in text_of([outcome], 1.0)
 
 
 def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
@@ -187,21 +192,9 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
         timed_out(0, record((1, "all_reduce", True), (2, "broadcast", False))),
         timed_out(1, record((1, "all_reduce", True), (2, "all_gather", False))),
     ]
-    text = render(outcomes, judge(outcomes), 60.0)
+    text = text_of(outcomes, 60.0)
     assert (
         "Collectives: the ranks differ in collective #2: rank 0 called gloo:broadcast([3] Float), "
         "rank 1 called gloo:all_gather([3] Float)." in text
     )
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
-
-
-def test_stacks_lose_the_harness_and_keep_the_test() -> None:
-    dump = (
-        'Thread 0x00007f (most recent call first):\n  File "/x/torch_ext/world/rank.py", line 9 in _listen\n'
-        '  File "/usr/lib/threading.py", line 1 in run\n\n'
-        'Current thread 0x00007e (most recent call first):\n  File "/home/me/test_x.py", line 5 in test_hang\n'
-        '  File "/x/torch_ext/world/rank.py", line 8 in _body\n  File "/usr/lib/process.py", line 3 in run\n'
-    )
-    assert trim_stacks(dump) == (
-        'Current thread 0x00007e (most recent call first):\n  File "/home/me/test_x.py", line 5 in test_hang\n'
-    )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext.world.outcome import Ending, Receipt, Said
+from torch_ext.world.outcome import Ending
+from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Limits, Step, Watch
 

@@ -1,1 +1,12 @@
 """The rooms behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
+
+from torch_ext.world import frames
+
+_FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
+
+# What stands between the world and a test's body; see Note [Hidden frames].
+frames.hide(rf"/testing/_internal/(?:{_FRONT_DOORS}|_distributed/\w+)\.py")
+frames.hide(
+    r"/testing/_internal/(?:hypothesis_utils|_distributed/\w+)\.py",
+    *("wrapper", "run_test", "_run", "run_rank", "serve", "in_rank", "_receipt_of_body"),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import unittest
@@ -14,7 +13,8 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
-from torch_ext.world.outcome import Receipt, Said
+from torch_ext.world import settings
+from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
 
@@ -65,7 +65,7 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
     if rank.handed_in:
         return
-    if os.environ.get("TORCH_EXT_TEARDOWN") == "full":
+    if settings.full_teardown():
         end_group()
         rank.hand_in(passed())
     elif not rank.hand_in(passed()):

@@ -24,11 +24,12 @@ from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import access
+from torch_ext.world import provider, scratch
 from torch_ext.world import rank as world_rank
-from torch_ext.world.outcome import Outcome, Said
-from torch_ext.world.parent import Body, RankProcess, World, ZygoteLostError
-from torch_ext.world.rank import Inherited
+from torch_ext.world.follow import RankProcess, World, ZygoteLostError
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.protocol import Inherited, Said
+from torch_ext.world.start import RankTask
 from torch_ext.world.watch import Limits
 
 __unittest = True
@@ -85,7 +86,7 @@ class MultiProcContinuousTest(TestCase):
         super().__init__(name)
         if world_rank.current() is None:
             accelerator.device_type()  # what loads a device must come before the zygote is forked
-            access.prepare(type(self).__module__)
+            provider.prepare(type(self).__module__)
         take_over(self, name, self._worker_run_main_wait, asked=methodName)
 
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
@@ -152,12 +153,12 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:
-        descriptor, cls.rdvz_file = tempfile.mkstemp(dir=access.scratch())
+        descriptor, cls.rdvz_file = tempfile.mkstemp(dir=scratch.folder())
         os.close(descriptor)
         arguments = (int(world_size), cls.rdvz_file, Inherited(0))
         cls._world = start_ranks(
             cls.__module__,
-            [Body(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
+            [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
         )
         cls.processes = cls._world.processes
 
@@ -187,7 +188,7 @@ class MultiProcContinuousTest(TestCase):
         try:
             outcomes = world.wait(Limits(test_s=timeout_of(self)), keep=True)
         except ZygoteLostError:
-            access.forget(world.zygote)
+            provider.forget(world.zygote)
             raise
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):

@@ -18,7 +18,7 @@ from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumptio
 from torch_ext.testing._internal._distributed import bodies
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
-from torch_ext.world.outcome import Receipt, Said
+from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
 

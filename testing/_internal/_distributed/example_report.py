@@ -13,8 +13,7 @@ from hypothesis.errors import Flaky, InvalidArgument
 from hypothesis.vendor.pretty import pretty
 
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.render import render
-from torch_ext.world.verdict import judge
+from torch_ext.world.verdict import WorldReport, judge
 
 __all__ = ["Example", "Found", "report"]
 
@@ -62,8 +61,8 @@ class Found:
     took_s: float
 
 
-def report(found: Found, error: BaseException, test: str, tried: int, failed: int, variable: str) -> str:
-    """Return the whole text of a failed test.
+def report(found: Found, error: BaseException, test: str, tried: int, failed: int, variable: str) -> WorldReport:
+    """Return the report of a failed test.
 
     Args:
         found: the example to show.
@@ -74,10 +73,9 @@ def report(found: Found, error: BaseException, test: str, tried: int, failed: in
     """
     notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
     blob = _BLOB.search(notes)
-    summary, _, rest = render(found.outcomes, judge(found.outcomes), found.took_s).partition("\n\n")
-    parts = [summary, _which(found, error, test, tried, failed, minimal=blob is not None)]
-    parts.append(_again(found, blob[1] if blob else "", variable))
-    return "\n\n".join([*parts, rest])
+    which = _which(found, error, test, tried, failed, minimal=blob is not None)
+    again = _again(found, blob[1] if blob else "", variable)
+    return WorldReport(found.outcomes, judge(found.outcomes), found.took_s, (which, again))
 
 
 def _which(found: Found, error: BaseException, test: str, tried: int, failed: int, minimal: bool) -> str:

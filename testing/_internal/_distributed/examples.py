@@ -29,9 +29,9 @@ from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJE
 from torch_ext.testing._internal._distributed.example_report import Example, Found, report
 from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
-from torch_ext.world import access
+from torch_ext.world import notices, provider
+from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.parent import World, ZygoteLostError
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Limits
 
@@ -61,7 +61,7 @@ def _zygote_of(world: World) -> Iterator[None]:
     try:
         yield
     except ZygoteLostError as error:
-        access.forget(world.zygote)
+        provider.forget(world.zygote)
         raise _StopEngine(error) from None
 
 
@@ -128,7 +128,7 @@ class ExampleRun:
         except DidNotReproduce:
             if self._last is not None or self._tried != 1:
                 raise
-            access.announce(f"{self._case.id()}: the example of {EXAMPLE_VARIABLE} passes")
+            notices.announce(f"{self._case.id()}: the example of {EXAMPLE_VARIABLE} passes")
         self._end_ranks()
 
     @contextlib.contextmanager
@@ -196,8 +196,8 @@ class ExampleRun:
     def _reported(self, error: BaseException) -> WorldFailure:
         if self._last is None:
             raise AssertionError("a failure was raised that no example caused") from error
-        message = report(self._last, error, self._test.__name__, self._tried, len(self._failures), EXAMPLE_VARIABLE)
-        return WorldFailure(message, self._last.outcomes)
+        name = self._test.__name__
+        return WorldFailure(report(self._last, error, name, self._tried, len(self._failures), EXAMPLE_VARIABLE))
 
     # The ranks
 

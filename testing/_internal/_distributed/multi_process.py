@@ -18,13 +18,14 @@ from torch_ext.testing._internal._distributed.methods import chosen_method, pare
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import access
+from torch_ext.world import notices, provider, scratch, settings
 from torch_ext.world import rank as world_rank
-from torch_ext.world.outcome import Outcome, Said
-from torch_ext.world.parent import Body, RankProcess, World, ZygoteLostError, start_world
-from torch_ext.world.rank import Inherited
-from torch_ext.world.render import render
-from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.follow import RankProcess, World, ZygoteLostError
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.protocol import Inherited, Said
+from torch_ext.world.render import WorldFailure
+from torch_ext.world.start import RankTask, start_world
+from torch_ext.world.verdict import Judgement, WorldReport, judge
 from torch_ext.world.watch import Limits
 
 __unittest = True
@@ -34,30 +35,22 @@ __all__ = ["DEFAULT_WORLD_SIZE", "MultiProcessTestCase", "WorldFailure", "raise_
 DEFAULT_WORLD_SIZE = 4
 
 
-class WorldFailure(RuntimeError):
-    """A test failed in its ranks. The message tells what became of each; ``outcomes`` holds the same."""
-
-    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
-        super().__init__(message)
-        self.outcomes = list(outcomes)
-
-
-def start_ranks(module: str, ranks: Sequence[Body]) -> World:
+def start_ranks(module: str, ranks: Sequence[RankTask]) -> World:
     """Start the ranks of a test class that ``module`` defines, in the way that the environment asks for."""
-    zygote = access.zygote_for(module)
+    zygote = provider.zygote_for(module)
     try:
         world = start_world(
             zygote,
             ranks,
-            interpreter=access.interpreter_wanted(),
-            spares=access.spares_wanted(len(ranks)),
-            show=os.environ.get("TORCH_EXT_SHOW_OUTPUT") == "1",
+            interpreter=settings.interpreter_wanted(),
+            spares=settings.spares_wanted(len(ranks)),
+            show=settings.show_output(),
         )
     except ZygoteLostError:
-        access.forget(zygote)
+        provider.forget(zygote)
         raise
     if world.why_interpreter:
-        access.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+        notices.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
     return world
 
 
@@ -74,7 +67,7 @@ def raise_verdict(
     if verdict.judgement is Judgement.SKIPPED:
         raise unittest.SkipTest(verdict.summary)
     if verdict.judgement is Judgement.FAILED:
-        raise WorldFailure(render(outcomes, verdict, took_s), outcomes)
+        raise WorldFailure(WorldReport(tuple(outcomes), verdict, took_s))
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {command}", file=sys.stderr)
@@ -116,7 +109,7 @@ class MultiProcessTestCase(TestCase):
         super().__init__(name)
         if world_rank.current() is None:
             accelerator.device_type()  # what loads a device must come before the zygote is forked
-            access.prepare(type(self).__module__)
+            provider.prepare(type(self).__module__)
         take_over(self, name, self.join_or_run, asked=methodName)
 
     # Whether the harness destroys the process groups that a test leaves initialized.
@@ -157,7 +150,7 @@ class MultiProcessTestCase(TestCase):
         self.pid_to_pipe = {}
         self.rank = self.MAIN_PROCESS_RANK
         self._world: World | None = None
-        descriptor, self.file_name = tempfile.mkstemp(dir=access.scratch())
+        descriptor, self.file_name = tempfile.mkstemp(dir=scratch.folder())
         os.close(descriptor)
         self.addCleanup(self._clean_up, self.file_name)
 
@@ -186,7 +179,7 @@ class MultiProcessTestCase(TestCase):
         self._world = start_ranks(
             type(self).__module__,
             [
-                Body(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                RankTask(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
                 for rank in range(size)
             ],
         )
@@ -207,7 +200,7 @@ class MultiProcessTestCase(TestCase):
                 fn in self.skip_return_code_checks,
             )
         except ZygoteLostError:
-            access.forget(self._world.zygote)
+            provider.forget(self._world.zygote)
             raise
         self._check_return_codes(fn, time.monotonic() - self._world.started_s)
 

@@ -29,7 +29,8 @@ from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
-from torch_ext.world.outcome import Ending, Outcome, Receipt, Said
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
+from torch_ext.world import frames
 
 if TYPE_CHECKING:
     from unittest import TestCase as _TestCase
@@ -36,6 +38,8 @@ else:
     _TestCase = object
 
 __all__ = ["FSDPTest", "FSDPTestContinuous", "FSDPTestMixin", "FSDPTestMultiThread"]
+
+frames.hide(re.escape(__file__), "_run")
 
 _ON_DEVICE = CPUOffload()
 

@@ -1,8 +1,8 @@
 """Messages with descriptors between the processes of a world, over a Unix stream socket.
 
-A frame is an 8-byte header (payload length in bytes, then the number of descriptors, each an unsigned 32-bit integer,
-network order) followed by the pickled payload; the descriptors ride on the header in groups, since the kernel takes at
-most 253 a message. Messages are pickled, so both ends must be ours; no channel ever leaves the machine.
+A frame is an 8-byte header (payload length in bytes, then the number of descriptors, both unsigned 32-bit integers in
+network order) followed by the pickled payload. The descriptors travel with the header in groups, since the kernel
+accepts at most 253 per message. Messages are pickled, so both ends must be ours; no channel ever leaves the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Channel:
         self._socket.close()
 
     def poll(self) -> bool:
-        """Whether :meth:`receive` would find something, be it the end, without waiting for its first byte."""
+        """Whether :meth:`receive` would return or raise at once, as far as the first byte is concerned."""
         return _readable(self._socket.fileno())
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -93,10 +93,10 @@ class Channel:
             raise
 
     def _read_with_descriptors(self, size: int, descriptors: list[int]) -> bytes:
-        """Read ``size`` bytes; add what comes along to ``descriptors`` at once, since a later read may fail."""
+        """Read ``size`` bytes. Add received descriptors to ``descriptors`` at once, since a later read may fail."""
         data, received, _, _ = socket.recv_fds(self._socket, size, _GROUP + 1)
         descriptors += received
-        # An interpreter that a zygote starts must not hold the channels of others, whose end would then go unseen.
+        # An interpreter that a zygote starts must not keep the channels of others open: nobody would see them close.
         for descriptor in received:
             os.set_inheritable(descriptor, False)
         if not data:

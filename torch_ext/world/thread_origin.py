@@ -1,8 +1,11 @@
 """Which line of a module started the threads that keep its zygote from forking. Standard library and own layer only.
 
-A running thread does not tell who started it. So the module is imported once more, in a fresh interpreter whose only
-task is to count its threads after each line of module-level code. That takes as long as the import and repeats its side
-effects, and so is done only where forking has failed already and fresh interpreters serve anyhow.
+Note [Origin of a thread]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A running thread does not tell who started it. So the modules are imported once more, in a fresh interpreter that counts
+its threads after each line of module-level code. That takes as long as the import and repeats its side effects, and the
+zygote serves nobody meanwhile. It is done once per zygote, only where forking has failed already, and gives up after
+``TORCH_EXT_THREAD_ORIGIN`` seconds (default 60; 0: it is not done, and the message names no line).
 """
 
 from __future__ import annotations
@@ -21,26 +24,30 @@ from types import FrameType
 from typing import Any
 
 from torch_ext.world import _os
-from torch_ext.world.interpreter import Preparation, compute_on_one_thread
+from torch_ext.world.interpreter import PACKAGE_ROOT
+from torch_ext.world.preparation import compute_on_one_thread, load
+from torch_ext.world.protocol import Preparation
 
-__all__ = ["find_culprit", "main"]
+__all__ = ["find_thread_origin", "main"]
 
-_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from torch_ext.world.culprit import main; main()"
-_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.thread_origin import main; main()"
 
 
-def find_culprit(preparation: Preparation, environment: Mapping[str, str], timeout_s: float = 60.0) -> str:
+def find_thread_origin(preparation: Preparation, environment: Mapping[str, str], timeout_s: float) -> str:
     """Return the module-level line that first starts a thread, as ``"file:line: source"``; empty if none is found.
 
-    Never raises for what the modules do. Blocks while they are imported, at most ``timeout_s`` seconds.
+    Never raises for what the modules do. Blocks while they are imported, for at most ``timeout_s`` seconds; with 0 it
+    looks for nothing.
 
     Args:
         preparation: what to import, in a fresh interpreter.
-        environment: of that interpreter.
+        environment: the interpreter's environment.
     """
+    if not timeout_s:
+        return ""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM.format(root=_PACKAGE_ROOT)],
+            [sys.executable, "-c", _PROGRAM],
             input=json.dumps(asdict(preparation)),
             env=dict(environment),
             stdout=subprocess.PIPE,
@@ -55,7 +62,7 @@ def find_culprit(preparation: Preparation, environment: Mapping[str, str], timeo
 
 
 def main() -> None:
-    """Program of the interpreter: read a preparation from stdin, print the line that :func:`find_culprit` returns."""
+    """Program of the interpreter: read a preparation from stdin and print what :func:`find_thread_origin` returns."""
     preparation = Preparation(**json.load(sys.stdin))
     report = os.dup(1)
     os.dup2(2, 1)  # what the modules print is no answer
@@ -63,7 +70,7 @@ def main() -> None:
     tracer = _Tracer(report)
     sys.settrace(tracer.enter)
     try:
-        preparation.apply()
+        load(preparation)
     finally:
         os._exit(0)
 
@@ -83,7 +90,7 @@ class _Tracer:
         self._tasks = _os.tasks()
         paths = sysconfig.get_paths()
         self._installed = tuple(os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "purelib", "platlib"))
-        self._own = os.path.join(_PACKAGE_ROOT, "torch_ext") + os.sep
+        self._own = os.path.join(PACKAGE_ROOT, "torch_ext") + os.sep
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Have the lines of a module followed, and those of no function: they are charged to the line that called."""

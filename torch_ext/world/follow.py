@@ -1,33 +1,27 @@
-"""The parent half's side of a world: start ranks through a zygote, follow them, collect what became of each.
-
-Runs wherever a test's parent half runs; imports the standard library and its own layer only.
+"""Following the ranks of a world: events, waiting, what became of each. Runs wherever a test's parent half runs;
+imports the standard library and its own layer only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import selectors
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 
-from torch_ext.world.outcome import Outcome, Receipt
-from torch_ext.world.output import Capture, open_capture
-from torch_ext.world.protocol import Ended, LeftBehind, Order, Send, Start, Started
-from torch_ext.world.rank import STACK_SIGNAL, Ask, Collectives, RankOrder
+from torch_ext.world import frames
+from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.output import Capture
+from torch_ext.world.protocol import STACK_SIGNAL, Ask, Collectives, Ended, LeftBehind, Receipt, Signal, Started
 from torch_ext.world.watch import Act, Limits, Watch
-from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
 
-__all__ = ["Body", "RankProcess", "World", "ZygoteLostError", "read_stacks", "start_world"]
+__all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
 
-# How long a rank has to write its stacks once asked, and how long the pipe must be quiet to be taken for done, in
-# seconds.
+# How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
 _STACKS_S, _QUIET_S = 3.0, 0.2
 
 
@@ -35,29 +29,15 @@ class ZygoteLostError(RuntimeError):
     """The process that starts and reaps ranks is gone, and with it the ranks and all knowledge about them."""
 
 
-@dataclass(frozen=True)
-class Body:
-    """What one rank runs: ``function(*args, **kwargs)``, all pickled by reference as in multiprocessing.
-
-    ``connections`` pipes are made for it; the rank finds its ends where ``args`` hold
-    :class:`~torch_ext.world.rank.Inherited`.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    connections: int = 0
-
-
 class RankProcess:
     """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started."""
 
-    def __init__(self, world: World, rank: int, name: str, channel: Channel, capture: Capture, stacks: int) -> None:
+    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int) -> None:
         self.rank = rank
         self.name = name
         self.pid: int | None = None
         self.connections: list[Connection] = []
-        self._world = world
+        self._world: World | None = None  # set by the world that it joins
         self._channel = channel
         self._capture = capture
         self._stacks = stacks
@@ -66,7 +46,7 @@ class RankProcess:
     @property
     def exitcode(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
-        if self._exit_code is None:
+        if self._exit_code is None and self._world is not None:
             self._world.pump(0)
         return self._exit_code
 
@@ -76,14 +56,18 @@ class RankProcess:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended, at most ``timeout`` seconds."""
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        while self._exit_code is None and (left := end - time.monotonic()) > 0:
+        while self._world and self._exit_code is None and (left := end - time.monotonic()) > 0:
             self._world.pump(None if left == float("inf") else left)
 
     def terminate(self) -> None:
-        self._world.send_signal(self.rank, signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._world.send_signal(self.rank, signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        if self._world is not None:
+            self._world.send_signal(self.rank, number)
 
     def close(self) -> None:
         """Nothing is held for a single rank; the world closes as one."""
@@ -92,70 +76,44 @@ class RankProcess:
 class World:
     """The ranks of one test, from their start until :meth:`close`, which ends those that still live.
 
-    Not thread-safe. Owns its descriptors: close it, or use it as a context manager.
+    Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``start_world()`` makes one.
+
+    Args:
+        zygote: the command channel through which the ranks are started.
+        group: the channel of their child group (see Note [Zygote protocol]).
+        processes: the ranks, in order.
     """
 
-    def __init__(
-        self, zygote: Channel, bodies: Sequence[Body], *, interpreter: bool, spares: int, show: bool, name: str
-    ) -> None:
+    def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess]) -> None:
         self.started_s = time.monotonic()
         self.zygote = zygote
         self.why_interpreter = ""
-        self.processes: list[RankProcess] = []
+        self.processes = list(processes)
         self._receipts: dict[int, Receipt] = {}
         self._collectives: dict[int, str] = {}
         self._ended: dict[int, Ended] = {}
         self._left_behind: list[LeftBehind] = []
         self._listeners: list[Watch] = []
+        self._group = group
         self._selector = selectors.DefaultSelector()
-        self._brood, theirs = channel_pair()
-        request, descriptors = self._prepare(bodies, interpreter, spares, show, name)
-        try:
-            zygote.send(request, [theirs.fileno(), *descriptors])
-        except ChannelClosedError as error:
-            self.close()
-            raise ZygoteLostError("the zygote is gone: no ranks can be started") from error
-        finally:
-            theirs.close()
-            close_all(descriptors)
-        self._selector.register(self._brood, selectors.EVENT_READ, self._on_brood)
+        self._selector.register(group, selectors.EVENT_READ, self._on_group)
+        for process in self.processes:
+            self._add(process)
+
+    def _add(self, process: RankProcess) -> None:
+        process._world = self
+        self._selector.register(process._channel, selectors.EVENT_READ, lambda: self._on_rank(process))
+        if process._capture.live is not None:
+            self._selector.register(process._capture.live, selectors.EVENT_READ, lambda: self._on_output(process))
+
+    def wait_started(self) -> None:
+        """Wait until every rank's process exists.
+
+        Raises:
+            ZygoteLostError: the zygote died meanwhile.
+        """
         while self.processes and self.processes[0].pid is None:
             self.pump(None)
-
-    def _prepare(
-        self, bodies: Sequence[Body], interpreter: bool, spares: int, show: bool, name: str
-    ) -> tuple[Start, list[int]]:
-        environment, orders, descriptors = dict(os.environ), [], []
-        umask = os.umask(0)
-        os.umask(umask)
-        threads = _threads_per_rank(len(bodies))
-        for rank, body in enumerate(bodies):
-            order = RankOrder(
-                rank, len(bodies), f"{name} {rank}", pickle.dumps((body.function, body.args, dict(body.kwargs))),
-                environment, os.getcwd(), umask, tuple(sys.argv), threads,
-            )  # fmt: skip
-            own = self._open_rank(rank, order.name, body.connections, show)
-            orders.append(Order("torch_ext.world.rank:main", order, len(own)))
-            descriptors += own
-        return Start(tuple(orders), environment, interpreter, spares), descriptors
-
-    def _open_rank(self, rank: int, name: str, connections: int, show: bool) -> list[int]:
-        ours, theirs = channel_pair()
-        stacks, stacks_writer = os.pipe()
-        capture, output = open_capture(rank, show)
-        process = RankProcess(self, rank, name, ours, capture, stacks)
-        self.processes.append(process)
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_rank(process))
-        if capture.live is not None:
-            self._selector.register(capture.live, selectors.EVENT_READ, lambda: self._on_output(process))
-        given = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer]
-        theirs.close()
-        for _ in range(connections):
-            here, there = Pipe()
-            process.connections.append(here)
-            given.append(os.dup(there.fileno()))
-            there.close()
-        return given
 
     def __enter__(self) -> World:
         return self
@@ -166,7 +124,7 @@ class World:
     # Events
 
     def pump(self, timeout_s: float | None) -> None:
-        """Take in what has happened; wait for at most ``timeout_s`` for something to happen, or for ever if None.
+        """Handle what has happened. If nothing has, wait for at most ``timeout_s`` seconds; without limit if None.
 
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
@@ -176,11 +134,11 @@ class World:
                 if self._selector.get_map().get(key.fd) == key:  # an earlier event of this round may have closed it
                     key.data()
 
-    def _on_brood(self) -> None:
+    def _on_group(self) -> None:
         try:
-            message, _ = self._brood.receive()
+            message, _ = self._group.receive()
         except ChannelClosedError:
-            self._selector.unregister(self._brood)
+            self._selector.unregister(self._group)
             if len(self._ended) < len(self.processes):
                 self.close()
                 raise ZygoteLostError(
@@ -196,7 +154,7 @@ class World:
 
     def _on_end(self, message: Ended) -> None:
         process = self.processes[message.index]
-        self._drain(process)  # its last words may have come together with its end
+        self._drain(process)  # its last messages may have come together with its end
         process._exit_code = message.exit_code
         self._ended[message.index] = message
         self._left_behind += message.left_behind
@@ -232,7 +190,7 @@ class World:
     # Waiting
 
     def new_round(self) -> None:
-        """Begin another test on ranks that live on: what they handed in so far counts no longer."""
+        """Begin another test on the same ranks: what they have handed in so far no longer counts."""
         self.started_s = time.monotonic()
         self._receipts.clear()
         self._collectives.clear()
@@ -278,7 +236,7 @@ class World:
         for rank in ranks:
             self.send_signal(rank, STACK_SIGNAL)
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
-        # Not earlier: faulthandler reads every thread's frames without the GIL, and crashes where one runs meanwhile.
+        # Not earlier: faulthandler reads the frames of all threads without the GIL, and crashes if one runs meanwhile.
         for rank in ranks:
             self._tell(rank, Ask.COLLECTIVES)
         end = time.monotonic() + _STACKS_S
@@ -288,13 +246,13 @@ class World:
             waiting = [rank for rank in waiting if rank not in self._collectives and rank not in self._ended]
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
-        outcome.stacks = stacks.get(outcome.rank, "")
+        outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
         outcome.collectives = self._collectives.get(outcome.rank, "")
-        outcome.output = self.processes[outcome.rank]._capture.tail()
+        outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
         return outcome
 
-    def _tell(self, rank: int, message: str) -> None:
+    def _tell(self, rank: int, message: Ask) -> None:
         channel = self.processes[rank]._channel
         with contextlib.suppress(ChannelClosedError, OSError):
             if not channel.closed:
@@ -303,12 +261,12 @@ class World:
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank; nothing happens if it has ended or the world is closed."""
         with contextlib.suppress(ChannelClosedError, OSError):
-            if not self._brood.closed and rank not in self._ended:
-                self._brood.send(Send(rank, number))
+            if not self._group.closed and rank not in self._ended:
+                self._group.send(Signal(rank, number))
 
     def close(self) -> None:
         """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
-        self._brood.close()
+        self._group.close()
         self._selector.close()  # its map is None from here on, so that pump() finds nothing
         for process in self.processes:
             process._channel.close()
@@ -318,38 +276,6 @@ class World:
                 process._stacks = -1
             for connection in process.connections:
                 connection.close()
-
-
-def start_world(
-    zygote: Channel,
-    bodies: Sequence[Body],
-    *,
-    interpreter: bool = False,
-    spares: int = 0,
-    show: bool = False,
-    name: str = "process",
-) -> World:
-    """Start one rank a body and return when all their processes exist.
-
-    Args:
-        zygote: a command channel to the zygote that has loaded what the bodies need.
-        interpreter: give every rank an interpreter of its own instead of forking it.
-        spares: how many processes the zygote is to fork ahead for the next call.
-        show: pass the ranks' output through, line by line with the rank in front, instead of only keeping it.
-        name: process names are this with the rank.
-
-    Raises:
-        ZygoteLostError: the zygote is gone.
-    """
-    return World(zygote, bodies, interpreter=interpreter, spares=spares, show=show, name=name)
-
-
-def _threads_per_rank(world_size: int) -> int:
-    asked = os.environ.get("TORCH_EXT_THREADS", "")
-    if asked.isdigit() and int(asked):
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, world_size))
 
 
 def read_stacks(pipes: Mapping[int, int]) -> dict[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext.world.wire import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 
 
 def open_descriptors() -> int:

@@ -1,17 +1,20 @@
-"""Is it safe to fork this process? Runs in zygotes and in processes about to become one; imports the standard library
-only.
+"""Whether it is safe to fork this process. Runs in zygotes and in processes about to become one; imports the standard
+library and its own layer only.
 
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
-A child of ``fork`` keeps one thread, so whatever another thread was part of is broken in it: a pool of OpenMP or
-autograd threads that no longer exists is waited for for ever, a lock held at that moment stays locked, and a device
-driver refuses every call. The remedy is not to have such state: a zygote imports and runs nothing else. What a test
-module does when it is imported is not ours, so each fork is preceded by this check, and where it fails a fresh
-interpreter serves instead.
+A child of ``fork`` keeps one thread, and whatever another thread was part of is broken in it: it waits forever for an
+OpenMP or autograd pool that no longer exists, a lock that was held at that moment stays locked, and a device driver
+refuses every call. So a zygote imports modules and runs nothing else. But a test module may do anything when it is
+imported, so each fork is preceded by this check, and where it fails the child gets a fresh interpreter.
 
-OpenBLAS is the exception: numpy starts its threads when it is imported, and its own fork handlers end them before every
-    fork
-and start them again on use. A trial fork therefore tells its threads from everybody else's.
+Note [Trial fork]
+~~~~~~~~~~~~~~~~~
+OpenBLAS is the exception: importing numpy starts its threads, and its own fork handlers end them before every fork and
+start them again on use. Their number alone cannot be told from that of other threads. So where there are threads, one
+child is forked that ends at once; threads that survive it belong to somebody else. Without the trial
+(``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets ranks with fresh interpreters, unless
+``OPENBLAS_NUM_THREADS=1`` is set: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import os
 import threading
 from pathlib import Path
 
-from torch_ext.world import _os
+from torch_ext.world import _os, settings
 
 __all__ = ["reason_not_to_fork"]
 
-# Descriptors that only an initialised driver holds.
+# Descriptors that only an initialized driver holds.
 _DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "/dev/accel")
 
 
@@ -35,15 +38,16 @@ def reason_not_to_fork() -> str:
     """
     if not _os.CAN_FORK:
         return "this operating system cannot fork a process that has loaded torch"
-    if _os.tasks() > 1:
+    if _os.tasks() > 1 and settings.trial_fork():
         _trial_fork()
     if _os.tasks() > 1:
         return f"it runs other threads: {_describe_threads()}"
     driver = _open_driver()
-    return f"a device driver is initialised in it ({driver} is open)" if driver else ""
+    return f"a device driver is initialized in it ({driver} is open)" if driver else ""
 
 
 def _trial_fork() -> None:
+    """See Note [Trial fork]."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -1,0 +1,45 @@
+"""The first and last thing that every child of a zygote does. Standard library and own layer only."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from torch_ext.world import _os
+from torch_ext.world.channel import Channel, ChannelClosedError
+
+__all__ = ["child_main"]
+
+
+def child_main(order_channel: Channel, parent: int) -> NoReturn:
+    """Wait for one order, obey it, end. Never returns to the caller, such as a zygote's loop.
+
+    Args:
+        order_channel: where the order arrives; closed when it has.
+        parent: pid of the process whose end is this one's end too.
+    """
+    code = 1
+    try:
+        _os.die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        order, descriptors = order_channel.receive()
+        order_channel.close()
+        module, _, function = order.target.partition(":")
+        code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
+    except ChannelClosedError:
+        code = 0  # the zygote ended before it needed this child
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code & 0xFF)
+    raise AssertionError("unreachable")

@@ -1,0 +1,105 @@
+"""Which frames of tracebacks and stacks a report leaves out. Standard library only.
+
+Note [Hidden frames]
+~~~~~~~~~~~~~~~~~~~~
+Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
+registers its own with :func:`hide` when it is imported; nothing else in the project knows which they are. Whole files
+are left out of tracebacks only: a rank that hangs may hang in any of their functions, so stacks lose just the functions
+that a layer names. What a zygote has registered travels with :class:`~torch_ext.world.protocol.Loaded` to the
+supervisor, which loads none of these layers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterable
+
+from torch_ext.world.protocol import HiddenFrames
+
+__all__ = ["add", "describe", "hidden", "hide", "read_error", "trim_stacks"]
+
+_FRAME = r'  File "[^"]*", line \d+ in .*\n'
+
+_hidden: dict[HiddenFrames, None] = {}
+
+
+def hide(file: str, *functions: str, outwards: bool = False, thread: bool = False) -> None:
+    """Leave frames out of reports from now on. See Note [Hidden frames].
+
+    Args:
+        file: regular expression that matches the end of the file's path, such as ``r"/world/rank\\.py"``.
+        functions: leave out the frames of these functions, in stacks and tracebacks. None: every frame of the file, in
+            tracebacks only.
+        outwards: in stacks, leave out the frames that called them too.
+        thread: in stacks, leave out the whole thread in which one of them runs.
+    """
+    _hidden[HiddenFrames(file, functions, outwards, thread)] = None
+
+
+def hidden() -> tuple[HiddenFrames, ...]:
+    """Return everything that was registered in this process."""
+    return tuple(_hidden)
+
+
+def add(frames: Iterable[HiddenFrames]) -> None:
+    """Register what another process has registered."""
+    _hidden.update(dict.fromkeys(frames))
+
+
+def read_error(error: BaseException) -> tuple[str, str]:
+    """Return the first line of what ``error`` says, and its traceback without hidden frames.
+
+    A traceback of nothing but hidden frames is shown in full.
+    """
+    shown = traceback.TracebackException.from_exception(error, capture_locals=False)
+    _trim(shown)
+    said = "".join(shown.format_exception_only()).strip()
+    return said.splitlines()[0] if said else type(error).__name__, "".join(shown.format())
+
+
+def describe(error: BaseException) -> str:
+    """Return the traceback of ``error`` without hidden frames."""
+    return read_error(error)[1].rstrip()
+
+
+def _trim(shown: traceback.TracebackException) -> None:
+    kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
+    if kept:
+        shown.stack[:] = kept
+    for linked in (shown.__cause__, shown.__context__):
+        if linked is not None:
+            _trim(linked)
+
+
+def _covers(each: HiddenFrames, frame: traceback.FrameSummary) -> bool:
+    named = not each.functions or frame.name in each.functions
+    return named and re.search(f"(?:{each.file})$", frame.filename) is not None
+
+
+def trim_stacks(text: str) -> str:
+    """Leave hidden frames out of what faulthandler wrote, and its list of extension modules."""
+    return re.sub("|".join((*_patterns(), r"^Extension modules: .*\n?")), "", text, flags=re.MULTILINE)
+
+
+def _patterns() -> list[str]:
+    # Whole threads first: they contain what the other patterns would match.
+    in_order = sorted((each for each in _hidden if each.functions), key=lambda each: (not each.thread, each.outwards))
+    return [_pattern(each) for each in in_order]
+
+
+def _pattern(each: HiddenFrames) -> str:
+    frame = rf'  File "[^"]*{each.file}", line \d+ in (?:{"|".join(map(re.escape, each.functions))})\n'
+    if each.thread:
+        return rf"^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"
+    return f"^{frame}(?:{_FRAME})*" if each.outwards else f"^{frame}"
+
+
+_OWN = re.escape(os.path.dirname(os.path.abspath(__file__)) + os.sep)
+hide(rf"{_OWN}[^/]*")
+hide(r"/world/rank\.py", "_listen", thread=True)
+hide(r"/world/rank\.py", "_run_task", outwards=True)
+hide(r"/multiprocessing/process\.py")
+hide(r"/unittest/(?:case|mock)\.py")
+hide(r"/torch/distributed/c10d_logger\.py")

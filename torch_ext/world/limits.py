@@ -1,0 +1,45 @@
+"""How long a test may take. Standard library and own layer only: the supervisor must know it too."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch_ext.world import settings
+
+__all__ = ["LIMIT_ATTRIBUTE", "TIMEOUT_DEFAULT", "TIMEOUT_OVERRIDE", "get_timeout", "timeout_of"]
+
+# In seconds.
+TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
+# By test name, in seconds. Test files add to it.
+TIMEOUT_OVERRIDE: dict[str, int] = {"test_ddp_uneven_inputs": 400, "test_DistributedDataParallel": 500}
+
+# Where a test method carries its own limit, in seconds.
+LIMIT_ATTRIBUTE = "_timeout_s"
+
+
+def get_timeout(test_id: str) -> int:
+    """Return the seconds that the test with this id may take by its name alone; :func:`timeout_of` has the whole
+    rule.
+    """
+    return TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], TIMEOUT_DEFAULT)
+
+
+def timeout_of(case: Any) -> float:
+    """Return the seconds that the current test of ``case``, a test case of unittest's, may take.
+
+    The first of these that is set wins: ``TORCH_EXT_TIMEOUT`` (``--timeout``); ``@with_timeout`` on the test; the class
+    attribute ``timeout`` (seconds or a ``timedelta``); ``TIMEOUT_OVERRIDE`` by the test's name;
+    ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``; 120 seconds.
+    """
+    asked = settings.time_limit_s()
+    if asked is not None:
+        return asked
+    test_id = case.id()
+    own = getattr(getattr(type(case), test_id.rpartition(".")[2], None), LIMIT_ATTRIBUTE, None)
+    if own is None:
+        own = getattr(type(case), "timeout", None)
+    if isinstance(own, timedelta):
+        return own.total_seconds()
+    return float(own) if isinstance(own, (int, float)) else float(get_timeout(test_id))

@@ -1,0 +1,21 @@
+"""What the harness itself says to the user, once per process. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["PREFIX", "announce"]
+
+# Marks these lines among the output of a process, so that the runner can repeat them in its summary.
+PREFIX = "torch_ext: "
+
+_told: set[tuple[int, str]] = set()
+
+
+def announce(message: str) -> None:
+    """Print ``message`` on stderr, unless this process has done so before."""
+    key = (os.getpid(), message)
+    if key not in _told:
+        _told.add(key)
+        print(f"{PREFIX}{message}", file=sys.stderr, flush=True)

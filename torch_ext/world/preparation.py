@@ -1,0 +1,44 @@
+"""Loading into a process what its like have loaded: a fresh interpreter becomes like a forked child. Standard library
+and own layer only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing.spawn
+import os
+import sys
+
+from torch_ext.world.protocol import Preparation
+
+__all__ = ["compute_on_one_thread", "load", "preparation_of_this_process"]
+
+
+def load(preparation: Preparation) -> None:
+    """Load everything that ``preparation`` names into this process. Raises whatever an import raises."""
+    sys.path[:] = preparation.path
+    for name in preparation.modules:
+        importlib.import_module(name)
+        compute_on_one_thread()
+    if preparation.main_name:
+        multiprocessing.spawn.prepare({"init_main_from_name": preparation.main_name})
+    if preparation.main_path:
+        multiprocessing.spawn.prepare({"init_main_from_path": preparation.main_path})
+
+
+def compute_on_one_thread() -> None:
+    """Keep what a test module computes while it is imported from starting a thread pool. See Note [Fork safety]."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def preparation_of_this_process(modules: tuple[str, ...]) -> Preparation:
+    """Return what makes a fresh interpreter resolve ``modules`` and ``__main__`` to the files that they are here."""
+    found = multiprocessing.spawn.get_preparation_data("rank") if "__main__" in modules else {}
+    return Preparation(
+        path=tuple(entry or os.getcwd() for entry in sys.path),
+        modules=tuple(name for name in modules if name != "__main__"),
+        main_name=found.get("init_main_from_name", ""),
+        main_path=found.get("init_main_from_path", ""),
+    )

@@ -1,0 +1,181 @@
+"""Which zygote serves this process. Standard library and own layer only.
+
+A class process is told by its supervisor (:func:`use`). Any other process that runs tests (``python -m unittest``,
+``pytest``, a debugger) gets a zygote of its own: a fork of itself, taken early, while forking is still safe (see Note
+[Fork safety]); otherwise a fresh interpreter that loads what this process has loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+
+from torch_ext.world import _os, scratch
+from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.fork_safety import reason_not_to_fork
+from torch_ext.world.loading import become_zygote
+from torch_ext.world.notices import announce
+from torch_ext.world.preparation import preparation_of_this_process
+from torch_ext.world.protocol import ModuleOrder
+from torch_ext.world.tree import ModuleZygote, RootZygote
+
+__all__ = ["forget", "never_start_ranks", "prepare", "use", "zygote_for"]
+
+
+class _Zygotes:
+    """The zygotes of this process. A forked child has none: its parent's are not its own."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.given: Channel | None = None
+        self.starts_none = False
+        self.forked: tuple[Channel, frozenset[str], int] | None = None
+        self.root: RootZygote | None = None
+        self.loaded: dict[str, Channel] = {}
+        self.zygotes: list[ModuleZygote] = []
+
+
+_zygotes = _Zygotes()
+
+
+def _mine() -> _Zygotes:
+    global _zygotes
+    if _zygotes.owner != os.getpid():
+        _zygotes = _Zygotes()
+    return _zygotes
+
+
+def use(channel: Channel, scratch_folder: str) -> None:
+    """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
+    _mine().given = channel
+    scratch.use(scratch_folder)
+
+
+def never_start_ranks() -> None:
+    """Have :func:`prepare` do nothing in this process, which collects tests and runs none."""
+    _mine().starts_none = True
+
+
+def zygote_for(module: str) -> Channel:
+    """Return a command channel to a zygote that has loaded ``module``, starting one if need be."""
+    own = _mine()
+    if own.given is not None:
+        return own.given
+    if own.forked is not None and module in own.forked[1] and _alive(own):
+        return own.forked[0]
+    if module in own.loaded:
+        return own.loaded[module]
+    _os.require_supported()
+    why = reason_not_to_fork()
+    if not why:
+        return _fork(own)
+    announce(f"this process cannot fork its ranks' zygote, so a fresh interpreter loads {module} for them: {why}")
+    return _load(own, module)
+
+
+def prepare(module: str) -> None:
+    """Fork the zygote of ``module`` now if that is safe, before something in this process makes it unsafe. Otherwise do
+    nothing.
+    """
+    own = _mine()
+    known = (
+        own.starts_none
+        or own.given is not None
+        or (own.forked is not None and module in own.forked[1])
+        or module in own.loaded
+    )
+    if not known and not reason_not_to_fork():
+        _fork(own)
+
+
+def forget(channel: Channel) -> None:
+    """The zygote behind ``channel`` is gone: have the next request start another."""
+    own = _mine()
+    channel.close()
+    if own.forked is not None and own.forked[0] is channel:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(own.forked[2], 0)
+        own.forked = None
+    if own.given is channel:
+        own.given = None
+    if channel in own.loaded.values():
+        own.loaded = {}
+        for zygote in own.zygotes:
+            zygote.close()
+        if own.root is not None:
+            own.root.close()
+        own.root, own.zygotes = None, []
+    scratch.give_up()
+
+
+def _fork(own: _Zygotes) -> Channel:
+    if own.forked is not None:
+        own.forked[0].close()
+        scratch.give_up()
+    ours, theirs = channel_pair()
+    modules = frozenset(sys.modules)
+    folder = scratch.folder()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            become_zygote(theirs, tuple(name for name in modules if _is_loadable(name)), folder)
+        finally:
+            os._exit(1)
+    theirs.close()
+    own.forked = (ours, modules, pid)
+    atexit.register(_end_fork, own, ours, pid)
+    return ours
+
+
+def _is_loadable(name: str) -> bool:
+    """Whether a fresh interpreter should import ``name`` at once: test modules and ``__main__``; whatever they need
+    follows.
+    """
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    return name == "__main__" or os.path.basename(file).startswith("test_")
+
+
+def _alive(own: _Zygotes) -> bool:
+    """Whether the forked zygote still runs; reap it if not."""
+    if own.forked is None:
+        return False
+    channel, _, pid = own.forked
+    try:
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            return True
+    except ChildProcessError:
+        pass  # somebody else in this process reaped it
+    forget(channel)
+    return False
+
+
+def _load(own: _Zygotes, module: str) -> Channel:
+    if own.root is None:
+        main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
+        own.root = RootZygote(main, scratch.folder(), os.environ)
+        atexit.register(own.root.close)
+    own.root.wait_ready()
+    if module == "__main__":
+        own.loaded[module] = own.root.channel
+        return own.root.channel
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    order = ModuleOrder(module, sys.path[0] or os.getcwd(), file, dict(os.environ), tuple(sys.argv))
+    zygote = own.root.load(order)
+    zygote.wait_loaded()
+    own.zygotes.append(zygote)
+    own.loaded[module] = zygote.channel
+    return zygote.channel
+
+
+def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
+    if own.owner == os.getpid():
+        channel.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

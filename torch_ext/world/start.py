@@ -1,0 +1,114 @@
+"""Starting the ranks of a world through a zygote. Runs wherever a test's parent half runs; imports the standard library
+and its own layer only.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from torch_ext.world import settings
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.follow import RankProcess, World, ZygoteLostError
+from torch_ext.world.output import open_capture
+from torch_ext.world.protocol import Order, RankOrder, Start
+
+__all__ = ["RankTask", "start_world"]
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What one rank runs: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
+
+    ``connections`` pipes are made for it. The rank finds its ends where ``args`` hold
+    :class:`~torch_ext.world.protocol.Inherited`.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    connections: int = 0
+
+
+def start_world(
+    zygote: Channel,
+    tasks: Sequence[RankTask],
+    *,
+    interpreter: bool = False,
+    spares: int = 0,
+    show: bool = False,
+    name: str = "process",
+) -> World:
+    """Start one rank per task and return when all their processes exist.
+
+    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now.
+
+    Args:
+        zygote: a command channel to the zygote that has loaded what the tasks need.
+        interpreter: give every rank a fresh interpreter instead of forking it.
+        spares: how many processes the zygote forks ahead for the next call.
+        show: pass the ranks' output through, each line with its rank in front, as well as keeping it.
+        name: each process is called this with its rank.
+
+    Raises:
+        ZygoteLostError: the zygote is gone.
+    """
+    ranks = [_open_rank(rank, f"{name} {rank}", task, show) for rank, task in enumerate(tasks)]
+    group, theirs = channel_pair()
+    world = World(zygote, group, [process for process, _ in ranks])
+    inherited = [descriptors for _, descriptors in ranks]
+    try:
+        request = Start(_orders(ranks, tasks), dict(os.environ), interpreter, spares)
+        zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
+    except ChannelClosedError as error:
+        world.close()
+        raise ZygoteLostError("the zygote is gone: no ranks can be started") from error
+    except BaseException:
+        world.close()
+        raise
+    finally:
+        theirs.close()
+        for descriptors in inherited:
+            close_all(descriptors)
+    world.wait_started()
+    return world
+
+
+def _orders(ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask]) -> tuple[Order, ...]:
+    environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
+    umask = os.umask(0)
+    os.umask(umask)
+    threads = settings.threads_per_rank(len(tasks))
+    return tuple(
+        Order(
+            "torch_ext.world.rank:main",
+            RankOrder(process.rank, process.name, _pickled(task), environment, directory, umask, argv, threads),
+            len(descriptors),
+        )
+        for (process, descriptors), task in zip(ranks, tasks, strict=True)
+    )
+
+
+def _pickled(task: RankTask) -> bytes:
+    return pickle.dumps((task.function, task.args, dict(task.kwargs)))
+
+
+def _open_rank(rank: int, name: str, task: RankTask, show: bool) -> tuple[RankProcess, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
+    ours, theirs = channel_pair()
+    stacks, stacks_writer = os.pipe()
+    capture, output = open_capture(rank, show)
+    process = RankProcess(rank, name, ours, capture, stacks)
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer]
+    theirs.close()
+    for _ in range(task.connections):
+        here, there = Pipe()
+        process.connections.append(here)
+        inherited.append(os.dup(there.fileno()))
+        there.close()
+    return process, inherited
