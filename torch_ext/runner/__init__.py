@@ -2,16 +2,18 @@
 
 The rooms, each below the ones that follow it:
 
-``results``    what became of a test, and how a test is named
+``results``    what became of a test, and how a test is named, as data
 ``discovery``  the test files below a root
 ``keywords``, ``nearest``, ``selection``   which of them a command line means
 ``names``      the tests of each file, remembered between runs
 ``schedule``   the order in which they run
 ``options``    the command line
-``rerun``, ``report``   what the user sees
-``execute``    the half that starts processes (the only room that knows :mod:`torch_ext.world`)
+``messages``   what the supervisor and the processes that hold tests say to each other
+``collect``, ``class_process``   what runs in those processes
+``progress``, ``reporters``   results against the plan, and what becomes of them
+``class_runner``, ``execute``   the half that starts processes
 ``cli``        the command itself
 
-Nothing here imports torch or a test module. Import the rooms themselves: this file stays empty so that one of them
-costs milliseconds.
+Nothing here imports torch or a test module. Import the rooms themselves: this file stays empty, so that each costs
+milliseconds.
 """

@@ -6,41 +6,50 @@ Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.keywords import keyword_filter
-from torch_ext.runner.names import Collected, Collector, NameCache, cache_folder, collect_names, surroundings
+from torch_ext.runner.names import Collected, NameCache, cache_folder, collect_names, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, select_files, select_tests
 
-__all__ = ["INTERRUPTED", "Engine", "main", "main_for_file"]
+if TYPE_CHECKING:
+    from torch_ext.runner.reporters.base import Reporter
+
+__all__ = ["INTERRUPTED", "Executor", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
-class Engine(Protocol):
-    """The half of the runner that starts processes: the module ``torch_ext.runner.execute``."""
+class Executor(Protocol):
+    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
 
-    def collector(self, options: Options) -> Collector:
-        """Return what imports test files. Called at most once, on the main thread, and only if names are needed."""
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
         ...
 
-    def run(self, plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
+    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
         """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
 
-        Called once, on the main thread; blocks until every process it started is gone, also when it is interrupted.
-        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one skipped result
-        for each of its tests: a planned test without a result counts as not run, and fails the command.
+        Called once, on the main thread. Blocks until every process that it started is gone, also when it is
+        interrupted. Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
+        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
         """
+        ...
+
+    def close(self) -> None:
+        """End every process and remove every file of the run. Idempotent."""
         ...
 
 
@@ -82,16 +91,16 @@ def _usage_error(text: str) -> int:
     return USAGE
 
 
-def _engine() -> Engine:
-    # Not imported above: a warm list needs no processes, and must not pay for their machinery.
-    return cast(Engine, importlib.import_module("torch_ext.runner.execute"))
+def _open_executor(options: Options) -> Executor:
+    # Not imported above: a list of remembered names starts no process, and must not pay for what does.
+    return cast(Executor, importlib.import_module("torch_ext.runner.execute").open_executor(options))
 
 
 def _discover_and_run(options: Options) -> int:
     if options.upstream:
         file = describe(Path(options.upstream).resolve(), options.root)
         return _select_and_run(options, [file], NameCache(None, None))
-    # The tests of torch_ext itself are pytest's: a runner that judged itself would prove nothing.
+    # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
@@ -107,12 +116,24 @@ def _run_file(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache) -> int:
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def executor() -> Executor:
+            return stack.enter_context(contextlib.closing(_open_executor(options)))
+
+        return _select_and_run_with(executor, options, files, cache)
+
+
+def _select_and_run_with(
+    executor: Callable[[], Executor], options: Options, files: Sequence[TestFile], cache: NameCache
+) -> int:
     if told := untested_torch():  # before any process starts, which would say it as well
         print(f"warning: {told}", file=sys.stderr)
     keywords = _keywords(options)
     selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
-    collected = collect_names(wanted, cache, lambda: _engine().collector(options))
+    collected = collect_names(wanted, cache, executor)
     broken = {one.file.name: one for one in collected if one.error}
     names = [test for one in collected if not one.error for test in one.tests]
     selected = select_tests(selection, names, broken)
@@ -122,7 +143,7 @@ def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCach
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
-    return _run(options, make_plan(wanted, tests), failures)
+    return _run(executor, options, make_plan(wanted, tests), failures)
 
 
 def _keywords(options: Options) -> Callable[[TestName], bool]:
@@ -152,29 +173,42 @@ def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequen
 
 
 def _import_failure(collected: Collected) -> TestResult:
-    return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, message=collected.error)
+    trace = collected.error.rstrip()
+    problem = Raised(trace.rpartition("\n")[2], trace)
+    return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, (problem,))
 
 
 def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
     sys.stdout.writelines(f"{test.id}\n" for test in tests)
     sys.stdout.flush()
+    if failures:
+        from torch_ext.runner.reporters.failure import describe_failure
     for failure in failures:
-        print(f"{failure.test.id} cannot be imported:\n{failure.message}", file=sys.stderr)
+        print(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}", file=sys.stderr)
     print(f"{len(tests)} test{'s' * (len(tests) != 1)}", file=sys.stderr)
     return FAILED if failures else OK
 
 
-def _run(options: Options, plan: Plan, failures: Sequence[TestResult]) -> int:
-    from torch_ext.runner.report import Report
+def _run(executor: Callable[[], Executor], options: Options, plan: Plan, failures: Sequence[TestResult]) -> int:
+    from torch_ext.runner.progress import Progress
+    from torch_ext.runner.reporters.text import TextReporter
 
-    report = Report(plan, options, sys.stdout)
+    progress = Progress(plan)
+    reporters: list[Reporter] = [TextReporter(plan, options, sys.stdout)]
+
+    def take(result: TestResult) -> None:
+        progress.add(result)
+        for reporter in reporters:
+            reporter.add(result)
+
+    interrupted = False
     for failure in failures:
-        report.add(failure)
+        take(failure)
     try:
         if plan.batches and not (failures and options.failfast):
-            _engine().run(plan, options, report.add)
+            executor().run(plan, take)
     except KeyboardInterrupt:
-        report.finish(interrupted=True)
-        return INTERRUPTED
-    report.finish()
-    return OK if report.tally.passed else FAILED
+        interrupted = True
+    for reporter in reporters:
+        reporter.finish(interrupted=interrupted)
+    return INTERRUPTED if interrupted else OK if progress.passed else FAILED

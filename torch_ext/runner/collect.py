@@ -1,6 +1,6 @@
 """The tests that a loaded module defines, as unittest finds them.
 
-Runs in a child of the module's zygote and in case processes.
+Runs in a child of the module's zygote and in class processes.
 """
 
 from __future__ import annotations
@@ -8,24 +8,17 @@ from __future__ import annotations
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from torch_ext.world import access
-from torch_ext.world.wire import Channel
+from torch_ext.runner.messages import CollectOrder, TestNames
+from torch_ext.world import provider
+from torch_ext.world.channel import Channel
 
-__all__ = ["CollectOrder", "find_tests", "main"]
-
-
-@dataclass(frozen=True)
-class CollectOrder:
-    """Which module's tests to tell."""
-
-    module: str
+__all__ = ["find_tests", "main"]
 
 
 def find_tests(module: str) -> list[unittest.TestCase]:
-    """Return the tests of ``module``, which is loaded, in unittest's order; a ``load_tests`` function of its own is
-    honoured.
+    """Return the tests of ``module``, which is loaded, in unittest's order. Its ``load_tests`` function, if it has one,
+    is honored.
     """
     return list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(sys.modules[module])))
 
@@ -39,8 +32,8 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 
 def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
-    """Target of a child: send ``(class, method)`` of every test on the channel."""
-    access.start_no_ranks()
-    channel = Channel.from_descriptor(descriptors[0])
-    channel.send([(type(test).__name__, test._testMethodName) for test in find_tests(order.module)])
+    """Target of a child: send the names of every test. Descriptor: the channel to the supervisor."""
+    provider.never_start_ranks()
+    names = tuple((type(test).__name__, test._testMethodName) for test in find_tests(order.module))
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names))
     return 0

@@ -1,4 +1,4 @@
-"""The half of the runner that starts processes: zygotes for files, case processes for classes. See ``cli.Engine``."""
+"""The half of the runner that starts processes: zygotes for files, class processes for classes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
-from torch_ext.runner.casework import CaseRunner
-from torch_ext.runner.collect import CollectOrder
+from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.names import Collected, Collector
+from torch_ext.runner.messages import CollectOrder, TestNames
+from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError, TestName, TestResult
 from torch_ext.runner.schedule import Plan
-from torch_ext.world import access
-from torch_ext.world.interpreter import Preparation
-from torch_ext.world.loading import ModuleOrder
+from torch_ext.world import provider
+from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.protocol import ModuleOrder, Preparation
 from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
-from torch_ext.world.wire import ChannelClosedError, channel_pair
 
-__all__ = ["collector", "run"]
+__all__ = ["RunExecutor", "open_executor"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
@@ -30,8 +29,10 @@ _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 _BRIDGE = "torch_ext.upstream.bridge"
 
 
-class Engine:
-    """The zygotes of one run. The first use starts them; :meth:`close` ends them with all their children."""
+class RunExecutor:
+    """The zygotes of one run; see ``cli.Executor``. They start on first use; :meth:`close` ends them with all their
+    children.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -39,14 +40,14 @@ class Engine:
         self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
         self._root: RootZygote | None = None
         self._zygotes: dict[str, ModuleZygote] = {}
-        atexit.register(self.close)  # a run that ends between collecting and running has nobody else to do it
+        atexit.register(self.close)
 
     def module_of(self, file: TestFile) -> str:
         """Return the name under which the file's tests are found in its zygote."""
         return "__main__" if self._options.script else file.module
 
     def begin(self, file: TestFile) -> None:
-        """Have the file's zygote load beside the caller."""
+        """Have the file's zygote load in the background."""
         if self._options.script or file.name in self._zygotes:
             return
         if self._root is None:
@@ -69,7 +70,7 @@ class Engine:
         """
         if self._options.script:
             # This process has loaded the file as __main__ and run nothing.
-            return ZygoteClient(access.zygote_for("__main__"))
+            return ZygoteClient(provider.zygote_for("__main__"))
         self.begin(file)
         zygote = self._zygotes[file.name]
         zygote.wait_loaded()
@@ -78,7 +79,7 @@ class Engine:
     def drop(self, file: TestFile) -> None:
         """Give up the file's zygote; the next use starts another, and another root if that is gone too."""
         if self._options.script:
-            access.forget(access.zygote_for("__main__"))
+            provider.forget(provider.zygote_for("__main__"))
             return
         zygote = self._zygotes.pop(file.name, None)
         if zygote is not None:
@@ -87,7 +88,7 @@ class Engine:
             self.close_zygotes()
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See ``names.Collector``."""
+        """See ``cli.Executor``."""
         ahead = max(1, (os.cpu_count() or 1))
         for number, file in enumerate(files):
             for each in files[number : number + ahead]:
@@ -110,6 +111,20 @@ class Engine:
         tests = tuple(TestName(file.name, cls, method) for cls, method in names)
         return Collected(file, tests, imported or ())
 
+    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
+        """See ``cli.Executor``."""
+        try:
+            batches = list(plan)
+            for number, batch in enumerate(batches):
+                for later in batches[number : number + 2]:
+                    self.begin(later.file)
+                if not ClassRunner(self, batch, self._options, sink).run():
+                    return
+                if number + 1 == len(batches) or batches[number + 1].file != batch.file:
+                    self.drop(batch.file)
+        finally:
+            self.close()
+
     def close_zygotes(self) -> None:
         for zygote in self._zygotes.values():
             zygote.close()
@@ -122,29 +137,30 @@ class Engine:
         """End every process of the run and remove its scratch folder. Idempotent."""
         self.close_zygotes()
         shutil.rmtree(self.scratch, ignore_errors=True)
+        atexit.unregister(self.close)
 
 
 def _what_to_tell(trace: str) -> str:
-    """Of an error that our own code raises, its message says all; of any other, the traceback is wanted."""
+    """Return the message of an error of our own, which says it all; of any other error the traceback."""
     last = trace.rstrip().rpartition("\n")[2]
     kind, _, message = last.partition(": ")
     return message if kind.startswith("torch_ext.") else f"the zygote cannot load what it needs\n{trace}"
 
 
-def _names(zygote: ZygoteClient, module: str, environment: dict[str, str]) -> list[tuple[str, str]]:
+def _names(zygote: ZygoteClient, module: str, environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
     ours, theirs = channel_pair()
     child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), [theirs.fileno()], environment)
     theirs.close()
     try:
-        names: list[tuple[str, str]] = ours.receive()[0]
-        return names
+        message: TestNames = ours.receive()[0]
+        return message.names
     finally:
         ours.close()
         child.close()
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """The environment of everything below: the user's, with what the command line says about the world."""
+    """Return the environment of every process of the run: the user's, with what the command line adds."""
     environment = dict(os.environ)
     if options.device:
         environment["TORCH_EXT_DEVICE"] = options.device
@@ -157,46 +173,6 @@ def _environment(options: Options) -> dict[str, str]:
     return environment
 
 
-_engine: Engine | None = None
-
-
-def _get(options: Options) -> Engine:
-    global _engine
-    if _engine is None:
-        _engine = Engine(options)
-    return _engine
-
-
-class _Collector:
-    def __init__(self, options: Options) -> None:
-        self._options = options
-
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        engine = _get(self._options)
-        try:
-            yield from engine.collect(files)
-        finally:
-            if self._options.list_only:
-                engine.close()
-
-
-def collector(options: Options) -> Collector:
-    """See ``cli.Engine``."""
-    return _Collector(options)
-
-
-def run(plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
-    """See ``cli.Engine``."""
-    engine = _get(options)
-    try:
-        batches = list(plan)
-        for number, batch in enumerate(batches):
-            for later in batches[number : number + 2]:
-                engine.begin(later.file)
-            runner = CaseRunner(engine, batch, options, sink)
-            if not runner.run():
-                return
-            if number + 1 == len(batches) or batches[number + 1].file != batch.file:
-                engine.drop(batch.file)
-    finally:
-        engine.close()
+def open_executor(options: Options) -> RunExecutor:
+    """Return what runs tests under ``options``. Each run has its own; close it."""
+    return RunExecutor(options)

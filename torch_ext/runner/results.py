@@ -1,19 +1,23 @@
-"""What became of a test, and how a test is named. Everything else in the runner speaks in these words."""
+"""What became of a test, and how a test is named, as data. Text is made of it in ``reporters``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-__all__ = ["SetupError", "Status", "TestName", "TestResult"]
+if TYPE_CHECKING:
+    from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
+
+__all__ = ["Died", "Problem", "Raised", "RanksFailed", "Remark", "SetupError", "Status", "TestName", "TestResult"]
 
 
 class SetupError(RuntimeError):
-    """Nothing can run: torch cannot be loaded, or not the device that was asked for. The message is for users."""
+    """Nothing can run: torch, or the device that was asked for, cannot be loaded. The message is for users."""
 
 
 class Status(Enum):
-    """The five endings of a test; every one of them counts as passed, failed or skipped."""
+    """The five endings of a test. Each counts as passed, failed or skipped."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -70,16 +74,63 @@ class TestName:
 
 
 @dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file.
+
+    Attributes:
+        error: the first line of what it says, such as ``"ValueError: no"``.
+        trace: its traceback, without the harness's own frames.
+        where: what raised it if that is not the test itself: a sub-test, or ``setUpClass`` of a class.
+    """
+
+    error: str
+    trace: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFailed:
+    """The ranks of a test did not all pass."""
+
+    report: WorldReport
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process that runs a test or its class ended, or was ended, before it was done.
+
+    Attributes:
+        sentence: which process, and how it ended.
+        stacks: where it hung, as faulthandler tells it; empty if it ended by itself.
+    """
+
+    sentence: str
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A failure that one sentence explains."""
+
+    sentence: str
+
+
+Problem = Raised | RanksFailed | Died | Remark
+
+
+@dataclass(frozen=True, slots=True)
 class TestResult:
     """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
 
     Attributes:
         test: the test; without a method for a failure of the class, without a class for a failure of the file.
         status: its ending.
-        duration_s: wall time in seconds, world start and end included.
-        message: the finished failure text, shown as it is; empty unless the test failed.
+        duration_s: wall time in seconds, start and end of its world included.
+        problems: why it failed; empty unless it did.
         reason: why it was skipped, in words that a user can act on.
-        warnings: one text for each warning worth repeating in the summary.
+        warnings: sentences worth repeating in the summary.
+        output: what its parent half printed, without hidden frames; empty unless the test failed.
     """
 
     __test__ = False
@@ -87,6 +138,12 @@ class TestResult:
     test: TestName
     status: Status
     duration_s: float
-    message: str = ""
+    problems: tuple[Problem, ...] = ()
     reason: str = ""
     warnings: tuple[str, ...] = ()
+    output: str = ""
+
+    @property
+    def died(self) -> bool:
+        """Whether its process ended under it."""
+        return any(isinstance(problem, Died) for problem in self.problems)

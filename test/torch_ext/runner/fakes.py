@@ -35,8 +35,11 @@ class FakeCollector:
                 yield Collected(file, tests, (str(file.path), *self.imported))
 
 
-class FakeEngine:
-    """Passes every test but those in ``endings``; a test that ends in None is never reported."""
+class FakeExecutor:
+    """Stands for the module ``torch_ext.runner.execute`` and for the executor that it opens.
+
+    Passes every test but those in ``endings``; a test that ends in None is never reported.
+    """
 
     def __init__(self, collector: FakeCollector, endings: Mapping[str, TestResult | None] = {}) -> None:
         self.fake_collector = collector
@@ -44,14 +47,22 @@ class FakeEngine:
         self.plans: list[Plan] = []
         self.options: list[Options] = []
         self.interrupt_at = ""
+        self.open = 0
 
-    def collector(self, options: Options) -> FakeCollector:
+    def open_executor(self, options: Options) -> FakeExecutor:
         self.options.append(options)
-        return self.fake_collector
+        self.open += 1
+        return self
 
-    def run(self, plan: Plan, options: Options, sink: Callable[[TestResult], None]) -> None:
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        return self.fake_collector.collect(files)
+
+    def close(self) -> None:
+        self.open -= 1
+
+    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
         self.plans.append(plan)
-        self.options.append(options)
+        options = self.options[-1]
         for test in plan.tests:
             if test.id == self.interrupt_at:
                 raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The command from arguments to exit code, over an engine that starts no process."""
+"""The command from arguments to exit code, over an executor that starts no process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.runner.fakes import FakeCollector, FakeEngine, write_suite
+from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor, write_suite
 from torch_ext.runner.cli import main, main_for_file
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
     "distributed/fsdp/test_input.py": ["TestInput.test_dict", "TestInput.test_tuple", "TestMore.test_one"],
@@ -38,73 +38,76 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
-    engine = FakeEngine(FakeCollector(LAYOUT))
-    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", engine)
-    yield engine
+def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExecutor]:
+    executor = FakeExecutor(FakeCollector(LAYOUT))
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
+    yield executor
+    assert executor.open == 0
 
 
 @pytest.fixture
-def command(root: Path, engine: FakeEngine) -> Callable[..., int]:
+def command(root: Path, executor: FakeExecutor) -> Callable[..., int]:
     return lambda *arguments: main(["--root", "suites", *arguments])
 
 
 def failing(name: str) -> dict[str, TestResult | None]:
-    return {name: TestResult(TestName(*name.split("::")), Status.FAILED, 0.1, message="boom")}
+    return {name: TestResult(TestName(*name.split("::")), Status.FAILED, 0.1, problems=(Remark("boom"),))}
 
 
-def test_everything_passes(command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_passes(
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command() == 0
-    assert engine.ran == [DICT, TUPLE, ONE, CALL]
+    assert executor.ran == [DICT, TUPLE, ONE, CALL]
     assert capsys.readouterr().out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped"
 
 
-def test_skips_alone_are_no_failure(command: Callable[..., int], engine: FakeEngine) -> None:
-    engine.endings = {CALL: TestResult(TestName(*CALL.split("::")), Status.SKIPPED, 0.0, reason="no")}
+def test_skips_alone_are_no_failure(command: Callable[..., int], executor: FakeExecutor) -> None:
+    executor.endings = {CALL: TestResult(TestName(*CALL.split("::")), Status.SKIPPED, 0.0, reason="no")}
     assert command("-i", CALL) == 0
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.UNEXPECTED_SUCCESS])
-def test_one_failure_is_exit_code_1(command: Callable[..., int], engine: FakeEngine, status: Status) -> None:
-    engine.endings = {TUPLE: TestResult(TestName(*TUPLE.split("::")), status, 0.1)}
+def test_one_failure_is_exit_code_1(command: Callable[..., int], executor: FakeExecutor, status: Status) -> None:
+    executor.endings = {TUPLE: TestResult(TestName(*TUPLE.split("::")), status, 0.1)}
     assert command() == 1
 
 
 def test_a_test_that_vanishes_is_exit_code_1(
-    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.endings = {CALL: None}
+    executor.endings = {CALL: None}
     assert command() == 1
     assert f"Not run: 1 test, the first of them {CALL}" in capsys.readouterr().out
 
 
-def test_include_exclude_and_keywords_narrow_the_run(command: Callable[..., int], engine: FakeEngine) -> None:
+def test_include_exclude_and_keywords_narrow_the_run(command: Callable[..., int], executor: FakeExecutor) -> None:
     assert command("-i", "distributed/fsdp", "TestRpc", "-x", "TestMore", "-x", "test_call", "-k", "not tuple") == 0
-    assert engine.ran == [DICT]
+    assert executor.ran == [DICT]
 
 
 @pytest.mark.parametrize(
     "pattern", ["suites/distributed/rpc", "./suites/distributed/rpc/test_rpc.py", "suites.distributed.rpc"]
 )
 def test_a_pattern_may_be_what_the_shell_completes(
-    command: Callable[..., int], engine: FakeEngine, pattern: str
+    command: Callable[..., int], executor: FakeExecutor, pattern: str
 ) -> None:
     assert command("-i", pattern) == 0
-    assert engine.ran == [CALL]
+    assert executor.ran == [CALL]
 
 
 def test_the_printed_id_runs_again(
-    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.endings = failing(TUPLE)
+    executor.endings = failing(TUPLE)
     assert command("--device", "cpu") == 1
     found = re.search(r"^rerun: python run_test\.py (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert found is not None
     arguments = found[1].split()
     assert arguments == ["-i", TUPLE, "--root", "suites", "--device", "cpu"]
-    engine.plans.clear()
+    executor.plans.clear()
     assert main(arguments) == 1
-    assert engine.ran == [TUPLE]
+    assert executor.ran == [TUPLE]
 
 
 @pytest.mark.parametrize(
@@ -118,46 +121,46 @@ def test_the_printed_id_runs_again(
     ],
 )
 def test_rerun_lines_start_the_runner_as_it_was_started(
-    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, started: str, shown: str
+    command: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch, started: str, shown: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [started])
     command("-i", CALL)
-    assert engine.options[-1].command == shown
+    assert executor.options[-1].command == shown
 
 
 def test_list_prints_ids_and_runs_nothing(
-    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("--list", "-i", "distributed/fsdp") == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [DICT, TUPLE, ONE]
     assert printed.err == "3 tests\n"
-    assert engine.plans == []
+    assert executor.plans == []
 
 
-def test_a_warm_list_needs_no_engine(
-    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_warm_list_needs_no_executor(
+    command: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert command("--list") == 0
-    assert sorted(engine.fake_collector.asked) == sorted(LAYOUT)
+    assert sorted(executor.fake_collector.asked) == sorted(LAYOUT)
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", None)  # its import now fails
     assert command("--list") == 0
 
 
 def test_names_are_remembered_for_each_device(
-    command: Callable[..., int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command("--list", "--device", "cpu")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
     command("--list")
-    assert len(engine.fake_collector.asked) == 2
+    assert len(executor.fake_collector.asked) == 2
     command("--list", "--device", "sim")
-    assert len(engine.fake_collector.asked) == 4
+    assert len(executor.fake_collector.asked) == 4
 
 
-def test_only_selected_modules_are_imported(command: Callable[..., int], engine: FakeEngine) -> None:
+def test_only_selected_modules_are_imported(command: Callable[..., int], executor: FakeExecutor) -> None:
     assert command("-i", CALL) == 0
-    assert engine.fake_collector.asked == [RPC]
+    assert executor.fake_collector.asked == [RPC]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_only_selected_modules_are_imported(command: Callable[..., int], engine:
 )
 def test_a_usage_error_is_exit_code_2_and_says_what_to_type(
     command: Callable[..., int],
-    engine: FakeEngine,
+    executor: FakeExecutor,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     said: str,
@@ -191,11 +194,11 @@ def test_a_usage_error_is_exit_code_2_and_says_what_to_type(
     printed = capsys.readouterr()
     assert said in printed.err
     assert printed.out == ""
-    assert engine.plans == []
+    assert executor.plans == []
 
 
 def test_a_root_without_tests_selects_nothing(
-    engine: FakeEngine, root: Path, capsys: pytest.CaptureFixture[str]
+    executor: FakeExecutor, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "empty").mkdir()
     assert main(["--root", "suites/empty"]) == 2
@@ -208,13 +211,13 @@ def test_help_and_version_are_no_errors(flag: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out
 
 
-def test_every_option_reaches_the_engine(command: Callable[..., int], engine: FakeEngine, root: Path) -> None:
+def test_every_option_reaches_the_executor(command: Callable[..., int], executor: FakeExecutor, root: Path) -> None:
     command("-f", "--device", "cpu", "--timeout", "2.5", "--start-method", "interpreter", "--show-output", "-v")
-    options = engine.options[-1]
+    options = executor.options[-1]
     assert (options.root, options.failfast, options.device, options.timeout_s) == (root, True, "cpu", 2.5)
     assert (options.start_method, options.show_output, options.verbosity) == ("interpreter", True, 1)
     command("-q")
-    options = engine.options[-1]
+    options = executor.options[-1]
     assert (options.failfast, options.device, options.timeout_s, options.start_method, options.show_output) == (
         False, "", None, "fork", False
     )  # fmt: skip
@@ -225,13 +228,13 @@ def test_every_option_reaches_the_engine(command: Callable[..., int], engine: Fa
 
 
 @pytest.fixture
-def broken(engine: FakeEngine) -> FakeEngine:
-    engine.fake_collector.errors = {RPC: "Traceback ...\nImportError: no module named nothing"}
-    return engine
+def broken(executor: FakeExecutor) -> FakeExecutor:
+    executor.fake_collector.errors = {RPC: "Traceback ...\nImportError: no module named nothing"}
+    return executor
 
 
 def test_a_broken_file_fails_the_run_and_the_others_still_run(
-    command: Callable[..., int], broken: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], broken: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command() == 1
     assert broken.ran == [DICT, TUPLE, ONE]
@@ -240,26 +243,28 @@ def test_a_broken_file_fails_the_run_and_the_others_still_run(
     assert printed.splitlines()[-1] == "3 passed, 1 failed, 0 skipped"
 
 
-def test_a_broken_file_alone_is_a_failure_not_a_usage_error(command: Callable[..., int], broken: FakeEngine) -> None:
+def test_a_broken_file_alone_is_a_failure_not_a_usage_error(command: Callable[..., int], broken: FakeExecutor) -> None:
     for arguments in (["-i", RPC], ["-i", CALL], ["-i", "TestRpc"], ["-k", "TestRpc"]):
         assert command(*arguments) == 1
     assert broken.plans == []
 
 
-def test_a_broken_file_that_was_not_asked_for_does_not_matter(command: Callable[..., int], broken: FakeEngine) -> None:
+def test_a_broken_file_that_was_not_asked_for_does_not_matter(
+    command: Callable[..., int], broken: FakeExecutor
+) -> None:
     for arguments in (["-i", INPUT], ["-i", "TestInput"], ["-x", RPC]):
         assert command(*arguments) == 0
 
 
 def test_a_broken_file_stops_a_run_that_stops_at_the_first_failure(
-    command: Callable[..., int], broken: FakeEngine
+    command: Callable[..., int], broken: FakeExecutor
 ) -> None:
     assert command("-f") == 1
     assert broken.plans == []
 
 
 def test_a_broken_file_fails_the_list(
-    command: Callable[..., int], broken: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], broken: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("--list") == 1
     printed = capsys.readouterr()
@@ -271,32 +276,32 @@ def test_a_broken_file_fails_the_list(
 
 
 def test_an_interrupt_prints_what_is_known(
-    command: Callable[..., int], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.interrupt_at = ONE
+    executor.interrupt_at = ONE
     assert command() == 130
     printed = capsys.readouterr().out
     assert "Interrupted.\nNot run: 2 tests" in printed
     assert printed.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
 
 
-def test_an_interrupt_while_importing(command: Callable[..., int], engine: FakeEngine) -> None:
+def test_an_interrupt_while_importing(command: Callable[..., int], executor: FakeExecutor) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    engine.fake_collector.on_collect = interrupt
+    executor.fake_collector.on_collect = interrupt
     assert command() == 130
 
 
 LEAVE = """
 import sys
-from test.torch_ext.runner.fakes import FakeCollector, FakeEngine
+from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
 from torch_ext.runner.cli import main
 
 file, *arguments = sys.argv[1:]
 collector = FakeCollector({file: ["TestA.test_1"]})
 collector.on_collect = sys.stdin.readline  # until the reader has left
-sys.modules["torch_ext.runner.execute"] = FakeEngine(collector)
+sys.modules["torch_ext.runner.execute"] = FakeExecutor(collector)
 raise SystemExit(main(["--root", "suites", "-i", file, *arguments]))
 """
 
@@ -332,39 +337,70 @@ def test_a_reader_that_leaves_is_an_interrupt_without_a_traceback(root: Path, ar
     ],
 )
 def test_a_file_by_itself_takes_the_spellings_of_unittest(
-    root: Path, engine: FakeEngine, arguments: list[str], expected: list[str]
+    root: Path, executor: FakeExecutor, arguments: list[str], expected: list[str]
 ) -> None:
-    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    executor.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
     assert main_for_file(root / INPUT, arguments) == 0
-    assert engine.ran == [name.removeprefix("distributed/fsdp/") for name in expected]
+    assert executor.ran == [name.removeprefix("distributed/fsdp/") for name in expected]
 
 
-def test_a_file_by_itself_reruns_by_itself(root: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
-    engine.endings = failing("test_input.py::TestMore::test_one")
+def test_a_file_by_itself_reruns_by_itself(
+    root: Path, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    executor.endings = failing("test_input.py::TestMore::test_one")
     assert main_for_file(str(root / INPUT), ["-f", "--device", "cpu"]) == 1
     assert f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in capsys.readouterr().out
-    assert engine.options[-1].script == f"suites/{INPUT}"
+    assert executor.options[-1].script == f"suites/{INPUT}"
 
 
-def test_a_file_by_itself_is_always_asked_anew(root: Path, engine: FakeEngine) -> None:
-    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+def test_a_file_by_itself_is_always_asked_anew(root: Path, executor: FakeExecutor) -> None:
+    executor.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
     for _ in range(2):
         assert main_for_file(root / INPUT, ["--list"]) == 0
-    assert engine.fake_collector.asked == ["test_input.py"] * 2
+    assert executor.fake_collector.asked == ["test_input.py"] * 2
 
 
 def test_a_file_by_itself_refuses_what_it_does_not_hold(
-    root: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    root: Path, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
+    executor.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
     assert main_for_file(root / INPUT, ["TestInptu"]) == 2
     assert "'TestInptu' matches no folder, module, class or test; nearest: TestInput" in capsys.readouterr().err
     assert main_for_file(root / INPUT, ["--root", "elsewhere"]) == 2
 
 
-def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(engine: FakeEngine) -> None:
+def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(executor: FakeExecutor) -> None:
     own = Path(__file__).resolve()
-    engine.fake_collector.layout = {"torch_ext/runner/test_cli.py": ["TestA.test_1"]}
+    executor.fake_collector.layout = {"torch_ext/runner/test_cli.py": ["TestA.test_1"]}
     assert main_for_file(own, []) == 0
-    assert engine.ran == ["torch_ext/runner/test_cli.py::TestA::test_1"]
+    assert executor.ran == ["torch_ext/runner/test_cli.py::TestA::test_1"]
+
+
+TWICE = """
+import sys
+from torch_ext.runner.cli import main
+
+for _ in range(2):
+    print("code", main(["--root", sys.argv[1], "--device", "cpu", "-q"]), flush=True)
+"""
+
+
+def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
+    """The real one, with processes: nothing of the first run may be left for the second to trip over."""
+    (tmp_path / "test_two.py").write_text(
+        "from torch_ext.testing._internal.common_distributed import MultiProcessTestCase\n"
+        "class TestTwo(MultiProcessTestCase):\n"
+        "    world_size = 2\n"
+        "    def setUp(self):\n"
+        "        super().setUp()\n"
+        "        self._spawn_processes()\n"
+        "    def test_file(self):\n"
+        "        assert open(self.file_name).read() == ''\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(tmp_path)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.count("1 passed, 0 failed, 0 skipped") == done.stdout.count("code 0") == 2, done.stdout

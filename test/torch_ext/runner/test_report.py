@@ -11,10 +11,10 @@ import pytest
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import Options
-from torch_ext.runner.paper import Paper
-from torch_ext.runner.report import Report
-from torch_ext.runner.rerun import rerun_command
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.reporters.rerun import rerun_command
+from torch_ext.runner.reporters.styled import StyledWriter
+from torch_ext.runner.reporters.text import TextReporter
+from torch_ext.runner.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
 FILE = TestFile("fsdp/test_a.py", Path("/root/fsdp/test_a.py"), "fsdp.test_a", Path("/root"))
@@ -34,7 +34,7 @@ def passed(test: TestName) -> TestResult:
 
 
 def failed(test: TestName, message: str = "boom") -> TestResult:
-    return TestResult(test, Status.FAILED, 0.5, message=message)
+    return TestResult(test, Status.FAILED, 0.5, (Remark(message),) if message else ())
 
 
 def skipped(test: TestName, reason: str = "needs 2 GPUs") -> TestResult:
@@ -52,7 +52,7 @@ def report(
     """Everything that is printed for ``results``; the total time reads ``T s``, being the only one that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
-    made = Report(plan, Options(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
+    made = TextReporter(plan, Options(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
     for result in results:
         made.add(result)
     made.finish(interrupted=interrupted)
@@ -136,7 +136,7 @@ def test_what_the_stream_cannot_encode_is_escaped(terminal: bool) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     stream.isatty = lambda: terminal  # type: ignore[method-assign]
-    paper = Paper(stream)
+    paper = StyledWriter(stream)
     paper.line("reason caf\xe9 \udcff")
     paper.verbatim("message caf\xe9 \udcff")
     stream.flush()

@@ -76,8 +76,8 @@ def test_the_runner_tells_it_on_stderr_before_it_starts_anything(tmp_path: Path)
     (tmp_path / "torch-2.16.0.dev1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.16.0.dev1\n")
     (tmp_path / "test_nothing.py").write_text("")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom torch_ext.runner.cli import main\n"
-    program += "import torch_ext.runner.execute as engine\n"
-    program += f"engine.collector = lambda options: print(engine.os.environ.get({TOLD!r})) or sys.exit()\n"
+    program += "import torch_ext.runner.execute as execute\n"
+    program += f"execute.open_executor = lambda options: print(execute.os.environ.get({TOLD!r})) or sys.exit()\n"
     program += "main(sys.argv[1:])"
     done = python(program, "--root", str(tmp_path))
     assert done.stderr.count("warning: torch 2.16.0.dev1 is untested") == 1

@@ -1,4 +1,4 @@
-"""Counting results against the plan. What was planned and never reported is counted too: silence is no pass."""
+"""Results counted against the plan. A planned test that never reports counts too: silence is no pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch_ext.runner.results import Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["Tally", "counts"]
+__all__ = ["Progress", "counts"]
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
@@ -16,7 +16,7 @@ def counts(results: Iterable[TestResult]) -> Counter[Status]:
     return Counter(result.status.counted for result in results)
 
 
-class Tally:
+class Progress:
     """The results of one run, in the order in which they came."""
 
     def __init__(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Where the report is written: plain text to files and pipes, colours on a terminal."""
+"""Lines of text for a stream: plain for files and pipes, in color for a terminal."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Paper"]
+__all__ = ["StyledWriter"]
 
 
-class Paper:
+class StyledWriter:
     """Writes lines to ``stream``.
 
-    Rich is used only for the colours of a terminal: a pipe gets the text and nothing else, and the import (0.1 s) is
-    spared. What a failed test says never passes through rich, which would expand tabs and drop control characters.
+    Rich serves for the colors of a terminal only. A pipe gets the text and nothing else, and does not pay for the
+    import (0.1 s). The message of a failed test never passes through rich, which would expand tabs and drop control
+    characters.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -33,8 +34,8 @@ class Paper:
             return
         from rich.text import Text
 
-        # Text, unlike a string, is never read as markup: "[rank 0]" stays. The terminal itself wraps long lines, since
-        # an id that was cut or broken cannot be copied.
+        # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
+        # test's name that was cut or broken cannot be copied.
         self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Supervising the case processes of one class: start one, follow it, replace it if it dies, until every test has its
+"""Supervises the class processes of one class: starts one, follows it, replaces it if it dies, until every test has its
 result.
 """
 
@@ -11,22 +11,21 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch_ext.runner.case import CaseOrder, ClassFailed, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.messages import ClassFailed, ClassOrder, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
-from torch_ext.world import _os
-from torch_ext.world.parent import read_stacks
-from torch_ext.world.rank import STACK_SIGNAL
-from torch_ext.world.render import end_of_output
+from torch_ext.world import _os, frames, notices
+from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
+from torch_ext.world.follow import read_stacks
+from torch_ext.world.protocol import STACK_SIGNAL
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
-from torch_ext.world.wire import ChannelClosedError, channel_pair, close_all
 
-__all__ = ["CaseRunner", "Zygotes"]
+__all__ = ["ClassRunner", "Zygotes"]
 
-# How much longer than its own limit a test's parent half may take before it is taken to hang itself, and how long
-# setUpClass may take, in seconds.
+# How much longer than the test's limit its parent half may take until it counts as hung itself, and how long setUpClass
+# may take, in seconds.
 _MARGIN_S, _SET_UP_S = 30.0, 300.0
 
 
@@ -44,7 +43,7 @@ class Zygotes(Protocol):
     def drop(self, file: TestFile) -> None: ...
 
 
-class CaseRunner:
+class ClassRunner:
     """Runs one batch. Every planned test gets one result: its own, or that of the process that died under it."""
 
     def __init__(self, zygotes: Zygotes, batch: Batch, options: Options, sink: Callable[[TestResult], None]) -> None:
@@ -63,11 +62,11 @@ class CaseRunner:
             try:
                 self._run_one_process()
             except LoadError as error:
-                self._file_failed(str(error))
+                self._file_failed(Raised(*_import_error(str(error))))
             except ZygoteDiedError as error:
                 self._zygotes.drop(self._batch.file)
                 if before == self._left:
-                    self._file_failed(f"{error} before any test of the class began; it is not tried again")
+                    self._file_failed(Remark(f"{error} before any test of the class began; it is not tried again"))
         return not self._stop
 
     @property
@@ -76,53 +75,47 @@ class CaseRunner:
 
     def _run_one_process(self) -> None:
         zygote = self._zygotes.zygote(self._batch.file)
-        with _Case(self._zygotes, zygote, self._batch, tuple(self._left), self._options) as case:
+        with _ClassProcess(self._zygotes, zygote, self._batch, tuple(self._left), self._options) as process:
             running = ""
-            while (event := case.next_event()) is not None:
+            while (event := process.next_event()) is not None:
                 if isinstance(event, TestStarted):
                     running = event.method
                 elif isinstance(event, TestEnded):
                     running = ""
-                    self._test_ended(event, case)
+                    self._test_ended(event, process)
                 elif isinstance(event, ClassFailed):
-                    self._report(
-                        TestName(self._batch.file.name, self._batch.cls),
-                        Status.FAILED,
-                        message=case.with_output(event.message),
-                    )
+                    self._report(self._class, Status.FAILED, (event.problem,), process)
                     self._class_is_over = True
                 elif isinstance(event, ClassSkipped):
                     for method in self._take_all():
                         self._report(self._name(method), Status.SKIPPED, reason=event.reason)
-            self._process_ended(case, running)
+            self._process_ended(process, running)
 
-    def _process_ended(self, case: _Case, running: str) -> None:
-        how = case.ending()
+    def _process_ended(self, process: _ClassProcess, running: str) -> None:
         if running:
             self._left.remove(running)
-            self._report(
-                self._name(running),
-                Status.FAILED,
-                message=case.with_output(f"The parent half of the test {how}.", died=True),
-            )
-            if case.lost_zygote:
+            self._report(self._name(running), Status.FAILED, (process.death("The parent half of the test"),), process)
+            if process.lost_zygote:
                 self._zygotes.drop(self._batch.file)
         elif self._left and not self._class_is_over and not self._stop:
-            self._report(
-                TestName(self._batch.file.name, self._batch.cls),
-                Status.FAILED,
-                message=case.with_output(f"The process that runs the class {how} between two tests.", died=True),
-            )
+            problem = process.death("The process that runs the class", when=" between two tests")
+            self._report(self._class, Status.FAILED, (problem,), process)
             self._class_is_over = True
 
-    def _test_ended(self, event: TestEnded, case: _Case) -> None:
+    def _test_ended(self, event: TestEnded, process: _ClassProcess) -> None:
         self._left.remove(event.method)
         failed = event.status.counted is Status.FAILED
-        message = case.with_output(event.message) if failed else event.message
         self._failed = self._failed or failed
+        output = process.new_output()
         self._sink(
             TestResult(
-                self._name(event.method), event.status, event.duration_s, message, event.reason, case.announcements()
+                self._name(event.method),
+                event.status,
+                event.duration_s,
+                event.problems,
+                event.reason,
+                _announcements(output),
+                output if failed else "",
             )
         )
 
@@ -130,32 +123,55 @@ class CaseRunner:
         taken, self._left = self._left, []
         return taken
 
-    def _file_failed(self, message: str) -> None:
-        self._report(TestName(self._batch.file.name), Status.FAILED, message=message)
+    def _file_failed(self, problem: Problem) -> None:
+        self._report(TestName(self._batch.file.name), Status.FAILED, (problem,))
         self._class_is_over = True
 
     def _name(self, method: str) -> TestName:
         return TestName(self._batch.file.name, self._batch.cls, method)
 
-    def _report(self, test: TestName, status: Status, message: str = "", reason: str = "") -> None:
+    @property
+    def _class(self) -> TestName:
+        return TestName(self._batch.file.name, self._batch.cls)
+
+    def _report(
+        self,
+        test: TestName,
+        status: Status,
+        problems: tuple[Problem, ...] = (),
+        process: _ClassProcess | None = None,
+        reason: str = "",
+    ) -> None:
         self._failed = self._failed or status is Status.FAILED
-        self._sink(TestResult(test, status, 0.0, message, reason))
+        output = process.new_output() if process else ""
+        self._sink(TestResult(test, status, 0.0, problems, reason, _announcements(output), output))
 
 
-class _Case:
-    """One case process: its events, its output, its end."""
+def _announcements(output: str) -> tuple[str, ...]:
+    """Return what the harness itself said to the user."""
+    lines = (line for line in output.splitlines() if line.startswith(notices.PREFIX))
+    return tuple(line.removeprefix(notices.PREFIX) for line in lines)
+
+
+def _import_error(trace: str) -> tuple[str, str]:
+    """Return the last line of an import's traceback, and the traceback."""
+    return trace.rstrip().rpartition("\n")[2], trace.rstrip()
+
+
+class _ClassProcess:
+    """One class process: its events, its output, its end."""
 
     def __init__(
         self, zygotes: Zygotes, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options
     ) -> None:
         self.lost_zygote = False
-        self._how = ""
+        self._hung: str | None = None  # the stacks, if it was ended because it hung
         self._output = None if options.show_output else _os.unnamed_file()
         self._read_to = 0
         self._deadline_s = time.monotonic() + _SET_UP_S
         self._events, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
-        order = CaseOrder(
+        order = ClassOrder(
             zygotes.module_of(batch.file), batch.cls, methods, zygotes.environment, (str(batch.file.path),),
             zygotes.scratch, options.failfast,
         )  # fmt: skip
@@ -163,7 +179,9 @@ class _Case:
         descriptors = [os.dup(theirs.fileno()), zygote.add_client(), *streams, stacks_writer]
         theirs.close()
         try:
-            self._child: Child = zygote.start("torch_ext.runner.case:main", order, descriptors, zygotes.environment)
+            self._child: Child = zygote.start(
+                "torch_ext.runner.class_process:main", order, descriptors, zygotes.environment
+            )
         except ZygoteDiedError:
             self._close_own()
             raise
@@ -173,7 +191,7 @@ class _Case:
         self._selector.register(self._events, selectors.EVENT_READ)
         self._selector.register(self._child, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Case:
+    def __enter__(self) -> _ClassProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,8 +228,7 @@ class _Case:
         left = self._deadline_s - time.monotonic()
         if left <= 0:
             self._child.send_signal(STACK_SIGNAL)
-            stacks = read_stacks({0: self._stacks})[0]
-            self._how = f"hung until it was killed; it was here:\n{stacks}"
+            self._hung = frames.trim_stacks(read_stacks({0: self._stacks})[0])
             self._child.send_signal(signal.SIGKILL)
             self._deadline_s = float("inf")
             return
@@ -223,31 +240,21 @@ class _Case:
                     self.lost_zygote = True
                     self._selector.unregister(self._child)
 
-    def ending(self) -> str:
-        """Say how the process ended, as the end of a sentence."""
-        if self._how:
-            return self._how
+    def death(self, what: str, when: str = "") -> Died:
+        """Say how the process ended; ``what`` it is, in words, and ``when`` it ended."""
+        if self._hung is not None:
+            return Died(f"{what} hung{when} until it was killed; it was here:", self._hung)
         if self.lost_zygote or self._child.ended is None:
-            return "ended because its zygote was killed"
+            return Died(f"{what} ended{when} because its zygote was killed.")
         code = self._child.ended.exit_code
-        return f"was killed by {_os.signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {_os.signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return Died(f"{what} {how}{when}.")
 
-    def _new_output(self) -> str:
+    def new_output(self) -> str:
+        """Return what the process has printed since the last call."""
         if self._output is None:
             return ""
         self._output.seek(self._read_to)
         text = self._output.read()
         self._read_to += len(text)
-        return text.decode(errors="replace")
-
-    def with_output(self, message: str, *, died: bool = False) -> str:
-        """Add the end of what the process printed since the last test."""
-        lines = end_of_output(self._new_output(), died=died)
-        if not lines:
-            return message
-        return "\n".join([message, "", "Output of the parent half:", *(f"    {line}".rstrip() for line in lines)])
-
-    def announcements(self) -> tuple[str, ...]:
-        """Return what the harness itself said to the user since the last test."""
-        text = self._new_output()
-        return tuple(line.removeprefix("torch_ext: ") for line in text.splitlines() if line.startswith("torch_ext: "))
+        return frames.trim_stacks(text.decode(errors="replace"))

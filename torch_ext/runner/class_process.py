@@ -1,6 +1,6 @@
-"""The case process: runs the parent half of one class's tests and tells the supervisor how each ended.
+"""The class process: runs the parent half of one class's tests and tells the supervisor how each ended.
 
-Runs in a child of the module's zygote, beside the ranks; it asks the zygote for those and never forks them itself.
+Runs in a child of the module's zygote, beside the ranks. It asks the zygote for ranks and never forks them itself.
 """
 
 from __future__ import annotations
@@ -10,69 +10,27 @@ import os
 import sys
 import time
 import unittest
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from torch_ext.runner.collect import find_tests
-from torch_ext.runner.results import Status
-from torch_ext.world import access
-from torch_ext.world.rank import STACK_SIGNAL, failure
-from torch_ext.world.wire import Channel
+from torch_ext.runner.messages import ClassFailed, ClassOrder, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
+from torch_ext.world import frames, provider
+from torch_ext.world.channel import Channel
+from torch_ext.world.limits import timeout_of
+from torch_ext.world.protocol import STACK_SIGNAL
+from torch_ext.world.render import WorldFailure
 
-__all__ = ["CaseOrder", "ClassFailed", "ClassSkipped", "TestEnded", "TestStarted", "main"]
+__all__ = ["main"]
+
+frames.hide(r"/runner/class_process\.py", "main", outwards=True)
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
 
-@dataclass(frozen=True)
-class CaseOrder:
-    """Which tests a case process runs, all of one class, in this order, and under which environment."""
-
-    module: str
-    cls: str
-    methods: tuple[str, ...]
-    environment: Mapping[str, str]
-    argv: tuple[str, ...]
-    scratch: str
-    failfast: bool
-
-
-@dataclass(frozen=True)
-class TestStarted:
-    """A test has begun; its own time limit is so many seconds."""
-
-    method: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class TestEnded:
-    """A test is over."""
-
-    method: str
-    status: Status
-    duration_s: float
-    message: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ClassFailed:
-    """``setUpClass`` or ``tearDownClass`` raised."""
-
-    message: str
-
-
-@dataclass(frozen=True)
-class ClassSkipped:
-    """``setUpClass`` skipped the class."""
-
-    reason: str
-
-
-def main(order: CaseOrder, descriptors: Sequence[int]) -> int:
+def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     """Target of a child. Descriptors: the channel to the supervisor, one to the zygote, stdout, stderr, a pipe for
     stacks.
     """
@@ -85,16 +43,15 @@ def main(order: CaseOrder, descriptors: Sequence[int]) -> int:
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv[:] = order.argv
-    access.use(Channel.from_descriptor(zygote), order.scratch)
+    provider.use(Channel.from_descriptor(zygote), order.scratch)
     result = _Result(Channel.from_descriptor(channel), order.failfast)
     by_name = {(type(test).__name__, test._testMethodName): test for test in find_tests(order.module)}
     suite = unittest.TestSuite()
     for method in order.methods:
         test = by_name.get((order.cls, method))
         if test is None:
-            result.tell(
-                TestEnded(method, Status.FAILED, 0.0, f"{order.module} does not define this test (any more).", "")
-            )
+            gone = Remark(f"{order.module} no longer defines this test.")
+            result.tell(TestEnded(method, Status.FAILED, 0.0, (gone,), ""))
         else:
             suite.addTest(test)
     suite.run(result)
@@ -110,7 +67,7 @@ class _Result(unittest.TestResult):
         self._channel = channel
         self._started_s = 0.0
         self._status: Status | None = None
-        self._messages: list[str] = []
+        self._problems: list[Problem] = []
         self._reasons: list[str] = []
 
     def tell(self, event: Any) -> None:
@@ -119,35 +76,36 @@ class _Result(unittest.TestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         self._started_s = time.monotonic()
-        self._status, self._messages, self._reasons = None, [], []
-        self.tell(TestStarted(_method(test), _timeout_s(test)))
+        self._status, self._problems, self._reasons = None, [], []
+        self.tell(TestStarted(_method(test), timeout_of(test)))
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         status = self._status or Status.PASSED
         took_s = time.monotonic() - self._started_s
-        self.tell(TestEnded(_method(test), status, took_s, "\n\n".join(self._messages), "; ".join(self._reasons)))
+        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), "; ".join(self._reasons)))
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self._status = self._status or Status.PASSED
 
     def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
-        message = _describe(err)
         if _is_fixture(test):
-            self.tell(ClassFailed(f"{test}\n{message}"))
+            self.tell(ClassFailed(_problem(err, where=str(test))))
             return
-        self._status = Status.FAILED
-        self._messages.append(message)
-        if self.failfast:
-            self.stop()
+        self._fail(_problem(err))
 
     def addFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         self.addError(test, err)
 
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: _ExcInfo | None) -> None:
         if err is not None:
-            self.addError(test, err)
-            self._messages[-1] = f"in {subtest}\n{self._messages[-1]}"
+            self._fail(_problem(err, where=str(subtest)))
+
+    def _fail(self, problem: Problem) -> None:
+        self._status = Status.FAILED
+        self._problems.append(problem)
+        if self.failfast:
+            self.stop()
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         if _is_fixture(test):
@@ -161,7 +119,6 @@ class _Result(unittest.TestResult):
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self._status = Status.UNEXPECTED_SUCCESS
-        self._messages.append("The test is expected to fail, but it passed.")
         if self.failfast:
             self.stop()
 
@@ -175,17 +132,11 @@ def _method(test: unittest.TestCase) -> str:
     return test._testMethodName
 
 
-def _timeout_s(test: unittest.TestCase) -> float:
-    """Ask the test's own harness, which this layer does not import, for its limit."""
-    timeouts = sys.modules.get("torch_ext.testing._internal._distributed.timeouts")
-    return float(timeouts.timeout_of(test)) if timeouts is not None else 120.0
-
-
-def _describe(err: _ExcInfo) -> str:
+def _problem(err: _ExcInfo, where: str = "") -> Problem:
     error = err[1]
     if error is None:
-        return ""
-    # A world's failure tells what its ranks did; where its parent half waited for them says nothing.
-    if hasattr(error, "outcomes"):
-        return str(error)
-    return failure(error).trace.rstrip()
+        raise AssertionError("unittest reported an error without an exception")
+    if isinstance(error, WorldFailure):
+        return RanksFailed(error.report, where)  # where the parent half waited for its ranks says nothing
+    said, trace = frames.read_error(error)
+    return Raised(said, trace.rstrip(), where)

@@ -1,0 +1,87 @@
+"""Every order and message between the supervisor and the processes that hold tests. Standard library and own layer
+only.
+
+====================  =====================================================================================
+from -> to            messages
+====================  =====================================================================================
+supervisor -> child   :class:`CollectOrder` or :class:`ClassOrder`, as the payload of the child's order
+child -> supervisor   after :class:`CollectOrder` one :class:`TestNames`
+class process ->      :class:`TestStarted`, :class:`TestEnded`; :class:`ClassFailed` and :class:`ClassSkipped` for what
+supervisor            ``setUpClass`` and ``tearDownClass`` do
+====================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_ext.runner.results import Problem, Status
+
+__all__ = ["ClassFailed", "ClassOrder", "ClassSkipped", "CollectOrder", "TestEnded", "TestNames", "TestStarted"]
+
+
+@dataclass(frozen=True)
+class CollectOrder:
+    """Name the tests of ``module``, which is loaded."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class TestNames:
+    """The tests of a module, as ``(class, method)``, in the order in which they run."""
+
+    __test__ = False
+
+    names: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ClassOrder:
+    """Run these tests of one class, in this order, under this environment."""
+
+    module: str
+    cls: str
+    methods: tuple[str, ...]
+    environment: Mapping[str, str]
+    argv: tuple[str, ...]
+    scratch: str
+    failfast: bool
+
+
+@dataclass(frozen=True)
+class TestStarted:
+    """A test has begun. Its own time limit is ``timeout_s`` seconds."""
+
+    __test__ = False
+
+    method: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class TestEnded:
+    """A test is over."""
+
+    __test__ = False
+
+    method: str
+    status: Status
+    duration_s: float
+    problems: tuple[Problem, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClassFailed:
+    """``setUpClass`` or ``tearDownClass`` raised."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class ClassSkipped:
+    """``setUpClass`` skipped the class."""
+
+    reason: str

@@ -1,0 +1,21 @@
+"""What every reporter of results can do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch_ext.runner.results import TestResult
+
+__all__ = ["Reporter"]
+
+
+class Reporter(Protocol):
+    """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places."""
+
+    def add(self, result: TestResult) -> None:
+        """Take one result, as soon as its test has ended. Must not block on anything but its own output."""
+        ...
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Take note that no more results come. Called once, also after an interrupt."""
+        ...
