@@ -21,11 +21,10 @@ from torch_ext.compat.testing import upstream_module
 from torch_ext.testing._internal._distributed.example_ranks import serve
 from torch_ext.testing._internal._distributed.examples import ExampleRun
 from torch_ext.testing._internal._distributed.methods import bring_parent_half
-from torch_ext.testing._internal._fsdp.models.trees import Block, Layer, build_tree, module_trees, train_tree
 
 __unittest = True
 
-__all__ = ["Block", "Layer", "across_ranks", "build_tree", "module_trees", "train_tree"]
+__all__ = ["across_ranks"]
 
 _NOT_TAKEN_OVER = frozenset({"__wrapped__"})
 

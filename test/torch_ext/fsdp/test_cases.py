@@ -131,7 +131,7 @@ class TestProcessRun(FSDPTest):
 
 
 class TestNotes(FSDPTest):
-    """What sub-cases leave out reaches the parent half although the test passes."""
+    """What subtests skip reaches the parent half although the test passes."""
 
     @property
     def world_size(self):
@@ -141,7 +141,7 @@ class TestNotes(FSDPTest):
         with mock.patch("sys.stderr") as stderr:
             super().tearDown()
         said = "".join(call.args[0] for call in stderr.write.call_args_list)
-        line = "torch_ext: " + self.id() + ": 1 of 2 sub-cases left out: 1 x for a reason\n"
+        line = "torch_ext: " + self.id() + ": 1 of 2 subtests skipped: 1 x for a reason\n"
         self.assertEqual(said, line)
         self.assertFalse(os.path.exists(self._notes_file()))
 
@@ -194,7 +194,7 @@ class TestThreads(FSDPTestMultiThread):
         dist.all_gather_object(gathered, os.getpid())
         self.assertEqual(set(gathered), {os.getpid()})
 
-    def test_subcases_run_in_threads(self):
+    def test_subtests_run_in_threads(self):
         seen = []
         self.run_subtests({"value": [1, 2]}, lambda value: seen.append(value))
         self.assertEqual(seen, [1, 2])

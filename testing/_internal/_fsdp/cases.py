@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,9 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.ddp_parity import ParityCheck
-from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel
-from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
-from torch_ext.testing._internal._fsdp.subcases import SubcaseTally, run_and_tally
-from torch_ext.testing._internal._fsdp.training import Precision, Trainer
+from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
+from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
     TEST_SKIPS,
     MultiProcContinuousTest,
@@ -30,12 +29,14 @@ from torch_ext.testing._internal.common_distributed import (
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
 
-if TYPE_CHECKING:
-    from unittest import TestCase as _TestCase
-else:
-    _TestCase = object
-
-__all__ = ["FSDPTest", "FSDPTestContinuous", "FSDPTestMixin", "FSDPTestMultiThread"]
+__all__ = [
+    "FSDPTest",
+    "FSDPTestContinuous",
+    "FSDPTestMixin",
+    "FSDPTestMultiThread",
+    "FourRankTest",
+    "TwoRankTest",
+]
 
 _ON_DEVICE = CPUOffload()
 
@@ -74,29 +75,7 @@ def _fresh_dynamo() -> Iterator[None]:
         _reset_dynamo()
 
 
-class _SubcaseMixin(_TestCase):
-    subcase_tally: SubcaseTally
-
-    def run_subtests(
-        self, subtest_config: dict[str, list[Any]], test_fn: Callable[..., Any], *test_args: Any, **test_kwargs: Any
-    ) -> None:
-        """Run ``test_fn`` once for each combination in ``subtest_config``, in one set of ranks.
-
-        A combination whose ``test_fn`` skips is left out alone: the output of the test run says how many were, and
-        why. The test is skipped only if all are.
-        """
-        run_and_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
-
-    def leave_out_check(self, what: str) -> None:
-        """Have the output say that the running sub-case does not check ``what``; only for use in ``run_subtests``."""
-        self.subcase_tally.miss_check(what)
-
-    def announce(self, text: str) -> None:
-        """Have the output of the test run show ``text``, whether or not the test passes."""
-        print(f"torch_ext: {text}", file=sys.stderr, flush=True)
-
-
-class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
+class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
     """Ranks are threads of one process over the threaded process group; the default group is made per test.
 
     Start-up costs nothing, but what threads share is shared by ranks: module globals, the random generator of the
@@ -118,7 +97,7 @@ class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
         _reset_dynamo()
 
 
-class FSDPTestMixin(_SubcaseMixin):
+class FSDPTestMixin(SubtestMixin):
     """What FSDP1 test cases share, whatever starts their ranks: the rank's run, checks, training, parity with DDP."""
 
     if TYPE_CHECKING:
@@ -365,3 +344,34 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     def _notes_file(self) -> str:
         return f"{self.rdvz_file}.notes"
+
+
+class TwoRankTest(FSDPTest):
+    """An ``FSDPTest`` with two ranks on every device."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's own, where there are enough."""
+        return device.rank_device(self.rank)
+
+
+class FourRankTest(TwoRankTest):
+    """With four ranks there may be two shards of two replicas, and shards that stay empty."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
+        """As ``assertEqual``, with ``what`` in front of the message."""
+        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
+
+    def shared_folder(self) -> str:
+        """Return an empty folder, the same on all ranks, which call this together. Removed with the run's scratch."""
+        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        return folder[0]
