@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal._roll_call import roll_call
+from torch_ext.testing._internal._startup_barrier import startup_barrier
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def dist_init(
 def _join_as_worker(test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None) -> None:
     names = [worker_name(rank) for rank in range(test.world_size)]
     limit = timedelta(seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1))
-    with roll_call(f"{test.file_name}_roll_call", names[test.rank], names, limit):
+    with startup_barrier(f"{test.file_name}_startup_barrier", names[test.rank], names, limit):
         test.setup_fault_injection(faulty_messages, delays)
         backend, options = test.rpc_backend, test.rpc_backend_options
         if TEST_WITH_TSAN:

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import unittest
 import warnings
 from unittest import mock
 
@@ -87,6 +88,8 @@ class TestProcessRun(FSDPTest):
                 type(self)._run(3, self._testMethodName, "/the/file", None, **kwargs)
             except SystemExit as ended:
                 steps.append(f"exit {ended.code}")
+            except unittest.SkipTest as skipped:
+                steps.append(f"skip: {skipped}")
         return steps, join
 
     def test_run_takes_its_steps_in_order(self):
@@ -114,7 +117,11 @@ class TestProcessRun(FSDPTest):
         with mock.patch.object(common_fsdp, "DEVICE_TYPE", "meta"), mock.patch.object(common_fsdp, "DEVICE_COUNT", 2):
             with mock.patch.object(type(self), "world_size", 3):
                 steps, _ = self._steps_of_run()
+            # Upstream has exit codes for up to 8 devices.
+            with mock.patch.object(type(self), "world_size", 16):
+                steps_of_many, _ = self._steps_of_run()
         self.assertEqual(steps, [f"exit {TEST_SKIPS['multi-gpu-3'].exit_code}"])
+        self.assertEqual(steps_of_many, [f"skip: {TEST_SKIPS['multi-gpu-16'].message}"])
 
     def test_fsdp_options_are_compared(self):
         model = FSDP(nn.Linear(2, 2).to(get_devtype()), forward_prefetch=True, **with_compute_device({}))

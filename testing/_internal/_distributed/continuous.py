@@ -18,7 +18,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
@@ -248,16 +248,16 @@ class MultiProcContinuousTest(TestCase):
                     raise no_group
                 cls._run_test_given_id(test_id)
             except BaseException as error:
-                receipt = bodies.receipt_of(error)
+                receipt = receipts.receipt_of(error)
                 if receipt is None:
                     raise
                 me.report(receipt)
                 if receipt.said is Said.FAILED:
                     return
             else:
-                me.report(bodies.passed())
+                me.report(receipts.passed())
         if no_group is None:
-            bodies.end_group_unless_released()
+            receipts.end_group_unless_released()
 
 
 def _next_test(tests: Connection) -> str | None:

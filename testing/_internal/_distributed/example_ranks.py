@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Receipt, Said
@@ -47,12 +47,12 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
         )
     # assume() thinks that it is used outside of a property-based test, whose other half is another process.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
-    rank.report(bodies.passed())
+    rank.report(receipts.passed())
     while example := _next(examples):
         receipt = _run(case, body, example)
         rank.report(receipt)
         if receipt.said is Said.FAILED:
-            sys.exit(bodies.TEST_ERROR_EXIT_CODE)
+            sys.exit(receipts.TEST_ERROR_EXIT_CODE)
 
 
 def _next(examples: Connection) -> bytes:
@@ -70,7 +70,7 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
         if c10d.is_initialized():
             c10d.barrier()
     except BaseException as error:
-        failure = bodies.receipt_of(error)
+        failure = receipts.receipt_of(error)
         if failure is None:
             raise
         return failure
@@ -86,10 +86,10 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     try:
         body(case, *args, **kwargs)
     except UnsatisfiedAssumption:
-        return bodies.skipped(REJECTED)
+        return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:
-        receipt = bodies.receipt_of(error)
+        receipt = receipts.receipt_of(error)
         if receipt is None or receipt.said is Said.FAILED:
             raise
         return receipt
-    return bodies.passed()
+    return receipts.passed()

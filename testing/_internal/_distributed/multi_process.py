@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext import accelerator
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, parent_half_of, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -101,7 +101,7 @@ class MultiProcessTestCase(TestCase):
     """
 
     MAIN_PROCESS_RANK = -1
-    TEST_ERROR_EXIT_CODE = bodies.TEST_ERROR_EXIT_CODE
+    TEST_ERROR_EXIT_CODE = receipts.TEST_ERROR_EXIT_CODE
 
     rank: int
     file_name: str
@@ -186,7 +186,7 @@ class MultiProcessTestCase(TestCase):
         self._world = start_ranks(
             type(self).__module__,
             [
-                Body(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                Body(receipts.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
                 for rank in range(size)
             ],
         )
@@ -237,7 +237,7 @@ class MultiProcessTestCase(TestCase):
         try:
             getattr(self, test_name)()
         except BaseException as error:
-            receipt = bodies.receipt_of(error)
+            receipt = receipts.receipt_of(error)
             rank = world_rank.current()
             if receipt is None or rank is None:
                 raise
@@ -248,4 +248,4 @@ class MultiProcessTestCase(TestCase):
         finally:
             parent_pipe.close()
         if self.destroy_pg_upon_exit:
-            bodies.end_group_unless_released()
+            receipts.end_group_unless_released()

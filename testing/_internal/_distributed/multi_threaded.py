@@ -23,7 +23,7 @@ from torch_ext.compat.testing import (
     complete_threaded_world,
     prepare_for_threads,
 )
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
@@ -93,7 +93,7 @@ def _outcome(rank: int, failure: tuple[Any, Any, Any] | None) -> Outcome:
     if isinstance(error, _TimedOut):
         return Outcome(rank, Ending.TIMED_OUT, stacks=error.stacks)
     # An exit with a code that means nothing to us fails like an exception: there is no process that it could end.
-    receipt = bodies.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
+    receipt = receipts.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
     return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt)
 
 

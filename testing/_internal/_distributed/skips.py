@@ -9,7 +9,7 @@ import os
 import sys
 import unittest
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -31,6 +31,7 @@ __all__ = [
     "skip_if_lt_x_gpu",
     "skip_if_no_gpu",
     "skip_if_rocm_multiprocess",
+    "skip_rank",
     "skip_reason",
 ]
 
@@ -49,26 +50,43 @@ class TestSkip(NamedTuple):
 TestSkip.__test__ = False  # type: ignore[attr-defined]  # its name makes pytest look for tests in it
 
 
-# The codes are upstream's: test classes in the wild call sys.exit() with them.
-TEST_SKIPS = {
-    "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
-    "small_worldsize": TestSkip(73, "The world size is too small for this test."),
-    "odd_worldsize": TestSkip(87, "The world size is odd."),
-    "no_cuda": TestSkip(74, "No accelerator is available. Run with --device sim to use the simulated one."),
-    "nccl": TestSkip(76, "This torch is built without NCCL."),
-    "skipIfRocm": TestSkip(78, "The test does not work on ROCm."),
-    "no_peer_access": TestSkip(79, "The GPUs cannot access each other's memory."),
-    "generic": TestSkip(86, "A rank skipped the test; its output says why."),
-    "importerror": TestSkip(88, "A module that the test needs cannot be imported."),
-    "no_accelerator": TestSkip(89, "No accelerator is available. Run with --device sim to use the simulated one."),
-    **{
-        f"multi-gpu-{count}": TestSkip(
-            code,
-            f"Needs {count} accelerator device{'s' if count > 1 else ''}. Run with --device sim to use simulated ones.",
-        )
-        for count, code in enumerate((75, 77, 80, 81, 82, 83, 84, 85), start=1)
-    },
-}
+_ANY_REASON = 86
+
+
+def _too_few_devices(exit_code: int, needed: int) -> TestSkip:
+    devices = f"{needed} accelerator device{'s' if needed > 1 else ''}"
+    return TestSkip(exit_code, f"Needs {devices}. Run with --device sim to use simulated ones.")
+
+
+class _SkipTable(dict[str, TestSkip]):
+    """Upstream has an exit code for each number of devices up to 8. Larger numbers get the code for any reason."""
+
+    def __missing__(self, name: str) -> TestSkip:
+        count = name.removeprefix("multi-gpu-")
+        if count == name or not count.isdecimal():
+            raise KeyError(name)
+        return _too_few_devices(_ANY_REASON, int(count))
+
+
+# The exit codes are upstream's: test classes elsewhere call sys.exit() with them.
+TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
+    {
+        "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
+        "small_worldsize": TestSkip(73, "The world size is too small for this test."),
+        "odd_worldsize": TestSkip(87, "The world size is odd."),
+        "no_cuda": TestSkip(74, "No accelerator is available. Run with --device sim to use the simulated one."),
+        "nccl": TestSkip(76, "This torch is built without NCCL."),
+        "skipIfRocm": TestSkip(78, "The test does not work on ROCm."),
+        "no_peer_access": TestSkip(79, "The GPUs cannot access each other's memory."),
+        "generic": TestSkip(_ANY_REASON, "A rank skipped the test; its output says why."),
+        "importerror": TestSkip(88, "A module that the test needs cannot be imported."),
+        "no_accelerator": TestSkip(89, "No accelerator is available. Run with --device sim to use the simulated one."),
+        **{
+            f"multi-gpu-{count}": _too_few_devices(code, count)
+            for count, code in enumerate((75, 77, 80, 81, 82, 83, 84, 85), start=1)
+        },
+    }
+)
 
 
 def skip_reason(exit_code: object) -> str:
@@ -92,7 +110,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _T
     many as that.
 
     Args:
-        x: how many devices the test needs, from 1 to 8.
+        x: how many devices the test needs.
         allow_cpu: run on plain ``cpu`` all the same, for bodies that need no memory apart from the host's.
     """
 
@@ -137,11 +155,24 @@ def skip_if_no_gpu(function: _Test) -> _Test:
 
 
 def _skip(args: Sequence[Any], name: str) -> None:
-    """Skip in the way the test's class understands: through its own handler if it has one, else by exit code."""
+    """Skip through the test class's own handler if it has one, else as :func:`skip_rank` does."""
     handler = getattr(args[0], "_handle_test_skip", None) if args else None
     if handler is None:
-        sys.exit(TEST_SKIPS[name].exit_code)
+        skip_rank(name)
     handler(TEST_SKIPS[name].message)
+
+
+def skip_rank(name: str) -> NoReturn:
+    """Skip the test in this rank, for the reason that ``TEST_SKIPS`` has under ``name``.
+
+    Raises:
+        SystemExit: with the exit code that stands for the reason.
+        unittest.SkipTest: no exit code stands for this reason alone.
+    """
+    skip = TEST_SKIPS[name]
+    if skip.exit_code == _ANY_REASON:
+        raise unittest.SkipTest(skip.message)
+    sys.exit(skip.exit_code)
 
 
 def requires_world_size(n: int) -> Callable[[_Test], _Test]:

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
+from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
 from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
-    TEST_SKIPS,
     MultiProcContinuousTest,
     MultiProcessTestCase,
     MultiThreadedTestCase,
@@ -41,9 +41,9 @@ __all__ = [
 _ON_DEVICE = CPUOffload()
 
 
-def _exit_without_devices(world_size: int) -> None:
+def _skip_without_devices(world_size: int) -> None:
     if device.is_accelerator() and device.device_count() < world_size:
-        sys.exit(TEST_SKIPS[f"multi-gpu-{world_size}"].exit_code)
+        skip_rank(f"multi-gpu-{world_size}")
 
 
 def _use_device(rank: int) -> list[int] | None:
@@ -137,7 +137,7 @@ class FSDPTestMixin(SubtestMixin):
         """
         self: Any = cls(test_name)
         self.rank, self.file_name = rank, file_name
-        _exit_without_devices(self.world_size)
+        _skip_without_devices(self.world_size)
         self._join_group(fake=kwargs.get("fake_pg", False))
         device_ids = _use_device(rank)
         dist.barrier(device_ids=device_ids)
@@ -155,7 +155,7 @@ class FSDPTestMixin(SubtestMixin):
         except RuntimeError as error:
             # torch's way to say that it was built without the backend
             if "recompile" in str(error):
-                sys.exit(TEST_SKIPS["backend_unavailable"].exit_code)
+                skip_rank("backend_unavailable")
             raise
 
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
@@ -327,7 +327,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         cls.rdvz_file = rdvz_file
         _silence_desync_debugging()
-        _exit_without_devices(world_size)
+        _skip_without_devices(world_size)
         _use_device(rank)
         super()._init_pg(rank, world_size, rdvz_file)
 

@@ -17,6 +17,10 @@ from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import
     DdpComparisonTest,
     DdpUnderDistAutogradTest,
 )
+from torch_ext.testing._internal.distributed.nn.api.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
 from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
 from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
@@ -25,10 +29,6 @@ from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
     FaultyAgentRpcTest,
 )
 from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
-from torch_ext.testing._internal.distributed.rpc.remote_module_test import (
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
 from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest

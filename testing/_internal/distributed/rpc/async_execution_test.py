@@ -11,8 +11,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from torch_ext.testing._internal.dist_utils import dist_init
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
-from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
+from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -22,8 +22,8 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_node_failure,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
-from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
+from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 

@@ -18,7 +18,7 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_pending_futures_and_users_flushed,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import knows_context, multiply
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
     default_messages_to_delay,

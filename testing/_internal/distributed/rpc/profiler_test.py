@@ -13,7 +13,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init, get_function_event, worker_name
-from torch_ext.testing._internal.distributed.rpc._workload import call
+from torch_ext.testing._internal.distributed.rpc._remote_functions import call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 

@@ -18,7 +18,7 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_pending_futures_and_users_flushed,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 

@@ -10,7 +10,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat.rpc import current_agent
 from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 

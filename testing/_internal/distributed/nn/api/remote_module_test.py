@@ -12,7 +12,7 @@ from torch.distributed.nn.api.remote_module import RemoteModule
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
