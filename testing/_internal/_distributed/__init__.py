@@ -1,1 +1,1 @@
-"""The rooms behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
+"""The modules behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""

@@ -1,4 +1,4 @@
-"""Runs in ranks: takes drawn examples off the line to the parent half, runs each, hands in a receipt for each.
+"""Runs in ranks: receives drawn examples from the parent half, runs each, and reports a receipt for each.
 
 See Note [Examples across ranks] in ``examples.py``.
 """
@@ -26,26 +26,26 @@ __all__ = ["NO_MORE", "REJECTED", "serve"]
 
 # Sent instead of an example when there are no more.
 NO_MORE = b""
-# The reason in the receipt of an example that assume() turned down.
+# The reason in the receipt of an example that assume() rejected.
 REJECTED = "the example does not satisfy assume()"
 
 
 def serve(case: Any, body: Callable[..., Any]) -> None:
-    """Run ``body(case, ...)`` on each example that arrives until there are no more, or one fails.
+    """Run ``body(case, ...)`` on each example that arrives, until there are no more or one fails.
 
-    The first receipt says that this rank is ready: what goes wrong before it is no example's fault.
+    The first receipt says that this rank is ready, so that earlier failures are not blamed on an example.
 
     Raises:
-        SystemExit: an example failed; its receipt is with the parent half, and the peers see connections close.
-        TypeError: the class of ``case`` is not one whose ranks are started for one test.
+        SystemExit: an example failed. The parent half has its receipt, and the peers' connections to this rank close.
+        TypeError: the ranks of ``case`` are not started for one test.
     """
     rank, examples = world_rank.current(), getattr(case, "parent_pipe", None)
     if rank is None or not isinstance(examples, Connection):
         raise TypeError(
-            f"across_ranks() needs a test class whose ranks are processes of one test, such as FSDPTest; "
+            f"across_ranks() needs a test class that starts processes for each test, such as FSDPTest; "
             f"got {type(case).__name__}"
         )
-    # assume() thinks that it is used outside of a property-based test, whose other half is another process.
+    # assume() believes that it is used outside of a test, because Hypothesis runs in another process.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
     while example := _next(examples):
@@ -63,7 +63,7 @@ def _next(examples: Connection) -> bytes:
 
 
 def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run one example; what it leaves behind in the process group shows at the barrier, and is blamed on it."""
+    """Run one example. The barrier at its end shows what it left behind in the process group, and blames it."""
     set_rng_seed()
     try:
         receipt = _receipt_of_body(case, body, example)
@@ -78,9 +78,9 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
 
 
 def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run the body and return a receipt unless it failed.
+    """Run the body and return a receipt, or raise if it failed.
 
-    A rank that turns the example down, or skips, goes on to the barrier: its peers are there.
+    A rank that rejects the example, or skips, must go on to the barrier, because its peers do.
     """
     args, kwargs = pickle.loads(example)
     try:

@@ -1,6 +1,4 @@
-"""Reasons to skip: the table of exit codes by which a rank says so, and the decorators that ask for hardware or
-backends.
-"""
+"""Skips: the exit codes that stand for a reason, and the decorators that require hardware or backends."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class TestSkip(NamedTuple):
     message: str
 
 
-TestSkip.__test__ = False  # type: ignore[attr-defined]  # its name makes pytest look for tests in it
+TestSkip.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name for a test class
 
 
 _ANY_REASON = 86
@@ -90,9 +88,7 @@ TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
 
 
 def skip_reason(exit_code: object) -> str:
-    """Return the reason that ``exit_code`` stands for, upstream's newer codes included; empty if it does not mean
-    "skipped".
-    """
+    """Return the reason that ``exit_code`` stands for, in our table or torch's; empty if it does not mean "skipped"."""
     for table in (TEST_SKIPS, torch_testing.TEST_SKIPS):
         for skip in table.values():
             if skip.exit_code == exit_code:
@@ -106,12 +102,13 @@ def at_least_x_gpu(x: int) -> bool:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
-    """Skip a test, in its ranks, unless the device under test has at least ``x`` devices. Simulated devices are made as
-    many as that.
+    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices.
+
+    The simulated accelerator offers as many devices as the test needs.
 
     Args:
         x: how many devices the test needs.
-        allow_cpu: run on plain ``cpu`` all the same, for bodies that need no memory apart from the host's.
+        allow_cpu: run on ``cpu`` too. Set it unless the body needs device memory apart from the host's.
     """
 
     def decorator(function: _Test) -> _Test:
@@ -128,9 +125,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _T
 
 
 def devices_asked_for(cls: type, test_name: str = "") -> int:
-    """Return how many devices the decorators of a test ask for, or those of all tests of ``cls``; 0 if they ask for
-    none.
-    """
+    """Return how many devices the decorators of a test require, or 0. Without a name, the maximum over all tests."""
     names = [test_name] if test_name else [name for name in dir(cls) if name.startswith("test")]
     tests = [getattr(cls, name, None) for name in names]
     wishes = ("_required_devices", "_required_world_size")
@@ -138,9 +133,7 @@ def devices_asked_for(cls: type, test_name: str = "") -> int:
 
 
 def skip_if_no_gpu(function: _Test) -> _Test:
-    """Skip a test, in its ranks, unless each rank can have a device of its own; reads ``WORLD_SIZE`` from the
-    environment.
-    """
+    """Skip a test, in its ranks, unless there is a device for each. Reads ``WORLD_SIZE`` from the environment."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -176,9 +169,9 @@ def skip_rank(name: str) -> NoReturn:
 
 
 def requires_world_size(n: int) -> Callable[[_Test], _Test]:
-    """Ask the harness for ``n`` ranks in this test; skip it where an accelerator is under test that has fewer devices.
+    """Run this test with ``n`` ranks. Skip it if the accelerator under test has fewer devices.
 
-    The simulated accelerator and plain ``cpu`` offer as many ranks as are asked for.
+    The simulated accelerator and ``cpu`` offer any number of ranks.
     """
 
     def decorator(function: _Test) -> _Test:
@@ -198,7 +191,7 @@ def requires_world_size(n: int) -> Callable[[_Test], _Test]:
 
 
 def get_required_world_size(obj: Any, default: int) -> int:
-    """Return the world size that :func:`requires_world_size` asks for on the current test, else ``default``."""
+    """Return the world size that :func:`requires_world_size` sets for the current test, else ``default``."""
     name = getattr(obj, "_testMethodName", "")
     current = getattr(obj, "_current_test_name", None)
     if current is not None:
@@ -219,7 +212,7 @@ def requires_nccl() -> Callable[[_Test], _Test]:
 def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:
     """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is.
 
-    The backend of the device under test counts whatever its name is, so that a new accelerator needs no entry here.
+    The backend of the device under test always counts, so that a new accelerator needs no entry here.
     """
     wanted = list(backends or ACCELERATOR_DIST_BACKENDS)
     available = any(c10d.is_backend_available(name) for name in wanted) or (

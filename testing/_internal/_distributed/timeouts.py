@@ -1,4 +1,4 @@
-"""How long a test may take."""
+"""Time limits of tests."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 # In seconds.
 TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
-# By test name, in seconds; test files add to it.
+# By test name, in seconds. Test files may add to it.
 TIMEOUT_OVERRIDE: dict[str, int] = {"test_ddp_uneven_inputs": 400, "test_DistributedDataParallel": 500}
 
 
 def get_timeout(test_id: str) -> int:
-    """Return the seconds that the test with this id may take by its name alone; see :func:`timeout_of` for the whole
-    rule.
-    """
+    """Return the time limit in seconds that follows from a test's id; :func:`timeout_of` has the full rule."""
     return TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], TIMEOUT_DEFAULT)
 
 
 def with_timeout(seconds: float) -> Callable[[_Test], _Test]:
-    """Give one test its own time limit."""
+    """Give one test a time limit of its own, in seconds."""
 
     def decorator(function: _Test) -> _Test:
         function._timeout_s = seconds  # type: ignore[attr-defined]
@@ -35,11 +33,11 @@ def with_timeout(seconds: float) -> Callable[[_Test], _Test]:
 
 
 def timeout_of(case: Any) -> float:
-    """Return the seconds that the current test of ``case`` may take.
+    """Return the time limit of the current test of ``case``, in seconds.
 
-    The first that is set wins: ``TORCH_EXT_TIMEOUT`` (``--timeout``), :func:`with_timeout` on the test, the class
-        attribute ``timeout`` (seconds
-    or a ``timedelta``), ``TIMEOUT_OVERRIDE`` by test name, ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``, 120 seconds.
+    The first of these that is set wins: ``TORCH_EXT_TIMEOUT`` (``--timeout``), :func:`with_timeout` on the test, the
+    class attribute ``timeout`` (seconds or a ``timedelta``), ``TIMEOUT_OVERRIDE`` by test name, and
+    ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``. Otherwise it is 120 seconds.
     """
     asked = os.environ.get("TORCH_EXT_TIMEOUT", "")
     if asked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
+from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
@@ -58,12 +58,6 @@ def _use_device(rank: int) -> list[int] | None:
 def _silence_desync_debugging() -> None:
     # Its clean-up thread makes short tests fail at random: https://github.com/pytorch/pytorch/issues/90848
     os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
-
-
-def _reset_dynamo() -> None:
-    """Forget what was compiled; whoever has not loaded the compiler has nothing to forget and is spared the import."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
 
 
 @contextmanager
