@@ -1,4 +1,4 @@
-"""What RPC tests tell about a worker that fails: before it joins, in a remote call, and in the generated classes."""
+"""RPC tests name the worker that failed, before it joined or in a remote call; and the classes that they generate."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from torch_ext.testing._internal import dist_utils
-from torch_ext.testing._internal._roll_call import PeerFailedError, roll_call
+from torch_ext.testing._internal._startup_barrier import PeerFailedError, startup_barrier
 from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
 
 NAMES = ["worker0", "worker1", "worker2"]
-# A roll call that waited this long did not notice the failure.
+# A barrier that waited this long did not notice the failure.
 HANG = timedelta(minutes=2)
 
 
 def answer(path: str, name: str, fails: bool, answers: Any) -> None:
-    """Take part in a roll call and put what became of it into ``answers``."""
+    """Enter the barrier as ``name`` and put the result into ``answers``."""
     try:
-        with roll_call(path, name, NAMES, HANG):
+        with startup_barrier(path, name, NAMES, HANG):
             if fails:
                 raise ValueError("no such option")
     except Exception as error:
@@ -34,7 +34,7 @@ def answer(path: str, name: str, fails: bool, answers: Any) -> None:
         answers.put((name, None, ""))
 
 
-def take_roll(path: Path, guilty: str | None) -> dict[str, tuple[str | None, str]]:
+def enter_barrier(path: Path, guilty: str | None) -> dict[str, tuple[str | None, str]]:
     answers: queue.Queue[tuple[str, str | None, str]] = queue.Queue()
     workers = [
         threading.Thread(target=answer, args=(str(path), name, name == guilty, answers), daemon=True) for name in NAMES
@@ -48,20 +48,20 @@ def take_roll(path: Path, guilty: str | None) -> dict[str, tuple[str | None, str
 
 
 def test_failure_before_joining_reaches_all_peers_by_name(tmp_path: Path) -> None:
-    heard = take_roll(tmp_path / "roll", guilty="worker1")
+    heard = enter_barrier(tmp_path / "barrier", guilty="worker1")
     assert heard.pop("worker1") == ("ValueError", "no such option")
     for name, (error, message) in heard.items():
         assert error == "PeerFailedError"
         assert message == f"worker1 failed before init_rpc, so {name} does not wait for it: ValueError: no such option"
 
 
-def test_roll_of_sound_workers_lets_all_pass(tmp_path: Path) -> None:
-    assert set(take_roll(tmp_path / "roll", guilty=None).values()) == {(None, "")}
+def test_workers_that_do_not_fail_all_pass(tmp_path: Path) -> None:
+    assert set(enter_barrier(tmp_path / "barrier", guilty=None).values()) == {(None, "")}
 
 
 def test_peer_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeerFailedError, match=r"worker1 was not ready for init_rpc within 0\.2 s"):
-        with roll_call(str(tmp_path / "roll"), "worker0", NAMES[:2], timedelta(seconds=0.2)):
+        with startup_barrier(str(tmp_path / "barrier"), "worker0", NAMES[:2], timedelta(seconds=0.2)):
             pass
 
 

@@ -1,6 +1,7 @@
 """The base classes and helpers of distributed tests, under upstream's names.
 
-The rooms are in ``_distributed``. A name of upstream's ``common_distributed`` that is not defined here is torch's own.
+The modules are in ``_distributed``. A name of upstream's ``common_distributed`` that is not defined here is torch's
+own.
 """
 
 from __future__ import annotations
@@ -82,5 +83,5 @@ if told := untested_torch():
 
 
 def __getattr__(name: str) -> Any:
-    # On use, so that importing this module does not depend on every private name that upstream's file imports.
+    # On use, so that importing this module does not require every private name that upstream's file imports.
     return getattr(upstream_module("common_distributed"), name)

@@ -1,4 +1,4 @@
-"""What test files import beside the distributed base classes. A name that is not defined here is torch's own."""
+"""What test files need besides the distributed base classes. A name that is not defined here is torch's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.testing._internal.common_utils import (
 
 from torch_ext import accelerator
 
-# Torch's advice on how to rerun a test is for its own checkout; our runner gives one that works here.
+# torch's advice on how to rerun a test fits its own checkout; our runner prints what works here.
 _upstream.PRINT_REPRO_ON_FAILURE = False
 
 __all__ = [
@@ -45,23 +45,23 @@ def __getattr__(name: str) -> Any:
 
 
 def run_tests(argv: Sequence[str] | None = None) -> None:
-    """Run the tests of the file that is ``__main__`` and exit: 0 all passed, 1 a test failed, 2 usage or nothing
-    selected, 130 interrupted.
+    """Run the tests of the file that is ``__main__``, and exit.
 
-    Does nothing where the file was only loaded: in a zygote, a rank, or under another runner.
+    The exit code is 0 if all passed, 1 if a test failed, 2 for wrong usage or if nothing was selected, 130 if
+    interrupted. Where the file was only imported (in a zygote, in a rank, by another runner) it does nothing.
     """
     main = sys.modules["__main__"]
     if main.__name__ != "__main__" or not getattr(main, "__file__", None):
         return
-    from torch_ext.runner.cli import main_for_file  # on use: files that are only imported need no runner
+    from torch_ext.runner.cli import main_for_file  # on use: a file that is only imported needs no runner
 
     raise SystemExit(main_for_file(str(main.__file__), sys.argv[1:] if argv is None else argv))
 
 
 def set_rng_seed(seed: int | None = None) -> None:
-    """Seed Python's, numpy's and torch's generators, the device's among them; ``seed`` defaults to torch's test seed.
+    """Seed the generators of Python, numpy, torch and the device under test; ``seed`` defaults to torch's test seed.
 
-    Unlike torch's own, this asks no other device type than the one under test, which saves every rank a millisecond.
+    torch's own function asks every device type, which takes a millisecond in every rank.
     """
     number = SEED if seed is None else seed
     random.seed(number)
@@ -71,23 +71,22 @@ def set_rng_seed(seed: int | None = None) -> None:
         torch.manual_seed(number)
 
 
-# TestCase.setUp seeds through this name, in the parent half of every test, while its ranks are waited for.
+# TestCase.setUp seeds through this name in the parent half of every test, while ranks start.
 _upstream.set_rng_seed = set_rng_seed
 
 
 @functools.cache
 def get_cycles_per_ms() -> float:
-    """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured once with the device's own
-    events.
+    """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured once with the device's events.
 
     Raises:
-        RuntimeError: the device under test cannot sleep; ask ``accelerator.capabilities().device_sleep`` first.
+        RuntimeError: the device under test cannot sleep. Check ``accelerator.capabilities().device_sleep`` first.
     """
     if not accelerator.capabilities().device_sleep:
         raise RuntimeError(f"{accelerator.device_type()} has no _sleep; sleep on the host instead")
     module, cycles = accelerator.device_module(), 1_000_000
     samples = []
-    for _ in range(9):  # the first ones pay for start-up; the median drops them
+    for _ in range(9):  # the first ones include start-up; the median ignores them
         start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
         start.record()
         module._sleep(cycles)

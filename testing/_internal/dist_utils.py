@@ -1,6 +1,6 @@
-"""What RPC tests share: workers that start and stop around a test, waits for the RRef protocol, errors to expect.
+"""Helpers of RPC tests: workers that start and stop around a test, waits for the RRef protocol, expected errors.
 
-Everything here runs in the rank. A *worker* is a rank's RPC agent; rank ``r`` is the worker ``worker_name(r)``.
+All of it runs in the rank. A *worker* is a rank's RPC agent; rank ``r`` is the worker ``worker_name(r)``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal._roll_call import roll_call
+from torch_ext.testing._internal._startup_barrier import startup_barrier
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
 _TSAN_SLOWDOWN = 5
 _POLL_INTERVAL_S = 0.01
-# torch's two ways to say where an error was raised: in a Python function, or while it served a message.
+# The two ways in which torch names the worker that raised: in a Python function, or while serving a message.
 _NODE_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=(\d+), name=|Error on Node (\d+):")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -71,18 +71,18 @@ def dist_init(
     faulty_messages: Sequence[str] | None = None,
     messages_to_delay: dict[str, float] | None = None,
 ) -> Callable[..., Any]:
-    """Run a test method as one RPC worker per rank; use bare or with arguments.
+    """Run a test method with an RPC worker in each rank. Use it with or without arguments.
 
     Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef that outlives the body is an error
-    at shutdown. The agent is not shut down after a body that raised: its peers see the connection break when the rank
-    ends, rather than wait for an answer.
+    at shutdown. If the body raises, the agent is not shut down: the connection breaks when the rank ends, so that the
+    peers do not wait for an answer.
 
     Args:
-        old_test_method: the test, where the decorator is used bare.
-        setup_rpc: start and stop the agent; with False the body does both, or neither.
-        clean_shutdown: wait at the end until every worker has finished its work, instead of leaving at once.
-        faulty_messages: types of message that the faulty agent drops at first; None keeps the fixture's choice.
-        messages_to_delay: seconds by which the faulty agent delays a type of message; None keeps the fixture's choice.
+        old_test_method: the test, if the decorator is used without arguments.
+        setup_rpc: start and stop the agent. With False this is up to the body.
+        clean_shutdown: at the end wait until every worker has finished its work, instead of leaving at once.
+        faulty_messages: message types that the faulty agent drops at first; None keeps the fixture's choice.
+        messages_to_delay: seconds by which the faulty agent delays message types; None keeps the fixture's choice.
 
     Raises (in the test):
         PeerFailedError: another worker failed before it could join.
@@ -115,7 +115,7 @@ def dist_init(
 def _join_as_worker(test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None) -> None:
     names = [worker_name(rank) for rank in range(test.world_size)]
     limit = timedelta(seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1))
-    with roll_call(f"{test.file_name}_roll_call", names[test.rank], names, limit):
+    with startup_barrier(f"{test.file_name}_startup_barrier", names[test.rank], names, limit):
         test.setup_fault_injection(faulty_messages, delays)
         backend, options = test.rpc_backend, test.rpc_backend_options
         if TEST_WITH_TSAN:
@@ -141,9 +141,9 @@ def _leaked_rrefs_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _remote_failures_named(caller: str) -> Iterator[None]:
-    """Say in one line which worker raised, where an error came back through one or more remote calls.
+    """Add a line to an error that came back through remote calls: the name of the worker that raised it.
 
-    The message of such an error nests one traceback per hop, and the caller's own traceback points at the call.
+    The message of such an error nests a traceback for each hop, and the caller's own traceback points to the call.
     """
     try:
         yield
@@ -165,9 +165,9 @@ def worker_name(rank: int) -> str:
 
 
 def initialize_pg(init_method: str, rank: int, world_size: int, backend: str = "gloo") -> None:
-    """Initialise the default process group unless there is one.
+    """Initialize the default process group unless there is one.
 
-    ``init_method`` must not name the file over which the RPC agents met: both keep their keys there.
+    ``init_method`` must not name the rendezvous file of the RPC agents, because both store their keys in it.
     """
     if not dist.is_initialized():
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
@@ -177,7 +177,7 @@ def noop() -> None:
     """Do nothing; the cheapest remote call."""
 
 
-# What a caller sees when the agent at the other end goes away, while connecting, sending or waiting for the answer.
+# Errors that a caller may see when the callee's agent goes away during connecting, sending or waiting.
 _SHUTDOWN_ERRORS = {
     "TENSORPIPE": (
         "(?i:eof)[: ]",
@@ -194,7 +194,7 @@ _TIMEOUT_ERRORS = dict.fromkeys(_SHUTDOWN_ERRORS, "RPC ran for more than")
 
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the errors that a call to a worker which has shut down may raise.
+    """Return a pattern for the errors that a call may raise if the callee has shut down.
 
     Args:
         rpc_backend: a member of ``rpc.BackendType``, or its name.
@@ -203,7 +203,7 @@ def get_shutdown_error_regex(rpc_backend: Any) -> str:
 
 
 def get_timeout_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the error of a call whose time limit passed. See :func:`get_shutdown_error_regex`."""
+    """Return a pattern for the error of a call that timed out. See :func:`get_shutdown_error_regex`."""
     return _TIMEOUT_ERRORS[_known_backend(rpc_backend)]
 
 
@@ -215,10 +215,10 @@ def _known_backend(rpc_backend: Any) -> str:
 
 
 def wait_until_node_failure(rank: int, expected_error_regex: str = ".*", timeout: int = 60) -> str:
-    """Call ``rank`` until that fails with a message that matches, and return the message.
+    """Call ``rank`` until a call fails with a matching message, and return the message.
 
     Raises:
-        TimeoutError: the worker still answered, or failed in other ways only, after ``timeout`` seconds.
+        TimeoutError: after ``timeout`` seconds the worker still answered, or calls failed only with other messages.
     """
     last = "it still answered"
     for _ in _until(timeout):
@@ -234,10 +234,10 @@ def wait_until_node_failure(rank: int, expected_error_regex: str = ".*", timeout
 
 
 def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
-    """Wait until this worker has no RRef fork left that its owner has not confirmed.
+    """Wait until the owners have confirmed all RRef forks of this worker.
 
-    Confirmations arrive in the background, also after ``to_here`` has returned; a test that looks at the counts
-    in the RRef context waits here first.
+    Confirmations arrive in the background, possibly after ``to_here`` has returned. Call this before you check the
+    counts in the RRef context.
 
     Raises:
         ValueError: forks or futures were still pending after ``timeout`` seconds.
@@ -251,7 +251,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return how many RRefs this worker owns, and how many forks of them exist, as torch prints the counts."""
+    """Return how many RRefs this worker owns and how many forks of them exist, as torch prints the counts."""
     counts = private.rref_debug_info()
     return counts["num_owner_rrefs"], counts["num_forks"]
 
@@ -275,7 +275,7 @@ def wait_until_owners_and_forks_on_rank(num_owners: int, num_forks: int, rank: i
 
 
 def _until(timeout: float) -> Iterator[None]:
-    """Yield at least once, then every few milliseconds until ``timeout`` seconds have passed."""
+    """Yield at once, then every 10 milliseconds until ``timeout`` seconds have passed."""
     deadline = time.monotonic() + timeout
     yield
     while time.monotonic() < deadline:
@@ -284,10 +284,10 @@ def _until(timeout: float) -> Iterator[None]:
 
 
 def poll_until(condition: Callable[[], bool], otherwise: str, timeout: float = 20) -> None:
-    """Ask ``condition`` every few milliseconds until it holds.
+    """Evaluate ``condition`` every 10 milliseconds until it is true.
 
     Raises:
-        TimeoutError: it did not hold within ``timeout`` seconds; the message is ``otherwise``.
+        TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the message.
     """
     for _ in _until(timeout):
         if condition():
@@ -299,7 +299,7 @@ def get_function_event(function_events: Sequence[FunctionEvent], partial_event_n
     """Return the first profiler event whose name contains ``partial_event_name``.
 
     Raises:
-        ValueError: there is none; the message lists the names there are.
+        ValueError: there is none; the message lists all names.
     """
     for event in function_events:
         if partial_event_name in event.name:

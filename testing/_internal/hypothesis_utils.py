@@ -1,5 +1,6 @@
-"""Property-based tests whose examples run on all ranks. A name of upstream's ``hypothesis_utils`` that is not defined
-here is torch's own.
+"""Property-based tests whose examples run on all ranks.
+
+A name of upstream's ``hypothesis_utils`` that is not defined here is torch's own.
 
 .. code-block:: python
 
@@ -20,40 +21,39 @@ from typing import Any
 from torch_ext.compat.testing import upstream_module
 from torch_ext.testing._internal._distributed.example_ranks import serve
 from torch_ext.testing._internal._distributed.examples import ExampleRun
-from torch_ext.testing._internal._distributed.methods import bring_parent_half
-from torch_ext.testing._internal._fsdp.models.trees import Block, Layer, build_tree, module_trees, train_tree
+from torch_ext.testing._internal._distributed.methods import set_parent_half
 
 __unittest = True
 
-__all__ = ["Block", "Layer", "across_ranks", "build_tree", "module_trees", "train_tree"]
+__all__ = ["across_ranks"]
 
-_NOT_TAKEN_OVER = frozenset({"__wrapped__"})
+_NOT_COPIED = frozenset({"__wrapped__"})
 
 
 def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., Any]], Callable[[Any], None]]:
-    """Have each example of a ``@given`` method run once on all ranks of its test; goes above ``@given``.
+    """Run each example of a ``@given`` method once on all ranks of its test. Put it above ``@given``.
 
-    For methods of :class:`MultiProcessTestCase` and what derives from it, such as ``FSDPTest``. A failure on any rank,
-    its death, or no end within ``example_timeout_s`` fails the example on all ranks. Hypothesis shrinks it, and the
-    report shows the one minimal example, what each rank did with it, and how to run it again.
+    It decorates methods of :class:`MultiProcessTestCase` and its subclasses, such as ``FSDPTest``. An example fails if
+    any rank fails, dies, or does not finish within ``example_timeout_s``. Hypothesis then shrinks it, and the report
+    shows the minimal example, what each rank did with it, and how to run it again.
 
-    Guarantees: all ranks run the same examples in the same order, each freshly seeded, with a barrier after it if there
-    is a process group. One set of ranks serves all examples until one fails; the next example gets fresh ones. Ranks
-    neither draw nor write the database. All examples, shrinking included, fit into the time limit of the test: a test
-    whose examples pass and do not fit fails; shrinking stops in time.
+    All ranks run the same examples in the same order. Each example starts from a fresh seed and ends with a barrier if
+    there is a process group. The same ranks run all examples until one fails; the next example gets fresh ranks. Ranks
+    neither draw examples nor write the database. The test's time limit covers all examples and the shrinking: if it
+    passes before all examples have run, the test fails; shrinking stops before it passes.
 
-    Costs: a pickle, a message and a barrier an example; the start of ranks (some 50 ms) a failure; the limit of an
-    example for each example that hangs while shrinking.
+    Costs: for each example a pickle, a message and a barrier; for each failure the start of new ranks (about 50 ms);
+    for each example that hangs while shrinking, ``example_timeout_s``.
 
-    ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may stand above or below. Of the settings,
-    ``deadline`` is off and so is the explain phase; where the variable ``CI`` is set, examples are derandomized and the
-    database is not used.
+    ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may go above or below. The setting ``deadline``
+    and the explain phase are off. If the environment variable ``CI`` is set, examples are derandomized and the database
+    is not used.
 
     Args:
-        example_timeout_s: how long one example may take on all ranks, in seconds.
+        example_timeout_s: the time limit of one example on all ranks, in seconds.
 
     Raises:
-        TypeError: the function is not one that ``@given`` made.
+        TypeError: the function was not made by ``@given``.
         ValueError: the limit is not positive.
     """
     if not example_timeout_s > 0:
@@ -73,8 +73,8 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
     def in_rank(self: Any) -> None:
         serve(self, body)
 
-    def beside_ranks(case: Any, method: Any) -> None:
-        # Decorators further up left their wishes on the outermost function.
+    def parent_half(case: Any, method: Any) -> None:
+        # Decorators further up set their attributes on the outermost function.
         for name, value in vars(getattr(method, "__func__", method)).items():
             if name.startswith(("hypothesis_", "_hypothesis_")):
                 setattr(test, name, value)
@@ -82,8 +82,8 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
 
     in_rank.__name__, in_rank.__qualname__ = test.__name__, test.__qualname__
     in_rank.__module__, in_rank.__doc__ = test.__module__, test.__doc__
-    vars(in_rank).update({name: value for name, value in vars(test).items() if name not in _NOT_TAKEN_OVER})
-    bring_parent_half(in_rank, beside_ranks)
+    vars(in_rank).update({name: value for name, value in vars(test).items() if name not in _NOT_COPIED})
+    set_parent_half(in_rank, parent_half)
     return in_rank
 
 

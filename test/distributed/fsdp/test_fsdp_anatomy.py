@@ -14,10 +14,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of
-from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits, layout_over_ranks
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import get_devtype, get_full_params
+from torch_ext.testing._internal.common_fsdp import (
+    FourRankTest,
+    StepLog,
+    ThreeUnits,
+    get_devtype,
+    get_full_params,
+    layout_over_ranks,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -139,7 +145,7 @@ step:
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hybrid_shard(self):
-        mesh = mesh_of(2, 2)
+        mesh = world_mesh(2, 2)
         self.assertExpectedInline(
             self._step(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh),
             """\

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     AlwaysWrapNestedWrappedModule,
@@ -32,9 +31,10 @@ from torch_ext.testing._internal.common_fsdp import (
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     TransformerWithSharedParams,
+    TwoRankTest,
     get_full_params,
-    leave_out_parameter_offload,
-    leave_out_without_accelerator,
+    skip_parameter_offload,
+    skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -52,12 +52,12 @@ DELAY_MS = 10
 
 
 def leave_out_autocast() -> None:
-    leave_out_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
+    skip_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
 
 
 class FSDPCoreTest(TwoRankTest):
     def _parity(self, model_class: Any, **kwargs: Any) -> None:
-        leave_out_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
+        skip_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
         offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params
         mode = kwargs.pop("device_init_mode", None) or (
             DEVICEInitMode.DEVICE_NEVER if offloads else DEVICEInitMode.DEVICE_BEFORE
@@ -103,7 +103,7 @@ class TestParityWithDDP(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_moving_offloaded_parameters_is_refused(self):
         """By the first forward, before anything is gathered."""
-        leave_out_parameter_offload(offload := CPUOffload(offload_params=True))
+        skip_parameter_offload(offload := CPUOffload(offload_params=True))
         model = FSDP(nn.Linear(4, 4), device_id=self.device, cpu_offload=offload)
         model.to(self.device)
         with self.assertRaisesRegex(RuntimeError, "CPU offloading enabled has parameters on"):

@@ -15,16 +15,16 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER
-from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
     TransformerWithSharedParams,
-    leave_out_parameter_offload,
+    TwoRankTest,
     patch_all_reduce,
     patch_reduce_scatter,
+    skip_parameter_offload,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -53,7 +53,7 @@ ORDERS = [[UNSYNCED], [SYNCED], [UNSYNCED, SYNCED], [SYNCED, UNSYNCED], [SYNCED,
 class TestGradAcc(TwoRankTest):
     def _model(self, **fsdp_kwargs: Any) -> FSDP:
         cpu_offload = fsdp_kwargs.get("cpu_offload", CPUOffload())
-        leave_out_parameter_offload(cpu_offload)
+        skip_parameter_offload(cpu_offload)
         return TransformerWithSharedParams.init(
             self.process_group,
             FSDPInitMode.RECURSIVE,

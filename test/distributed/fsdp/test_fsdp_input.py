@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 
-from torch_ext.testing._internal._fsdp.beside_ddp import BesideDDPTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -62,7 +62,7 @@ def as_list(first, second):
     return ([first, second],), {}
 
 
-class TestInput(BesideDDPTest):
+class TestInput(TwoRankTest):
     def _inputs(self, step):
         torch.manual_seed(100 * step + self.rank)
         return [torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)]
@@ -92,7 +92,7 @@ class TestInput(BesideDDPTest):
     )
     def test_input_type(self, pack):
         """Training with each kind of input equals DDP's, down to the gradients of the inputs."""
-        self.check_trains_as_ddp(lambda _: ContainerModel(), lambda model: self._train(model, pack))
+        check_ddp_parity(self, lambda _: ContainerModel(), lambda model: self._train(model, pack))
 
 
 instantiate_parametrized_tests(TestInput)

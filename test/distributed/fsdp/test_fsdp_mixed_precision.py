@@ -22,18 +22,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER
-from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
     TransformerWithSharedParams,
+    TwoRankTest,
     get_devtype,
     get_full_params,
-    leave_out_parameter_offload,
-    leave_out_without_accelerator,
     patch_reduce_scatter,
+    skip_parameter_offload,
+    skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests, subtest
 
@@ -154,7 +154,7 @@ class TypesOfTraining(MixedPrecisionTest):
         scales: bool = False,
         **fsdp_kwargs: Any,
     ) -> None:
-        leave_out_parameter_offload(cpu_offload)
+        skip_parameter_offload(cpu_offload)
         model = self._nested(full, precision, cpu_offload=cpu_offload, **fsdp_kwargs)
         optim = torch.optim.Adam(model.parameters())
         scaler = ShardedGradScaler(device=get_devtype().type, enabled=scales, init_scale=4.0)
@@ -393,7 +393,7 @@ class TestFSDPMixedPrecisionModules(MixedPrecisionTest):
     @parametrize("convert_sync_bn", [False, True])
     def test_batch_norm_stays_in_full_precision(self, convert_sync_bn):
         if convert_sync_bn:
-            leave_out_without_accelerator("SyncBatchNorm computes on accelerators only")
+            skip_without_accelerator("SyncBatchNorm computes on accelerators only")
         norm = nn.BatchNorm1d(8)
         if convert_sync_bn:
             norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
@@ -452,7 +452,7 @@ class TestFSDPMixedPrecisionGradients(MixedPrecisionTest):
         expected: torch.dtype,
         options: dict[str, Any],
     ) -> None:
-        leave_out_parameter_offload(options.get("cpu_offload", CPUOffload()))
+        skip_parameter_offload(options.get("cpu_offload", CPUOffload()))
         model = self._nested(SINGLE, precision, **options)
         for _ in range(2):
             model(self._rows()).sum().backward()

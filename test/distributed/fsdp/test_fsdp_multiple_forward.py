@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 
-from torch_ext.testing._internal._fsdp.beside_ddp import BesideDDPTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return self.outer(sum(self.inner(x + use) for use in range(self.num_inner)))
 
 
-class TestMultiForward(BesideDDPTest):
+class TestMultiForward(TwoRankTest):
     def _dist_train(self, model, num_root):
         """Train with ``num_root`` forwards of the whole model per backward; return the gradient of the input."""
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -50,7 +50,7 @@ class TestMultiForward(BesideDDPTest):
         return in_data.grad
 
     def _test_multi_forward(self, num_inner, num_root):
-        self.check_trains_as_ddp(lambda wrap: Model(wrap, num_inner), lambda model: self._dist_train(model, num_root))
+        check_ddp_parity(self, lambda wrap: Model(wrap, num_inner), lambda model: self._dist_train(model, num_root))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward(self):

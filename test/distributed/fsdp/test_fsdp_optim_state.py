@@ -32,17 +32,15 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPOptimStateTest,
+    OptimStateNestedModel,
     TransformerWithSharedParams,
-    get_full_params,
-)
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_ext.testing._internal.fsdp_optim_state import (
-    NestedModel,
-    OptimStateCase,
     compute_device,
-    leave_out_offload_of_orig_params,
+    get_full_params,
+    skip_offload_of_orig_params,
     state_by_name,
 )
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -72,7 +70,7 @@ class _ModelClass(Enum):
     TRANSFORMER = auto()
 
 
-class LoadingCase(OptimStateCase):
+class LoadingCase(FSDPOptimStateTest):
     """Saves by one model and loads into another."""
 
     def _init_transformer_model(self, wrap: bool, group: Any = None, **kwargs: Any):
@@ -157,7 +155,7 @@ class LoadingCase(OptimStateCase):
     ):
         """The same by ``optim_state_dict`` and ``optim_state_dict_to_load``."""
         if state_dict_settings in (FULL, FULL_ON_RANK0) and fsdp_kwargs == {"use_orig_params": True}:
-            leave_out_offload_of_orig_params()
+            skip_offload_of_orig_params()
         settings = (
             state_dict_settings.state_dict_type,
             state_dict_settings.state_dict_config,
@@ -230,7 +228,7 @@ class TestFSDPOptimState(LoadingCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_keys(self):
         """Keys are those of the model's full state dict, also under ignored modules and checkpoint wrappers."""
-        model = NestedModel().to(compute_device()).wrap(ignore_modules=True)
+        model = OptimStateNestedModel().to(compute_device()).wrap(ignore_modules=True)
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential))
         self.assertTrue(any(_CHECKPOINT_WRAPPED_MODULE in name for name, _ in model.named_parameters()))
         optim = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -238,12 +236,12 @@ class TestFSDPOptimState(LoadingCase):
         osd = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             self.assertEqual(set(osd["state"]), set(model.state_dict()))
-        self.assertEqual(set(osd["state"]), set(NestedModel().state_dict()))
+        self.assertEqual(set(osd["state"]), set(OptimStateNestedModel().state_dict()))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_nested_invalid(self):
         """A rank whose optimizer lacks a parameter that rank 0's has is told of."""
-        model = NestedModel().to(compute_device()).wrap()
+        model = OptimStateNestedModel().to(compute_device()).wrap()
         params = [*model.parameters()]
         optim = torch.optim.Adam(params if self.rank == 0 else params[:-1], lr=1e-3)
         self._step_model(model, optim)

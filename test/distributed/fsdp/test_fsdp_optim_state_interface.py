@@ -27,16 +27,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.optim import _NamedOptimizer
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import get_devtype
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_ext.testing._internal.fsdp_optim_state import (
-    DummyModel,
-    NestedModel,
-    OptimStateCase,
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPOptimStateTest,
+    OptimStateModel,
+    OptimStateNestedModel,
     compute_device,
-    shard,
+    fsdp_on_device,
+    get_devtype,
     state_by_name,
 )
+from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -77,7 +77,7 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = shard(DummyModel(), use_orig_params=True)
+        self.dense = fsdp_on_device(OptimStateModel(), use_orig_params=True)
         self.add_module(self._own, nn.Sequential(nn.Linear(8, 8, device=compute_device()), nn.ReLU()))
 
     @property
@@ -90,7 +90,7 @@ class Towers(nn.Module):
         return self.dense(sparse)
 
 
-class TestFSDPOptimStateKeys(OptimStateCase):
+class TestFSDPOptimStateKeys(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     @parametrize("use_multiple_param_groups", [False, True])
@@ -156,7 +156,7 @@ class TestFSDPOptimStateKeys(OptimStateCase):
         model, optim, optim_input = self._init_nested_model(wrap=True)
         self._step_model(model, optim, num_iters=1)
         osd = _save(model, optim, state_dict_type, optim_input if use_optim_input else None)
-        model = NestedModel().to(compute_device())
+        model = OptimStateNestedModel().to(compute_device())
         extra = nn.Parameter(torch.randn(5, 5, device=compute_device()))
         (model.block2[2] if add_to_fsdp_module else model).register_parameter("extra", extra)
         params = [*model.wrap().parameters()]
@@ -199,7 +199,7 @@ class TestFSDPOptimStateKeys(OptimStateCase):
         return self.assertWarnsRegex(FutureWarning, "`optim_input` argument is deprecated")
 
 
-class TestFSDPOptimStateInterface(OptimStateCase):
+class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     def test_save_load_without_0th_param_state(self, state_dict_type: StateDictType):
@@ -208,7 +208,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.unused, self.lin = shard(nn.Linear(5, 5)), shard(nn.Linear(5, 5))
+                self.unused, self.lin = fsdp_on_device(nn.Linear(5, 5)), fsdp_on_device(nn.Linear(5, 5))
 
             def forward(self, x):
                 return self.lin(x)
@@ -216,7 +216,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
             def get_input(self):
                 return torch.randn(2, 5, device=compute_device())
 
-        model = shard(Model())
+        model = fsdp_on_device(Model())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         before = deepcopy(optim.state_dict())
@@ -264,7 +264,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optim_state_without_param_groups(self):
         """State goes through without groups: none come out, and none are needed to load."""
-        model = shard(DummyModel())
+        model = fsdp_on_device(OptimStateModel())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -282,17 +282,17 @@ class TestFSDPOptimStateInterface(OptimStateCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_with_empty_optimizer_state(self):
-        model = shard(DummyModel())
+        model = fsdp_on_device(OptimStateModel())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         osd = FSDP.optim_state_dict(model, optim)
         self.assertEqual(osd["state"], {})
         members = [name for group in osd["param_groups"] for name in group["params"]]
-        self.assertEqual(members, list(DummyModel().state_dict()))
+        self.assertEqual(members, list(OptimStateModel().state_dict()))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_interface_arguments(self):
         """``optim_state_dict`` and ``load_directly``, and what each configuration returns, on which ranks and where."""
-        model = shard(DummyModel())
+        model = fsdp_on_device(OptimStateModel())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -339,7 +339,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
 
     def _test_state_dict_with_none_tensor_state(self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]):
         """State that is no tensor, or ``None``, goes through as it is."""
-        model = shard(DummyModel(), use_orig_params=use_orig_params)
+        model = fsdp_on_device(OptimStateModel(), use_orig_params=use_orig_params)
         optim = optim_class(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -349,7 +349,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
         for state in original["state"].values():
             state |= {"number": 2.74, "nothing": None}
         osd = FSDP.optim_state_dict(model, optim, optim_state_dict=original)
-        self.assertEqual(set(osd["state"]), set(DummyModel().state_dict()))
+        self.assertEqual(set(osd["state"]), set(OptimStateModel().state_dict()))
         to_load = FSDP.optim_state_dict_to_load(model, optim, osd)
         self.assertNotEqual(to_load["state"], {})
         for state in (*osd["state"].values(), *to_load["state"].values()):
@@ -360,7 +360,9 @@ class TestFSDPOptimStateInterface(OptimStateCase):
         self.run_subtests({"use_orig_params": [False, True]}, self._test_with_no_shard)
 
     def _test_with_no_shard(self, use_orig_params: bool):
-        model = shard(DummyModel(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=use_orig_params)
+        model = fsdp_on_device(
+            OptimStateModel(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=use_orig_params
+        )
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -373,7 +375,7 @@ class TestFSDPOptimStateInterface(OptimStateCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_grad(self):
         """Parameters that are frozen and thawed in turn have state once they had a gradient, and keep it."""
-        model = shard(DummyModel(no_grad=True), use_orig_params=True)
+        model = fsdp_on_device(OptimStateModel(no_grad=True), use_orig_params=True)
         on_device = FullOptimStateDictConfig(offload_to_cpu=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -18,11 +18,18 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import get_full_params
+from torch_ext.testing._internal.common_fsdp import (
+    FourRankTest,
+    build_tree,
+    first_ranks_mesh,
+    get_full_params,
+    module_trees,
+    train_tree,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
-from torch_ext.testing._internal.hypothesis_utils import across_ranks, build_tree, module_trees, train_tree
+from torch_ext.testing._internal.hypothesis_utils import across_ranks
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -58,7 +65,7 @@ class PropertiesTest(FourRankTest):
 class TestTrainingProperties(PropertiesTest):
     def _sharded(self, tree, strategy, dtype=torch.float64, **options):
         if strategy in NEED_MESH:
-            options["device_mesh"] = mesh_of(2, 2)
+            options["device_mesh"] = world_mesh(2, 2)
         return build_tree(
             tree,
             self.device,
@@ -145,7 +152,7 @@ class TestStateDictProperties(PropertiesTest):
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
         """With a mesh, that is as DTensors: a ShardedTensor without a shard on this rank wants CUDA."""
         folder = self.shared_folder()
-        saver_mesh, loader_mesh = mesh_of_first(saved_by), mesh_of_first(loaded_by)
+        saver_mesh, loader_mesh = first_ranks_mesh(saved_by), first_ranks_mesh(loaded_by)
         if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
             with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
                 dcp.save(saver.state_dict(), checkpoint_id=folder, process_group=saver_mesh.get_group())

@@ -32,36 +32,38 @@ from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from torch.nn import Module, TransformerDecoderLayer, TransformerEncoderLayer
 
-from torch_ext.testing._internal._fsdp.models.saved import (
-    BUFFER_SHAPE,  # noqa: F401  # upstream's file defines it
-    HALF,
-    INNER_SHAPE,  # noqa: F401
-    OUTER_SHAPE,  # noqa: F401
-    Model,
-    TestDummyModel,
-    compute_device,
-    shard,
-    skipping_model,
-)
-from torch_ext.testing._internal._fsdp.state_dicts import (
-    STATE_DICT_MAPPING,
-    StateDictCase,
-    leave_out_offload_of_full_state,
-    leave_out_unsupported,
-    train,
-    unchanged,
-)
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    BUFFER_SHAPE,  # noqa: F401  # upstream defines it here
+    INNER_SHAPE,  # noqa: F401  # upstream defines it here
+    OUTER_SHAPE,  # noqa: F401  # upstream defines it here
+    STATE_DICT_MAPPING,
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPStateDictTest,
     SkipModel,
     TransformerWithSharedParams,
     _assert_module_states,
     _get_state_dict,
     _zero_model,
+    compute_device,
+    fsdp_on_device,
     get_devtype,
     get_full_params,
+    identity,
+    partly_managed_model,
+    skip_offload_of_full_state,
+    skip_unsupported_state_dict,
+    train_on_random_batches,
+)
+from torch_ext.testing._internal.common_fsdp import (
+    FP16_MIXED_PRECISION as HALF,
+)
+from torch_ext.testing._internal.common_fsdp import (
+    SharedParametersModel as TestDummyModel,
+)
+from torch_ext.testing._internal.common_fsdp import (
+    StateDictModel as Model,
 )
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -92,7 +94,7 @@ def _checkpoint_linears(model: Module) -> None:
     )
 
 
-class TestFSDPStateDict(StateDictCase):
+class TestFSDPStateDict(FSDPStateDictTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", _UNFLATTENED_STATE_DICT_IMPLS)
     @parametrize("checkpoint_wrap", ["source", "dest", "both", "source_after_wrap", "both_after_wrap"])
@@ -109,7 +111,7 @@ class TestFSDPStateDict(StateDictCase):
     ):
         """The wrapper of activation checkpointing, on either side or both, leaves no trace in a state dict."""
         if rank0_only_and_offload and state_dict_type == "state_dict":
-            leave_out_offload_of_full_state()
+            skip_offload_of_full_state()
         for model_call in (self._get_simple_model, self._get_simple_nested_model):
             model = model_call(checkpoint_wrap=checkpoint_wrap in ("source", "both"))
             if checkpoint_wrap in ("source_after_wrap", "both_after_wrap"):
@@ -137,16 +139,16 @@ class TestFSDPStateDict(StateDictCase):
 
     def _test_state_dict_with_manual_ac_wrapper(self, state_dict_type: str, rank0_only_and_offload: bool):
         """``FSDP(CheckpointWrapper(layer))`` has the state dict of ``FSDP(layer)``, and either loads the other's."""
-        leave_out_unsupported(state_dict_type, rank0_only_and_offload)
+        skip_unsupported_state_dict(state_dict_type, rank0_only_and_offload)
         plain = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
         models = [deepcopy(plain), deepcopy(plain)]
-        for model, checkpoint in zip(models, (unchanged, checkpoint_wrapper), strict=True):
+        for model, checkpoint in zip(models, (identity, checkpoint_wrapper), strict=True):
             for layers in (model.transformer.encoder.layers, model.transformer.decoder.layers):
                 for index, layer in enumerate(layers):
-                    layers[index] = shard(checkpoint(layer))
-            model.transformer = shard(model.transformer)
+                    layers[index] = fsdp_on_device(checkpoint(layer))
+            model.transformer = fsdp_on_device(model.transformer)
         state_dicts = []
         for model in models:
             with self._get_state_dict_mgr(model, state_dict_type, rank0_only_and_offload):
@@ -183,7 +185,7 @@ class TestFSDPStateDict(StateDictCase):
     @parametrize("use_orig_params", [False, True])
     def test_state_dict_rank0_offload_save_load_flow(self, use_orig_params: bool):
         """Saved on rank 0 and loaded there before wrapping, the state gets to others by ``sync_module_states``."""
-        leave_out_offload_of_full_state()
+        skip_offload_of_full_state()
         init = partial(TransformerWithSharedParams.init, self.process_group)
         fsdp_kwargs = {"auto_wrap_policy": LAYER_POLICY, "use_orig_params": use_orig_params}
         model = init(FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs)
@@ -200,7 +202,7 @@ class TestFSDPStateDict(StateDictCase):
         if self.rank == 0:
             restored.load_state_dict(state_dict, strict=True)
         _assert_module_states(restored, process_group=self.process_group, assert_fn=self.assertNotEqual)
-        restored = shard(restored, auto_wrap_policy=LAYER_POLICY, sync_module_states=True)
+        restored = fsdp_on_device(restored, auto_wrap_policy=LAYER_POLICY, sync_module_states=True)
         with FSDP.summon_full_params(restored):
             _assert_module_states(restored, process_group=self.process_group, assert_fn=self.assertEqual)
         self._compare_models(model, restored, self.assertEqual)
@@ -225,7 +227,7 @@ class TestFSDPStateDict(StateDictCase):
         use_orig_params: bool,
     ):
         """A state dict loads into a model that has gradients already, in single and in half precision."""
-        leave_out_unsupported(state_dict_type, state_dict_rank0_and_offload, use_orig_params, cpu_offload)
+        skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload, use_orig_params, cpu_offload)
         for create in (self._get_non_fsdp_root_module, self._get_simple_nested_model, self._get_simple_model):
             model_call = partial(create, cpu_offload=cpu_offload, use_orig_params=use_orig_params)
             model = model_call()
@@ -265,7 +267,7 @@ class TestFSDPStateDict(StateDictCase):
         state_dict_rank0_and_offload: bool,
         use_orig_params: bool,
     ):
-        leave_out_unsupported(state_dict_type, state_dict_rank0_and_offload, use_orig_params, cpu_offload)
+        skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload, use_orig_params, cpu_offload)
         fsdp_kwargs = {
             "cpu_offload": cpu_offload,
             "use_orig_params": use_orig_params,
@@ -293,7 +295,9 @@ class TestFSDPStateDict(StateDictCase):
 
     def _check_persistence_of_buffers(self, state_dict_type, rank0_and_offload, fsdp_kwargs):
         """A persistent buffer is saved in its own type, not the type it is used in; others are not saved or set."""
-        model, model_new = (shard(Model(wrap_fsdp=False, register_buffers=True), **fsdp_kwargs) for _ in range(2))
+        model, model_new = (
+            fsdp_on_device(Model(wrap_fsdp=False, register_buffers=True), **fsdp_kwargs) for _ in range(2)
+        )
         original = {clean_tensor_name(name): buffer.clone() for name, buffer in model.named_buffers()}
         for which in (model, model_new):
             which(torch.rand(3, 4, device=compute_device()))
@@ -330,10 +334,10 @@ class TestFSDPStateDict(StateDictCase):
         self, state_dict_type, mixed_precision, state_dict_rank0_and_offload
     ):
         """What is saved after training is what was trained, in the type of the parameters, not of the computation."""
-        leave_out_unsupported(state_dict_type, state_dict_rank0_and_offload)
+        skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload)
         model = self._get_simple_nested_model(mixed_precision=HALF if mixed_precision else None)
         initial_params = get_full_params(model)
-        losses = train(model, 1, 10, steps=6)
+        losses = train_on_random_batches(model, 1, 10, steps=6)
         self.assertEqual({loss.dtype for loss in losses}, {torch.float16 if mixed_precision else torch.float32})
         trained_params = get_full_params(model)
         self.assertNotEqual(initial_params, trained_params)
@@ -352,10 +356,10 @@ class TestFSDPStateDict(StateDictCase):
     def _dist_train(self, wrap_fsdp: bool, state_dict_type: str = "", move_to_cpu: bool = False):
         """Return the trained parameters; those of FSDP after a way through a state dict, on the host if asked."""
         model = self._initialize_model(wrap_fsdp)
-        train(model, 64, 4, steps=3)
+        train_on_random_batches(model, 64, 4, steps=3)
         if not wrap_fsdp:
             return list(model.parameters())
-        blank_model = shard(Model(True).to(compute_device()))
+        blank_model = fsdp_on_device(Model(True).to(compute_device()))
         _zero_model(blank_model)
         state_dict = self._state_dict(model, state_dict_type)
         if move_to_cpu:
@@ -395,14 +399,14 @@ class TestFSDPStateDict(StateDictCase):
         )
 
     def _test_state_dict_load_into_local_module(self, state_dict_type, state_dict_rank0_and_offload, fsdp_root):
-        leave_out_unsupported(state_dict_type, state_dict_rank0_and_offload)
+        skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload)
         if fsdp_root:
             model = self._initialize_model(wrap_fsdp=True, register_buffers=True)
             local = self._initialize_model(wrap_fsdp=False, wrap_ddp=False, register_buffers=True)
         else:
             model, local = self._get_non_fsdp_root_module(), self._get_non_fsdp_root_module(wrap=False)
         self.assertFalse(any(isinstance(module, FSDP) for module in local.modules()))
-        train(model, *((64, 4) if fsdp_root else (1, 10)), steps=3)
+        train_on_random_batches(model, *((64, 4) if fsdp_root else (1, 10)), steps=3)
         with FSDP.summon_full_params(model):
             trained = deepcopy([*model.parameters()])
 
@@ -422,10 +426,10 @@ class TestFSDPStateDict(StateDictCase):
     @parametrize("double_nest", [True])
     def test_state_dict_skip_module(self, state_dict_type, double_nest):
         """A module attached after wrapping, which FSDP does not manage, is in the state dict under its plain name."""
-        model, model_new = skipping_model(double_nest), skipping_model(double_nest)
+        model, model_new = partly_managed_model(double_nest), partly_managed_model(double_nest)
         model(torch.randn(1, 10, device=compute_device())).sum().backward()
         state_dict = self._state_dict(model, state_dict_type)
-        local = skipping_model(double_nest, wrap_fsdp=False)
+        local = partly_managed_model(double_nest, wrap_fsdp=False)
         is_flattened = state_dict_type in _FLATTENED_STATE_DICT_IMPLS
         self.assertIn("linear_skip.lin.weight", state_dict)
         if not is_flattened:
@@ -446,7 +450,7 @@ class TestFSDPStateDict(StateDictCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_wrong_state_dict_config(self):
-        model = shard(Model(wrap_fsdp=True))
+        model = fsdp_on_device(Model(wrap_fsdp=True))
         with (
             self.assertRaisesRegex(RuntimeError, "Expected state_dict_config of type"),
             model.state_dict_type(model, StateDictType.FULL_STATE_DICT, LocalStateDictConfig()),
@@ -475,7 +479,9 @@ class TestFSDPStateDict(StateDictCase):
         # Not ignored and in another type, the buffer must be cast back, which makes a copy.
         if ignore_inner or not mixed_precision:
             as_they_are["inner.buffer"] = model.inner.buffer
-        fsdp_model = shard(model, ignored_modules=[model.outer], mixed_precision=HALF if mixed_precision else None)
+        fsdp_model = fsdp_on_device(
+            model, ignored_modules=[model.outer], mixed_precision=HALF if mixed_precision else None
+        )
         start = "foo." if prefix else ""
 
         for _ in range(2):
@@ -517,7 +523,7 @@ class TestFSDPStateDict(StateDictCase):
             def forward(self, x):
                 return self.my_parameter
 
-        model = shard(Model())
+        model = fsdp_on_device(Model())
         with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             model(None).backward()
             state_dict = deepcopy(model.state_dict())
@@ -552,7 +558,7 @@ class TestFSDPStateDict(StateDictCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_shared_module_and_shared_parameter(self):
         plain = TestDummyModel().to(compute_device())
-        state_dict = self._state_dict(shard(TestDummyModel()), "state_dict")
+        state_dict = self._state_dict(fsdp_on_device(TestDummyModel()), "state_dict")
         for first, second in (
             ("random_parameter", "shared_parameter"),
             ("net2.0.bias", "net3.0.bias"),
@@ -625,7 +631,7 @@ def _by_plain_name(model: Module) -> dict[str, torch.Tensor]:
     return {clean_tensor_name(name): param for name, param in model.named_parameters()}
 
 
-class TestFSDPStateDict4GPUs(StateDictCase):
+class TestFSDPStateDict4GPUs(FSDPStateDictTest):
     @property
     def world_size(self):
         return 4
@@ -633,14 +639,14 @@ class TestFSDPStateDict4GPUs(StateDictCase):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_local_state_dict_reshard(self):
         """Flat parameters of four ranks, gathered, cut in two and loaded by a world of two, are the same model."""
-        model = shard(Model(wrap_fsdp=True))
-        train(model, 4, 4, steps=1)
+        model = fsdp_on_device(Model(wrap_fsdp=True))
+        train_on_random_batches(model, 4, 4, steps=1)
         state_dict = self._state_dict(model, "local_state_dict")
         pair = dist.new_group(ranks=[0, 1])
         resharded = {name: self._for_two_ranks(state, pair) for name, state in state_dict.items()}
         full_of_four = self._state_dict(model, "state_dict")
         if self.rank < 2:
-            of_two = shard(Model(wrap_fsdp=True, process_group=pair), process_group=pair)
+            of_two = fsdp_on_device(Model(wrap_fsdp=True, process_group=pair), process_group=pair)
             _zero_model(of_two)
             self._load_state_dict(of_two, "local_state_dict", resharded)
             self.assertEqual(full_of_four, self._state_dict(of_two, "state_dict"))

@@ -10,10 +10,17 @@ from torch import distributed as dist
 from torch.distributed.fsdp import LocalStateDictConfig, ShardedStateDictConfig, ShardingStrategy
 from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
-from torch_ext.testing._internal._fsdp.models.saved import Model, compute_device, shard
-from torch_ext.testing._internal._fsdp.state_dicts import HOST, StateDictCase, train
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import _zero_model
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPStateDictTest,
+    _zero_model,
+    compute_device,
+    fsdp_on_device,
+    train_on_random_batches,
+)
+from torch_ext.testing._internal.common_fsdp import (
+    StateDictModel as Model,
+)
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -21,7 +28,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFSDPStateDictDetails(StateDictCase):
+class TestFSDPStateDictDetails(FSDPStateDictTest):
     """What a release must hold beside the round trips above."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -31,11 +38,11 @@ class TestFSDPStateDictDetails(StateDictCase):
         Not so the shards of a local state dict: their parameter requires a gradient, which ``ShardedTensor.cpu`` of
         torch 2.13 takes for a mismatch.
         """
-        model, model_new = self._initialize_model(True), shard(Model(True))
+        model, model_new = self._initialize_model(True), fsdp_on_device(Model(True))
         with self._get_state_dict_mgr(model, "sharded_state_dict", True):
             state_dict = model.state_dict()
         devices = {local.tensor.device for state in state_dict.values() for local in state.local_shards()}
-        self.assertEqual(devices, {HOST})
+        self.assertEqual(devices, {torch.device("cpu")})
         _zero_model(model_new)
         self._load_state_dict(model_new, "sharded_state_dict", state_dict)
         self._compare_models(model, model_new, self.assertEqual)
@@ -68,12 +75,12 @@ class TestFSDPStateDictDetails(StateDictCase):
         model = self._get_simple_nested_model()
         state_dict = self._state_dict(model, "state_dict")
         before = deepcopy(state_dict)
-        train(model, 1, 10, steps=1)
+        train_on_random_batches(model, 1, 10, steps=1)
         self.assertEqual(before, state_dict)
         self.assertNotEqual(before, self._state_dict(model, "state_dict"))
 
 
-class TestFSDPStateDictRefusals(StateDictCase):
+class TestFSDPStateDictRefusals(FSDPStateDictTest):
     """What FSDP does about the combinations that the round trips leave out."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

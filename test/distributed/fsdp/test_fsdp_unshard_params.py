@@ -28,9 +28,9 @@ from torch_ext.testing._internal.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
     get_full_params,
-    leave_out_parameter_offload,
-    leave_out_without_accelerator,
     rank_device,
+    skip_parameter_offload,
+    skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -51,7 +51,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 def leave_out_offload_of_flat_parameter(offload_to_cpu: bool, use_orig_params: bool) -> None:
     # FSDP frees the unsharded storage that it still holds views of when the "copy" to the host is no copy.
     if offload_to_cpu and not use_orig_params:
-        leave_out_without_accelerator(
+        skip_without_accelerator(
             "summon_full_params(offload_to_cpu=True) with use_orig_params=False needs memory apart from the host's"
         )
 
@@ -97,7 +97,7 @@ class TestUnshardParamsBase(FSDPTest):
         cpu_offload: CPUOffload,
         **fsdp_kwargs: Any,
     ):
-        leave_out_parameter_offload(cpu_offload)
+        skip_parameter_offload(cpu_offload)
         model = self._two_level_model(cpu_offload=cpu_offload, **fsdp_kwargs)
         uses_sharded_strategy = model.sharding_strategy != ShardingStrategy.NO_SHARD
         # The root's own parameter comes last with original parameters, and first as a flat parameter.
@@ -143,7 +143,7 @@ class TestUnshardParamsBase(FSDPTest):
         mixed_precision: MixedPrecision | None,
         use_orig_params: bool,
     ):
-        leave_out_parameter_offload(cpu_offload)
+        skip_parameter_offload(cpu_offload)
         leave_out_offload_of_flat_parameter(offload_to_cpu, use_orig_params)
         local_model = self._nested(FSDPInitMode.NO_FSDP)
         fsdp_model = self._nested(
@@ -189,7 +189,7 @@ class TestUnshardParamsBase(FSDPTest):
             self.assertEqual(fsdp_param.shape, local_param.shape)
             if offloaded and not fsdp_param.untyped_storage().size():
                 # Where moving to the host is no copy, FSDP has freed what it exposes; to read it would be fatal.
-                self.leave_out_check("values: offload_to_cpu=True exposes freed storage on plain host memory")
+                self.skip_check("values: offload_to_cpu=True exposes freed storage on plain host memory")
             else:
                 self.assertEqual(fsdp_param, local_param, exact_device=False)
 

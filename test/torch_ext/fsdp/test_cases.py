@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import unittest
 import warnings
 from unittest import mock
 
@@ -87,6 +88,8 @@ class TestProcessRun(FSDPTest):
                 type(self)._run(3, self._testMethodName, "/the/file", None, **kwargs)
             except SystemExit as ended:
                 steps.append(f"exit {ended.code}")
+            except unittest.SkipTest as skipped:
+                steps.append(f"skip: {skipped}")
         return steps, join
 
     def test_run_takes_its_steps_in_order(self):
@@ -114,7 +117,11 @@ class TestProcessRun(FSDPTest):
         with mock.patch.object(common_fsdp, "DEVICE_TYPE", "meta"), mock.patch.object(common_fsdp, "DEVICE_COUNT", 2):
             with mock.patch.object(type(self), "world_size", 3):
                 steps, _ = self._steps_of_run()
+            # Upstream has exit codes for up to 8 devices.
+            with mock.patch.object(type(self), "world_size", 16):
+                steps_of_many, _ = self._steps_of_run()
         self.assertEqual(steps, [f"exit {TEST_SKIPS['multi-gpu-3'].exit_code}"])
+        self.assertEqual(steps_of_many, [f"skip: {TEST_SKIPS['multi-gpu-16'].message}"])
 
     def test_fsdp_options_are_compared(self):
         model = FSDP(nn.Linear(2, 2).to(get_devtype()), forward_prefetch=True, **with_compute_device({}))
@@ -131,7 +138,7 @@ class TestProcessRun(FSDPTest):
 
 
 class TestNotes(FSDPTest):
-    """What sub-cases leave out reaches the parent half although the test passes."""
+    """What subtests skip reaches the parent half although the test passes."""
 
     @property
     def world_size(self):
@@ -141,7 +148,7 @@ class TestNotes(FSDPTest):
         with mock.patch("sys.stderr") as stderr:
             super().tearDown()
         said = "".join(call.args[0] for call in stderr.write.call_args_list)
-        line = "torch_ext: " + self.id() + ": 1 of 2 sub-cases left out: 1 x for a reason\n"
+        line = "torch_ext: " + self.id() + ": 1 of 2 subtests skipped: 1 x for a reason\n"
         self.assertEqual(said, line)
         self.assertFalse(os.path.exists(self._notes_file()))
 
@@ -194,7 +201,7 @@ class TestThreads(FSDPTestMultiThread):
         dist.all_gather_object(gathered, os.getpid())
         self.assertEqual(set(gathered), {os.getpid()})
 
-    def test_subcases_run_in_threads(self):
+    def test_subtests_run_in_threads(self):
         seen = []
         self.run_subtests({"value": [1, 2]}, lambda value: seen.append(value))
         self.assertEqual(seen, [1, 2])

@@ -10,7 +10,7 @@ import torch
 
 from torch_ext import accelerator
 from torch_ext.testing._internal import common_fsdp
-from torch_ext.testing._internal._fsdp import delays, device
+from torch_ext.testing._internal._fsdp import device
 
 
 def test_importing_the_helpers_chooses_no_device_and_loads_no_compiler():
@@ -48,7 +48,7 @@ def test_patched_names_are_obeyed_and_forgotten():
         assert moved.weight.is_meta
         # An accelerator is left for FSDP to find.
         assert device.with_compute_device({}) == {}
-        common_fsdp.leave_out_without_accelerator("unused")
+        common_fsdp.skip_without_accelerator("unused")
     assert accelerator.device_type() == common_fsdp.DEVICE_TYPE
     assert device.default_world_size() == accelerator.default_world_size()
 
@@ -75,25 +75,25 @@ def test_delay_sleeps_on_a_device_that_can():
     slept = []
     module = SimpleNamespace(_sleep=slept.append)
     with (
-        mock.patch.object(delays, "_device_sleeps", return_value=True),
+        mock.patch.object(device, "_device_sleeps", return_value=True),
         mock.patch.object(torch, "get_device_module", return_value=module),
         mock.patch("torch_ext.testing._internal.common_utils.get_cycles_per_ms", return_value=1000.0),
-        mock.patch.object(delays.time, "sleep") as host_sleep,
+        mock.patch.object(device.time, "sleep") as host_sleep,
     ):
-        delays.delay(3)
-        delays.delay(0)
-        delays.delay(-1)
+        device.delay(3)
+        device.delay(0)
+        device.delay(-1)
     assert slept == [3000]
     host_sleep.assert_not_called()
 
 
 def test_delay_sleeps_in_the_host_otherwise():
     with (
-        mock.patch.object(delays, "_device_sleeps", return_value=False),
-        mock.patch.object(delays.time, "sleep") as host_sleep,
+        mock.patch.object(device, "_device_sleeps", return_value=False),
+        mock.patch.object(device.time, "sleep") as host_sleep,
     ):
-        delays.delay(3)
-        delays.delay(0)
+        device.delay(3)
+        device.delay(0)
     assert host_sleep.call_args_list == [mock.call(0.003)]
 
 
@@ -101,4 +101,4 @@ def test_delay_sleeps_in_the_host_otherwise():
 def test_device_sleep_is_asked_of_the_capabilities(can_sleep):
     capabilities = accelerator.Capabilities(True, True, True, device_sleep=can_sleep)
     with mock.patch.object(accelerator, "capabilities", return_value=capabilities):
-        assert delays._device_sleeps() is can_sleep
+        assert device._device_sleeps() is can_sleep

@@ -13,12 +13,12 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_ext.testing._internal._fsdp import collectives
 from torch_ext.testing._internal._fsdp.device import with_compute_device
-from torch_ext.testing._internal._fsdp.models import delay as delay_module
 from torch_ext.testing._internal._fsdp.models import experts as experts_module
+from torch_ext.testing._internal._fsdp.models import nested as nested_module
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
+    REDUCE_SCATTER,
     AlwaysWrapNestedWrappedModule,
     DEVICEInitMode,
     DoubleLinear,
@@ -239,7 +239,7 @@ class TestFSDP1Models(FSDPTest):
         return self._init(MixtureOfExperts).module[2]
 
     def test_delays_come_after_the_loss_and_before_each_reduction(self):
-        events, reduce_scatter = [], getattr(dist, collectives.REDUCE_SCATTER)
+        events, reduce_scatter = [], getattr(dist, REDUCE_SCATTER)
 
         def recording_reduce_scatter(*args, **kwargs):
             events.append("reduce")
@@ -252,8 +252,8 @@ class TestFSDP1Models(FSDPTest):
             delay_before_reduction_ms=5,
         )
         with (
-            mock.patch.object(dist, collectives.REDUCE_SCATTER, recording_reduce_scatter),
-            mock.patch.object(delay_module, "delay", events.append),
+            mock.patch.object(dist, REDUCE_SCATTER, recording_reduce_scatter),
+            mock.patch.object(nested_module, "delay", events.append),
         ):
             inputs = model.get_input(get_devtype())
             output = model(*inputs)
@@ -262,7 +262,7 @@ class TestFSDP1Models(FSDPTest):
             self.assertEqual(events, [7])
             model.run_backward(loss)
             # Put back before the test's own patch is.
-            self.assertIs(getattr(dist, collectives.REDUCE_SCATTER), recording_reduce_scatter)
+            self.assertIs(getattr(dist, REDUCE_SCATTER), recording_reduce_scatter)
         # Three FSDP modules, each delayed and then reduced.
         self.assertEqual(events, [7] + 3 * [5, "reduce"])
 

@@ -1,8 +1,12 @@
 """Every name of the source documents exists where upstream has it."""
 
 import importlib
+import pkgutil
+from collections import Counter
 
 import pytest
+
+from torch_ext.testing._internal import _fsdp
 
 HELPERS = """
 FSDPInitMode: NO_FSDP, RECURSIVE
@@ -146,9 +150,32 @@ def test_old_mode_names_are_the_same_members():
     assert len(common_fsdp.DEVICEInitMode) == 3
 
 
-def test_every_exported_name_resolves():
+def exports():
+    """Yield ``(module, name)`` of everything that the modules behind ``common_fsdp`` list in ``__all__``."""
+    for found in pkgutil.walk_packages(_fsdp.__path__, f"{_fsdp.__name__}."):
+        # A package's own file stands for its modules.
+        if not found.name.startswith(f"{_fsdp.__name__}.extensions."):
+            module = importlib.import_module(found.name)
+            yield from ((module, name) for name in getattr(module, "__all__", ()))
+
+
+def test_front_door_exports_what_every_module_lists():
     common_fsdp = importlib.import_module("torch_ext.testing._internal.common_fsdp")
-    assert [name for name in common_fsdp.__all__ if not hasattr(common_fsdp, name)] == []
+    listed = list(exports())
+    assert {"FSDPTest", "MLP", "module_trees", "patch_reshard"} <= {name for _, name in listed}
+    missing = [name for module, name in listed if vars(common_fsdp).get(name) is not getattr(module, name)]
+    assert missing == []
+
+
+def test_no_two_modules_export_one_name():
+    counts = Counter(name for _, name in exports())
+    assert {name for name, count in counts.items() if count > 1} == set()
+
+
+def test_upstreams_names_are_exported():
+    # The three constants are looked up on use, so no module can list them.
+    named = {owner for owner, _ in parse(HELPERS)} - {"DEVICE_TYPE", "DEVICE_COUNT", "DISTRIBUTED_BACKEND"}
+    assert named - {name for _, name in exports()} == set()
 
 
 def test_process_cases_share_one_run():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torch_ext.testing._internal._fsdp import training
+from torch_ext.testing._internal._fsdp import fsdp1_parity
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
     AlwaysWrapNestedWrappedModule,
@@ -28,9 +28,9 @@ from torch_ext.testing._internal.common_fsdp import (
     TransformerWithSharedParams,
     check_sharded_parity,
     get_devtype,
-    leave_out_without_accelerator,
     patch_reduce_scatter,
     reduce_scatter_with_assert,
+    skip_without_accelerator,
 )
 
 
@@ -302,7 +302,7 @@ class TestFSDPParity(FSDPTest):
         )
 
     def _test_offloading(self, device_mode):
-        leave_out_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        skip_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
         self._parity(device_mode=device_mode, cpu_offload=CPUOffload(offload_params=True))
 
     def test_mode_without_fsdp_is_refused(self):
@@ -348,8 +348,8 @@ class TestFSDPParity(FSDPTest):
 
     def test_parameters_that_leave_the_host_fail(self):
         with self.assertRaises(AssertionError):
-            training.check_parameters_on_host(self, nn.Linear(1, 1, device="meta"))
-        training.check_parameters_on_host(self, nn.Linear(1, 1))
+            fsdp1_parity.check_parameters_on_host(self, nn.Linear(1, 1, device="meta"))
+        fsdp1_parity.check_parameters_on_host(self, nn.Linear(1, 1))
 
 
 class TestTraining(FSDPTest):

@@ -9,8 +9,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal._fsdp import patches
-from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
 from torch_ext.testing._internal.common_fsdp import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
     FSDPTest,
     FSDPTestMultiThread,
     patch_all_gather,

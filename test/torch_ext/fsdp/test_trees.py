@@ -6,10 +6,10 @@ import torch
 import torch.nn as nn
 from hypothesis import find
 
-from torch_ext.testing._internal.hypothesis_utils import Block, Layer, build_tree, module_trees, train_tree
+from torch_ext.testing._internal.common_fsdp import BlockSpec, LayerSpec, build_tree, module_trees, train_tree
 
 HOST = torch.device("cpu")
-TREE = Block((Layer(2, wrapped=True), Block((Layer(5, bias=False), Layer(1)), wrapped=True)))
+TREE = BlockSpec((LayerSpec(2, wrapped=True), BlockSpec((LayerSpec(5, bias=False), LayerSpec(1)), wrapped=True)))
 EVERYTHING = slice(None)
 
 
@@ -66,12 +66,12 @@ def test_accumulation_steps_every_other_time():
 
 
 def test_the_simplest_tree_is_one_layer():
-    assert find(module_trees(), lambda tree: True) == Block((Layer(1, bias=False),))
+    assert find(module_trees(), lambda tree: True) == BlockSpec((LayerSpec(1, bias=False),))
 
 
 def test_nested_and_wrapped_trees_are_drawn():
     def holds(tree):
-        inner = [part for part in tree.parts if isinstance(part, Block)]
+        inner = [part for part in tree.parts if isinstance(part, BlockSpec)]
         return any(part.wrapped and any(each.wrapped for each in part.parts) for part in inner)
 
     assert holds(find(module_trees(), holds))

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.testing import _internal as upstream_helpers
 
 import torch_ext.runner
 import torch_ext.world
@@ -39,6 +40,10 @@ LAYERS: dict[str, frozenset[str]] = {
 
 # The one arrow that points up: a test file that is started by itself calls the runner, and nobody else pays for it.
 _UP = {("torch_ext.testing._internal.common_utils", "torch_ext.runner.cli.main_for_file")}
+
+# Suites go upstream, so they import helpers from where upstream has them.
+_HELPERS = "torch_ext.testing._internal"
+UPSTREAM_HELPERS = Path(upstream_helpers.__file__).parent
 
 _FOLDERS = ("torch_ext", "testing", "test", "benchmarks")
 FILES = [path for folder in _FOLDERS for path in python_files(folder)]
@@ -86,6 +91,42 @@ def test_every_part_of_the_package_has_its_layer() -> None:
 
 def test_arrows_point_down() -> None:
     assert [problem for path in FILES for problem in wrong_imports(path)] == []
+
+
+def private_helpers(path: Path) -> list[str]:
+    """Return the imports of ``path`` from modules of ``testing._internal`` that torch does not have under that name."""
+    found = []
+    for each in imports(tree_of(path)):
+        if not below(each.name, [_HELPERS]):
+            continue
+        parts = each.name.removeprefix(_HELPERS).strip(".").split(".")
+        files = (UPSTREAM_HELPERS.joinpath(*parts[:end]).with_suffix(".py") for end in range(1, len(parts) + 1))
+        if not any(file.is_file() for file in files):
+            found.append(f"{shown(path)}:{each.line} imports {each.name}; import it from a module that torch has too")
+    return found
+
+
+def test_suites_import_helpers_from_modules_that_upstream_has() -> None:
+    suites = python_files("test/distributed")
+    assert any(below(each.name, [f"{_HELPERS}.common_fsdp"]) for path in suites for each in imports(tree_of(path)))
+    assert [problem for path in suites for problem in private_helpers(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        (f"from {_HELPERS}.common_fsdp import MLP", True),
+        (f"from {_HELPERS} import common_fsdp", True),
+        (f"from {_HELPERS}.distributed.rpc_utils import generate_tests", True),
+        (f"from {_HELPERS}._fsdp.cases import FSDPTest", False),
+        (f"from {_HELPERS} import _fsdp", False),
+        (f"import {_HELPERS}._distributed.skips", False),
+    ],
+)
+def test_an_import_of_a_private_helper_is_found(line: str, allowed: bool, tmp_path: Path) -> None:
+    file = tmp_path / "suite.py"
+    file.write_text(line, encoding="utf-8")
+    assert (private_helpers(file) == []) is allowed
 
 
 def test_the_files_are_all_there() -> None:
@@ -173,3 +214,9 @@ def test_what_test_files_import_loads_neither_the_runner_nor_upstreams_own_harne
     loaded = modules_after(statement)
     assert ours(loaded) == {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}
     assert loaded.isdisjoint({"torch.testing._internal.common_distributed", "torch._dynamo"})
+
+
+def test_hypothesis_utils_loads_no_fsdp_helper() -> None:
+    loaded = modules_after("import torch_ext.testing._internal.hypothesis_utils")
+    assert "hypothesis" in loaded
+    assert [name for name in loaded if below(name, ["torch_ext.testing._internal._fsdp"])] == []

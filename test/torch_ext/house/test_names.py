@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,23 @@ def test_upstreams_names_are_defined_here(module: ModuleType, name: str) -> None
 @pytest.mark.parametrize("module", [common_distributed, common_utils])
 def test_every_promised_name_is_there(module: ModuleType) -> None:
     assert sorted(set(module.__all__) - vars(module).keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("hypothesis_utils", "across_ranks"),
+        ("dist_utils", "dist_init"),
+        ("distributed.ddp_under_dist_autograd_test", "DdpUnderDistAutogradTest"),
+        ("distributed.nn.api.remote_module_test", "RemoteModuleTest"),
+        ("distributed.nn.api.remote_module_test", "ThreeWorkersRemoteModuleTest"),
+        ("distributed.rpc.rpc_agent_test_fixture", "RpcAgentTestFixture"),
+        ("distributed.rpc_utils", "generate_tests"),
+    ],
+)
+def test_upstreams_modules_are_where_upstream_has_them(module: str, name: str) -> None:
+    assert importlib.util.find_spec(f"torch.testing._internal.{module}") is not None
+    assert name in vars(importlib.import_module(f"torch_ext.testing._internal.{module}"))
 
 
 def test_the_classes_are_not_torchs() -> None:

@@ -67,7 +67,7 @@ MISTAKES = {
         "if writeback:\n",
         "if False:\n",
         _UNSHARD_1 + "test_unshard_params_writeback",
-        "in the sub-test with writeback=True",
+        "in the subtest with writeback=True",
     ),
     "reduced_gradient_overwritten": fault(
         f"{_RUNTIME}:_accumulate_sharded_grad",
@@ -209,7 +209,7 @@ MISTAKES = {
         "if not recurse:",
         "if False:",
         _UNSHARD_1 + "test_unshard_params_recurse",
-        "in the sub-test with recurse=False",
+        "in the subtest with recurse=False",
     ),
     "keywords_swapped": fault(
         f"{_RUNTIME}:_root_pre_forward",

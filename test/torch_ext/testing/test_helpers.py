@@ -62,7 +62,7 @@ def test_a_failure_names_its_combination_and_ends_the_grid(events: list[Any]) ->
 
     with pytest.raises(ValueError, match="no") as raised:
         run_subtests(unittest.TestCase(), {"a": [1, 2, 3], "b": ["x"]}, fail)
-    assert raised.value.__notes__ == ["in the sub-test with a=2, b='x'"]
+    assert raised.value.__notes__ == ["in the subtest with a=2, b='x'"]
     assert events == [1, "barrier", 2]
 
 

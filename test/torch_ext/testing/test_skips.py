@@ -5,12 +5,14 @@ from __future__ import annotations
 import types
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as c10d
 
+from test.torch_ext.world.suites import Suite
 from torch_ext import accelerator
 from torch_ext.testing._internal.common_distributed import (
     TEST_SKIPS,
@@ -26,6 +28,9 @@ from torch_ext.testing._internal.common_distributed import (
 )
 
 Machine = Callable[[int], None]
+
+# How a test skips that needs more devices than upstream has exit codes for.
+NEEDS = "skipped: Needs {} accelerator devices. Run with --device sim to use simulated ones."
 
 
 @pytest.fixture
@@ -65,6 +70,8 @@ def body(*args: Any) -> str:
         (2, 2, False, "ran"),
         (4, 2, False, "ran"),
         (7, 8, False, "multi-gpu-8"),
+        (16, 16, False, "ran"),
+        *((devices, needed, False, NEEDS.format(needed)) for devices in (0, 8) for needed in (9, 16, 32)),
     ],
 )
 def test_skip_if_lt_x_gpu(machine: Machine, devices: int, needed: int, allow_cpu: bool, ends: str) -> None:
@@ -81,7 +88,15 @@ def test_the_device_is_asked_for_when_the_test_runs(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "world_size", "ends"),
-    [(0, 1, "no_cuda"), (1, 1, "ran"), (1, 2, "multi-gpu-2"), (2, 2, "ran"), (3, 4, "multi-gpu-4"), (8, 4, "ran")],
+    [
+        (0, 1, "no_cuda"),
+        (1, 1, "ran"),
+        (1, 2, "multi-gpu-2"),
+        (2, 2, "ran"),
+        (3, 4, "multi-gpu-4"),
+        (8, 4, "ran"),
+        (8, 9, NEEDS.format(9)),
+    ],
 )
 def test_skip_if_no_gpu(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, world_size: int, ends: str
@@ -91,7 +106,7 @@ def test_skip_if_no_gpu(
     assert ending(skip_if_no_gpu(body)) == ends
 
 
-@pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_no_gpu])
+@pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_lt_x_gpu(16), skip_if_no_gpu])
 def test_a_class_with_a_way_of_its_own_to_skip_is_asked(machine: Machine, decorate: Callable[..., Any]) -> None:
     machine(0)
     heard: list[str] = []
@@ -197,6 +212,19 @@ def test_skip_if_rocm_multiprocess(monkeypatch: pytest.MonkeyPatch, hip: str | N
     assert is_skipped(skip_if_rocm_multiprocess) is skipped
 
 
+@pytest.mark.parametrize("count", [9, 16, 32])
+def test_a_class_that_exits_by_the_table_skips_beyond_8_devices(count: int) -> None:
+    skip = TEST_SKIPS[f"multi-gpu-{count}"]
+    assert skip.exit_code == TEST_SKIPS["generic"].exit_code
+    assert skip.message == f"Needs {count} accelerator devices. Run with --device sim to use simulated ones."
+
+
+@pytest.mark.parametrize("name", ["multi-gpu-", "multi-gpu-many", "9", "no_such_reason"])
+def test_a_reason_that_is_none_is_a_key_error(name: str) -> None:
+    with pytest.raises(KeyError, match=name):
+        TEST_SKIPS[name]
+
+
 def test_the_codes_are_upstreams_and_no_two_are_equal() -> None:
     from torch.testing._internal.common_distributed import TEST_SKIPS as upstream
 
@@ -207,3 +235,29 @@ def test_the_codes_are_upstreams_and_no_two_are_equal() -> None:
     codes = [skip.exit_code for skip in TEST_SKIPS.values()]
     assert len(set(codes)) == len(codes)
     assert all(skip.message.endswith(".") for skip in TEST_SKIPS.values())
+
+
+NINE_RANKS = """
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+
+
+class TestNineRanks(Case):
+    world_size = 9
+
+    @skip_if_lt_x_gpu(9)
+    def test_skipped(self):
+        raise AssertionError("runs without devices")
+
+    @skip_if_lt_x_gpu(9, allow_cpu=True)
+    def test_allowed(self):
+        store = dist.FileStore(self.file_name, 9)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=9)
+        self.assertEqual(dist.get_world_size(), 9)
+"""
+
+
+def test_nine_ranks_skip_with_words(tmp_path: Path) -> None:
+    run = Suite(tmp_path, NINE_RANKS).run()
+    assert run.code == 0, run
+    assert run.status == {"test_skipped": "skipped", "test_allowed": "passed"}
+    assert "Needs 9 accelerator devices." in run.out

@@ -1,4 +1,4 @@
-"""The rooms behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
+"""The modules behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
 
 from torch_ext.world import frames
 

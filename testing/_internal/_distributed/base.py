@@ -1,4 +1,4 @@
-"""``DistributedTestBase``: ranks with a process group made for the device under test."""
+"""``DistributedTestBase``: ranks with a process group for the device under test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DistributedTestBase"]
 
 
 class DistributedTestBase(MultiProcessTestCase):
-    """A :class:`MultiProcessTestCase` that starts its ranks by itself and makes process groups by device type."""
+    """A :class:`MultiProcessTestCase` that starts its ranks in ``setUp`` and makes process groups by device type."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -30,11 +30,11 @@ class DistributedTestBase(MultiProcessTestCase):
         super().tearDown()
 
     def backend(self, device: str) -> str:
-        """Return the c10d backend that serves ``device`` (a type or ``"type:index"``), from torch's own table."""
+        """Return the c10d backend that torch uses for ``device`` (a type or ``"type:index"``)."""
         return c10d.get_default_backend_for_device(torch.device(device).type)
 
     def create_pg(self, device: str, world_size: int | None = None) -> c10d.ProcessGroup:
-        """Initialize the default group over the ranks' file, each rank on a device of its own; return the group."""
+        """Initialize the default group, give each rank a device of its own, and return the group. Collective."""
         size = self.world_size if world_size is None else world_size
         store = c10d.FileStore(self.file_name, size)
         c10d.init_process_group(backend=self.backend(device), world_size=size, rank=self.rank, store=store)
@@ -46,6 +46,6 @@ class DistributedTestBase(MultiProcessTestCase):
         return _get_default_group()
 
     def rank_to_device(self, device: str) -> dict[int, list[Any]]:
-        """Return for each rank the list of its one device index; ranks take the devices in turn."""
+        """Return a list with one device index for each rank; ranks take the devices in turn."""
         count = torch.get_device_module(device).device_count()
         return {rank: [rank % count] for rank in range(self.world_size)}

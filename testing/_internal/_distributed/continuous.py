@@ -18,7 +18,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
@@ -44,13 +44,11 @@ class MultiProcContinuousTest(TestCase):
     """A test case whose ranks, with their process group, live as long as the class.
 
     Shared between the tests of a class: processes, process group, and whatever a test leaves behind in them. Fresh in
-        every test: the
-    instance and the random seed. A test that fails, or a rank that dies, costs no other test: the next one gets fresh
+    every test: the instance and the random seed. After a test that fails, or a rank that dies, the next test gets fresh
     ranks.
 
-    Class attributes for subclasses: ``world_size`` (unset: as many as the device type has devices), ``timeout``;
-        methods:
-    ``backend_str``, ``device_type``, ``opts``.
+    Subclasses may set ``world_size`` (by default the number of devices) and ``timeout``, and override ``backend_str``,
+    ``device_type`` and ``opts``.
     """
 
     MAIN_PROCESS_RANK = -1
@@ -59,7 +57,7 @@ class MultiProcContinuousTest(TestCase):
     rank: int = _UNSET
     rdvz_file: str | None = None
     timeout: timedelta = timedelta(seconds=120)
-    # Upstream sets it after a failure and skips the rest of the class; kept for subclasses that do so themselves.
+    # Upstream sets it after a failure to skip the rest of the class. Here only subclasses set it.
     poison_pill: bool = False
 
     pg: ClassVar[c10d.ProcessGroup]
@@ -68,7 +66,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def backend_str(cls) -> str | None:
-        """Return the process group's backend; None has torch choose by the device of each tensor."""
+        """Return the process group's backend. With None, torch chooses one by the device of each tensor."""
         return None
 
     @classmethod
@@ -78,19 +76,19 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def opts(cls, high_priority_stream: bool = False) -> Any:
-        """Return the process group's options, if its backend takes any."""
+        """Return options for the process group's backend, or None."""
         return None
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
-            accelerator.device_type()  # what loads a device must come before the zygote is forked
+            accelerator.device_type()  # load the device before the zygote is forked
             provider.prepare(type(self).__module__)
         take_over(self, name, self._worker_run_main_wait, asked=methodName)
 
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
-        """Return what takes the place of test method ``fn``: it waits on the parent half and runs in ranks."""
+        """Return a replacement for test method ``fn``: in the parent half it waits, in a rank it runs ``fn``."""
 
         return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
 
@@ -105,7 +103,7 @@ class MultiProcContinuousTest(TestCase):
         super().setUp()
         cls = type(self)
         if cls.poison_pill:
-            raise unittest.SkipTest(f"an earlier test of {cls.__name__} failed and asked for the rest to be skipped")
+            raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
         world = cls._world
@@ -113,14 +111,14 @@ class MultiProcContinuousTest(TestCase):
             raise AssertionError("no ranks were started")
         world.new_round()
         for process in world.processes:
-            with contextlib.suppress(OSError):  # it died between two tests; its ending will tell
+            with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
                 process.connections[0].send(self.id())
 
     @classmethod
     def _ensure_processes_spawned(cls) -> None:
-        """Start the ranks if none run.
+        """Start the ranks if there are none.
 
-        Not done in ``setUpClass``, which device-generic classes call before they are complete.
+        ``setUpClass`` is too early: device-generic classes call it before they are complete.
         """
         if cls._world is not None:
             return
@@ -132,7 +130,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _device_type_name(cls) -> str:
-        # Subclasses in the wild define it as a class method, a property or a plain string.
+        # Existing subclasses define it as a class method, a property or a string.
         found = inspect.getattr_static(cls, "device_type")
         if isinstance(found, property) and found.fget is not None:
             return str(found.fget(cls))
@@ -164,7 +162,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _end_ranks(cls) -> None:
-        """Ask the ranks to end, and wait for it; then let go of them."""
+        """Ask the ranks to end, wait until they have, and forget them."""
         world, cls._world, cls.processes = cls._world, None, []
         if world is None:
             return
@@ -197,10 +195,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Give up ranks of which one failed; what the others still wait for will not come.
-
-        The next test gets fresh ones.
-        """
+        """Drop the ranks after a failure, because some may wait for the one that failed; the next test starts others."""
         world, cls._world, cls.processes = cls._world, None, []
         if world is not None:
             world.close()
@@ -232,7 +227,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
-        """Run the tests whose ids arrive on ``tests`` until None does, with one receipt each."""
+        """Run the tests whose ids arrive on ``tests``, and report a receipt for each. None ends the rank."""
         me = world_rank.current()
         if me is None:
             raise AssertionError("_rank_main() runs in a rank only")
@@ -249,16 +244,16 @@ class MultiProcContinuousTest(TestCase):
                     raise no_group
                 cls._run_test_given_id(test_id)
             except BaseException as error:
-                receipt = bodies.receipt_of(error)
+                receipt = receipts.receipt_of(error)
                 if receipt is None:
                     raise
                 me.report(receipt)
                 if receipt.said is Said.FAILED:
                     return
             else:
-                me.report(bodies.passed())
+                me.report(receipts.passed())
         if no_group is None:
-            bodies.end_group_unless_released()
+            receipts.end_group_unless_released()
 
 
 def _next_test(tests: Connection) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs in ranks: takes drawn examples off the line to the parent half, runs each, hands in a receipt for each.
+"""Runs in ranks: receives drawn examples from the parent half, runs each, and reports a receipt for each.
 
 See Note [Examples across ranks] in ``examples.py``.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
 from torch_ext.world.protocol import Receipt, Said
@@ -26,33 +26,33 @@ __all__ = ["NO_MORE", "REJECTED", "serve"]
 
 # Sent instead of an example when there are no more.
 NO_MORE = b""
-# The reason in the receipt of an example that assume() turned down.
+# The reason in the receipt of an example that assume() rejected.
 REJECTED = "the example does not satisfy assume()"
 
 
 def serve(case: Any, body: Callable[..., Any]) -> None:
-    """Run ``body(case, ...)`` on each example that arrives until there are no more, or one fails.
+    """Run ``body(case, ...)`` on each example that arrives, until there are no more or one fails.
 
-    The first receipt says that this rank is ready: what goes wrong before it is no example's fault.
+    The first receipt says that this rank is ready, so that earlier failures are not blamed on an example.
 
     Raises:
-        SystemExit: an example failed; its receipt is with the parent half, and the peers see connections close.
-        TypeError: the class of ``case`` is not one whose ranks are started for one test.
+        SystemExit: an example failed. The parent half has its receipt, and the peers' connections to this rank close.
+        TypeError: the ranks of ``case`` are not started for one test.
     """
     rank, examples = world_rank.current(), getattr(case, "parent_pipe", None)
     if rank is None or not isinstance(examples, Connection):
         raise TypeError(
-            f"across_ranks() needs a test class whose ranks are processes of one test, such as FSDPTest; "
+            f"across_ranks() needs a test class that starts processes for each test, such as FSDPTest; "
             f"got {type(case).__name__}"
         )
-    # assume() thinks that it is used outside of a property-based test, whose other half is another process.
+    # assume() believes that it is used outside of a test, because Hypothesis runs in another process.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
-    rank.report(bodies.passed())
+    rank.report(receipts.passed())
     while example := _next(examples):
         receipt = _run(case, body, example)
         rank.report(receipt)
         if receipt.said is Said.FAILED:
-            sys.exit(bodies.TEST_ERROR_EXIT_CODE)
+            sys.exit(receipts.TEST_ERROR_EXIT_CODE)
 
 
 def _next(examples: Connection) -> bytes:
@@ -63,14 +63,14 @@ def _next(examples: Connection) -> bytes:
 
 
 def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run one example; what it leaves behind in the process group shows at the barrier, and is blamed on it."""
+    """Run one example. The barrier at its end shows what it left behind in the process group, and blames it."""
     set_rng_seed()
     try:
         receipt = _receipt_of_body(case, body, example)
         if c10d.is_initialized():
             c10d.barrier()
     except BaseException as error:
-        failure = bodies.receipt_of(error)
+        failure = receipts.receipt_of(error)
         if failure is None:
             raise
         return failure
@@ -78,18 +78,18 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
 
 
 def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run the body and return a receipt unless it failed.
+    """Run the body and return a receipt, or raise if it failed.
 
-    A rank that turns the example down, or skips, goes on to the barrier: its peers are there.
+    A rank that rejects the example, or skips, must go on to the barrier, because its peers do.
     """
     args, kwargs = pickle.loads(example)
     try:
         body(case, *args, **kwargs)
     except UnsatisfiedAssumption:
-        return bodies.skipped(REJECTED)
+        return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:
-        receipt = bodies.receipt_of(error)
+        receipt = receipts.receipt_of(error)
         if receipt is None or receipt.said is Said.FAILED:
             raise
         return receipt
-    return bodies.passed()
+    return receipts.passed()

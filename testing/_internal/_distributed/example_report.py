@@ -1,4 +1,4 @@
-"""What a user reads about an example that failed: which one, how to run it again, and what the ranks did with it."""
+"""The report of an example that failed: the example, how to run it again, and what each rank did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_ext.world.verdict import WorldReport, judge
 
 __all__ = ["Example", "Found", "report"]
 
-# How Hypothesis words the advice that carries an example in its own encoding.
+# Hypothesis's advice, which contains the example in Hypothesis's encoding.
 _BLOB = re.compile(r"@reproduce_failure\((?:'[^']*'|\"[^\"]*\"), b'([^']*)'\)")
 
 
@@ -29,17 +29,17 @@ class Example:
     kwargs: Mapping[str, Any]
 
     def pickled(self) -> bytes:
-        """Return the example as all ranks get it.
+        """Return the example as it is sent to all ranks.
 
         Raises:
-            InvalidArgument: it holds something that cannot travel.
+            InvalidArgument: it cannot be pickled.
         """
         try:
             return pickle.dumps((self.args, dict(self.kwargs)))
         except Exception as error:
             raise InvalidArgument(
                 f"the drawn {self.as_call('example')} cannot be sent to the ranks ({type(error).__name__}: {error}). "
-                "Draw a description that can be pickled, and build what it describes in the body."
+                "Draw a description that can be pickled, and build the object in the test's body."
             ) from None
 
     def as_call(self, name: str) -> str:
@@ -54,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Found:
-    """An example that failed, and what became of the ranks that ran it."""
+    """An example that failed, with the outcomes of its ranks."""
 
     example: Example
     outcomes: tuple[Outcome, ...]
@@ -66,10 +66,11 @@ def report(found: Found, error: BaseException, test: str, tried: int, failed: in
 
     Args:
         found: the example to show.
-        error: what Hypothesis raised in the end; its notes tell how to run the example again.
-        test: name of the test.
-        tried, failed: how many examples ran, and how many different ones of them failed.
-        variable: environment variable that names an example to run alone.
+        error: what Hypothesis raised at the end. Its notes tell how to run the example again.
+        test: the test's name.
+        tried: how many examples ran.
+        failed: how many different examples failed.
+        variable: the environment variable that selects a single example.
     """
     notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
     blob = _BLOB.search(notes)
@@ -80,14 +81,14 @@ def report(found: Found, error: BaseException, test: str, tried: int, failed: in
 
 def _which(found: Found, error: BaseException, test: str, tried: int, failed: int, minimal: bool) -> str:
     title = f"The minimal example, of {failed} that failed among {tried}" if minimal else "The example"
-    shown = f"{title}, alike on every rank:\n    {found.example.as_call(test)}"
+    shown = f"{title}, the same on every rank:\n    {found.example.as_call(test)}"
     if isinstance(error, Flaky):
-        shown += "\nIt failed, and passed when it was run again: what it depends on is not drawn."
+        shown += "\nIt failed, but passed when it ran again: it depends on something that Hypothesis does not draw."
     return shown
 
 
 def _again(found: Found, blob: str, variable: str) -> str:
     lines = ["To run it again, put this above the test:", f"    {found.example.as_call('@example')}"]
     if blob:
-        lines += ["or run the test, with nothing changed and no other example, under", f"    {variable}={blob}"]
+        lines += ["Or leave the test as it is, and run this example alone with", f"    {variable}={blob}"]
     return "\n".join(lines)

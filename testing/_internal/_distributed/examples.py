@@ -2,13 +2,13 @@
 
 Note [Examples across ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Hypothesis runs in the parent half alone: it draws, shrinks, and writes the example database. Where it would call the
-test's body, the drawn arguments go to a standing set of ranks, pickled once, so that all ranks run the same example; a
-receipt comes back from each. Whatever goes wrong in any rank (an exception, a death, no end within the limit of an
-example) is raised here as one failure of that example, always from the same place, so that Hypothesis takes all
-failures of a test for one and shrinks to one minimal example. Ranks that took part in a failure are ended before the
-next example is tried: what the others still wait for will not come, and must not meet it. The ranks never draw:
-``assume()`` in a body works, interactive draws (``st.data()``) do not.
+Hypothesis runs only in the parent half: it draws, shrinks, and writes the example database. Instead of calling the
+test's body, it sends the drawn arguments, pickled once, to a standing set of ranks, so all ranks run the same example.
+Each rank reports a receipt. Whatever goes wrong in a rank (an exception, a death, a timeout) is raised here as a
+failure of that example, always from the same line, so that Hypothesis treats all failures of a test as one and shrinks
+to one minimal example. After a failure the ranks are ended before the next example, because some may still wait in a
+collective that the next example would join. The ranks never draw: ``assume()`` in a body works, interactive draws
+(``st.data()``) do not.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ __unittest = True
 
 __all__ = ["EXAMPLE_VARIABLE", "ExampleRun"]
 
-# Names one example to run alone, in the words of a failure's report.
+# Selects a single example to run; a failure's report gives the value.
 EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 
-# From the start of ranks until all are ready for an example, from the last example until they have ended, and how long
-# a killed rank may take to be gone; in seconds.
+# Seconds until started ranks are ready for an example, until they have ended after the last one, and until a killed
+# rank is gone.
 _READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
 
 
 class _StopEngine(BaseException):
-    """Goes through Hypothesis as an interrupt does: ``error`` is not the fault of an example."""
+    """Ends the run of Hypothesis, as an interrupt does: ``error`` is not the failure of an example."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -57,7 +57,7 @@ class _StopEngine(BaseException):
 
 @contextlib.contextmanager
 def _zygote_of(world: World) -> Iterator[None]:
-    """Blame no example, and have the next test get another zygote, if the one of ``world`` is lost inside."""
+    """If the zygote of ``world`` is lost in this block, stop without blaming an example, and forget the zygote."""
     try:
         yield
     except ZygoteLostError as error:
@@ -66,11 +66,11 @@ def _zygote_of(world: World) -> Iterator[None]:
 
 
 def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
-    """Return ``given`` as an engine can use it whose examples run in other processes.
+    """Return ``given`` changed for examples that run in other processes.
 
-    Deadlines are off, since the limit of an example does their work; the explain phase is, since it watches lines that
-    run elsewhere; draws may be slow, since ranks keep the machine busy. Where ``CI`` is set, examples are the same in
-    every run and no database is kept.
+    Deadlines are off, because each example has its own time limit. The explain phase is off, because it traces lines
+    that run in the ranks. Slow draws are allowed, because ranks keep the machine busy. If ``CI`` is set, examples are
+    the same in every run and the database is not used.
     """
     alike = given.derandomize or bool(os.environ.get("CI"))
     return hypothesis.settings(
@@ -91,7 +91,7 @@ class ExampleRun:
     Args:
         case: the instance on which ``setUp`` ran; its ranks are started.
         test: the function that ``@given`` made.
-        example_s: how long one example may take, in seconds.
+        example_s: the time limit of one example, in seconds.
     """
 
     def __init__(self, case: Any, test: Any, example_s: float) -> None:
@@ -109,9 +109,9 @@ class ExampleRun:
         """Run the test; return if it passes.
 
         Raises:
-            WorldFailure: an example failed, and this is the minimal one; or the ranks failed without an example.
+            WorldFailure: an example failed, and this reports the minimal one; or the ranks failed without an example.
             unittest.SkipTest: the ranks skipped.
-            hypothesis.errors.HypothesisException: the test is not one that Hypothesis can run.
+            hypothesis.errors.HypothesisException: Hypothesis cannot run the test.
         """
         asked = os.environ.get(EXAMPLE_VARIABLE, "")
         try:
@@ -133,7 +133,7 @@ class ExampleRun:
 
     @contextlib.contextmanager
     def _prepared(self, asked: str) -> Iterator[None]:
-        """Have the engine call us instead of the body, under our settings; ``asked`` is the one example to run."""
+        """Have Hypothesis call us in place of the body, with our settings; ``asked`` selects a single example."""
         test, handle = self._test, self._test.hypothesis
         body, kept = handle.inner_test, dict(vars(test))
         handle.inner_test = self._in_place_of(body)
@@ -148,10 +148,10 @@ class ExampleRun:
             vars(test).update(kept)
 
     def _in_place_of(self, body: Callable[..., Any]) -> Callable[..., None]:
-        # Wrapped, because Hypothesis tells tests apart by name and source: for its database, and for seeds in CI.
+        # Wrapped, because Hypothesis identifies tests by name and source, for its database and for seeds in CI.
         @wraps(body)
         def run_in_ranks(*args: Any, **kwargs: Any) -> None:
-            # The instance comes under whatever name the body gives it; every rank has its own.
+            # The instance may have any name among the arguments; every rank has its own.
             drawn = {name: value for name, value in kwargs.items() if value is not self._case}
             self._run_example(Example(tuple(value for value in args if value is not self._case), drawn))
 
@@ -173,7 +173,7 @@ class ExampleRun:
             self._fail(payload, Found(example, tuple(outcomes), took_s))
 
     def _answer_without_running(self, payload: bytes) -> None:
-        """The test's time is up: what failed fails still, and nothing smaller is looked for.
+        """End the search when the test's time is up: examples that failed fail again, others pass without running.
 
         Raises:
             WorldFailure: this example failed before.
@@ -183,8 +183,8 @@ class ExampleRun:
         if not self._failures:
             raise _StopEngine(
                 AssertionError(
-                    f"{self._tried} examples passed in the {self._limit_s:g} s that the test may take, and not all had "
-                    "their turn. Ask for fewer with @settings(max_examples=...), or give the test more time with "
+                    f"{self._tried} examples passed, but the test's time limit of {self._limit_s:g} s left no time for "
+                    "the rest. Run fewer with @settings(max_examples=...), or give the test more time with "
                     "@with_timeout(seconds)."
                 )
             )
@@ -202,7 +202,7 @@ class ExampleRun:
     # The ranks
 
     def _in_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
-        """Run one example on all ranks and return what became of each and how long it took, in seconds."""
+        """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
         world = self._ranks()
         world.new_round()
         self._send(world, payload)
@@ -213,11 +213,11 @@ class ExampleRun:
         return outcomes, took_s
 
     def _ranks(self) -> World:
-        """Return ranks that wait for an example: those there are, or fresh ones.
+        """Return ranks that wait for an example; start fresh ones if there are none.
 
         Raises:
-            _StopEngine: they cannot be had.
-            unittest.SkipTest: they skip the test whatever the example.
+            _StopEngine: they did not start, or failed before the first example.
+            unittest.SkipTest: they skip the test before the first example.
         """
         world: World | None = self._case._world
         if world is None or world is not self._ready:
@@ -238,7 +238,7 @@ class ExampleRun:
         return world
 
     def _settle(self, world: World, limits: Limits, keep: bool) -> None:
-        """Wait for the ranks, where what they do is no example's doing."""
+        """Wait for the ranks while no example runs, so that a failure is not blamed on one."""
         try:
             raise_verdict(self._wait(world, limits, keep), time.monotonic() - world.started_s)
         except WorldFailure as failure:
@@ -250,11 +250,11 @@ class ExampleRun:
 
     def _send(self, world: World, message: bytes) -> None:
         for process in world.processes:
-            with contextlib.suppress(OSError):  # it died between two examples; its ending will tell
+            with contextlib.suppress(OSError):  # it died between two examples, which its outcome will tell
                 process.connections[0].send_bytes(message)
 
     def _drop_ranks(self, world: World) -> None:
-        """End the ranks and see them gone: fresh ones will meet in the same file."""
+        """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
         with _zygote_of(world):
             for process in world.processes:
                 process.kill()
@@ -265,10 +265,10 @@ class ExampleRun:
             pass
 
     def _end_ranks(self) -> None:
-        """Have the ranks finish as after any test, group and all.
+        """Have the ranks finish as after any other test.
 
         Raises:
-            WorldFailure: they cannot, although all examples passed.
+            WorldFailure: they fail to, although all examples passed.
         """
         try:
             world = self._ranks()

@@ -36,15 +36,14 @@ def run_subtests(
     *test_args: Any,
     **test_kwargs: Any,
 ) -> None:
-    """Call ``test_fn`` once for every combination of values, all in the same ranks and process group, with a barrier
-    after each.
+    """Call ``test_fn`` once for each combination of values, all in the same ranks. A barrier follows each call.
 
     Args:
         cls_inst: the test case.
-        subtest_config: for each keyword argument of ``test_fn``, the values that it takes.
+        subtest_config: the values for each keyword argument of ``test_fn``.
         test_args, test_kwargs: passed to every call.
 
-    An exception carries a note that names its combination.
+    A note on an exception names the combination that raised it.
     """
     for values in itertools.product(*subtest_config.values()):
         chosen = dict(zip(subtest_config, values, strict=True))
@@ -54,7 +53,7 @@ def run_subtests(
                 test_fn(*test_args, **test_kwargs, **chosen)
             except BaseException as error:
                 _add_note(
-                    error, f"in the sub-test with {', '.join(f'{name}={value!r}' for name, value in chosen.items())}"
+                    error, f"in the subtest with {', '.join(f'{name}={value!r}' for name, value in chosen.items())}"
                 )
                 raise
             _reset_dynamo()
@@ -62,7 +61,7 @@ def run_subtests(
 
 
 def _reset_dynamo() -> None:
-    # Importing it costs half a second; if nobody has, there is nothing to reset.
+    # Importing it takes half a second, and without it there is nothing to reset.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
@@ -74,9 +73,7 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:
-    """Run a test once at each of torch's distributed debug levels (OFF, INFO, DETAIL) and put the level back, whatever
-    happens.
-    """
+    """Run a test once at each of these distributed debug levels (OFF, INFO, DETAIL), then restore the level."""
 
     def decorator(function: _Test) -> _Test:
         @wraps(function)
@@ -117,10 +114,10 @@ def create_tcp_store(
     jit_class: bool = False,
     use_libuv: bool = True,
 ) -> Any:
-    """Return a TCP store on a port that the system picks, so that no two tests can meet; ``store.port`` tells which.
+    """Return a TCP store on a free port, which ``store.port`` tells.
 
     Args:
-        jit_class: return the TorchScript class instead, for which a port must be probed first.
+        jit_class: return the TorchScript class instead. It needs a port number, so a free port is found first.
     """
     if jit_class:
         import torch
@@ -135,10 +132,10 @@ def create_tcp_store(
 
 
 def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
-    """Divide the accelerator's devices among ranks, as if each rank were a node with devices of its own.
+    """Divide the accelerator's devices among the ranks.
 
     Returns:
-        For each rank its device indices: one where there are enough for all, an equal share (possibly none) otherwise.
+        The device indices of each rank: one if there are enough for all, otherwise an equal share, which may be empty.
     """
     count = accelerator.device_count() if accelerator.is_accelerator() else 0
     share = 1 if world_size <= count else count // world_size
@@ -147,7 +144,7 @@ def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[tuple[io.StringIO, io.StringIO]]:
-    """Collect what Python code of this process prints, stdout and stderr apart, until the block ends."""
+    """Collect what Python code in this process writes to stdout and stderr while the block runs."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield out, err

@@ -1,4 +1,4 @@
-"""How a test case takes over its test method, so that the instance on which ``setUp`` ran waits for the ranks."""
+"""How a test case replaces its test method, so that the instance on which ``setUp`` ran waits for the ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 __unittest = True
 
-__all__ = ["bring_parent_half", "chosen_method", "parent_half_of", "take_over", "waits_or_runs"]
+__all__ = ["chosen_method", "parent_half_of", "set_parent_half", "take_over", "waits_or_runs"]
 
 _DEFAULT = "runTest"
 _PARENT_HALF = "_torch_ext_parent_half"
 
 
 def chosen_method(method_name: str, methodName: str) -> str:
-    """Return the method that a test case was made for: unittest passes it by position or as ``methodName``."""
+    """Return the name of a case's test method, which unittest passes by position or as ``methodName``."""
     return methodName if methodName != _DEFAULT else method_name
 
 
 def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], Any], asked: str) -> None:
-    """Put ``replacement(method)`` in the place of method ``name`` on this instance.
+    """Replace method ``name`` of this instance by ``replacement(method)``.
 
     Raises:
-        ValueError: the caller asked for a method by keyword (``asked``) that the class does not have. Made without
-            a name, as pytest does when it collects, a case is of no use and no harm.
+        ValueError: the class does not have the method that was asked for by keyword (``asked``). Without a name, as
+            when pytest collects, there is nothing to replace.
     """
     method = getattr(case, name, None)
     if method is not None:
@@ -36,7 +36,7 @@ def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], A
 
 
 def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
-    """Return a method of ``case`` that calls ``wait(case)`` on the parent half and ``method()`` in a rank."""
+    """Return a method of ``case`` that calls ``wait(case)`` in the parent half and ``method()`` in a rank."""
 
     @wraps(method)
     def wrapper(self: Any) -> None:
@@ -48,15 +48,15 @@ def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: 
     return types.MethodType(wrapper, case)
 
 
-def bring_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
-    """Have ``parent_half(case, method)`` run beside the ranks of test method ``method`` instead of merely waiting.
+def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
+    """Have the parent half of ``method`` call ``parent_half(case, method)``, where by default it waits for the ranks.
 
-    Decorators that copy attributes, as :func:`functools.wraps` does, carry it on.
+    Decorators that copy attributes, as :func:`functools.wraps` does, preserve this.
     """
     setattr(method, _PARENT_HALF, parent_half)
 
 
 def parent_half_of(method: Any) -> Callable[[Any, Any], None] | None:
-    """Return what a test method brings for its parent half, if anything."""
+    """Return what :func:`set_parent_half` has set on a test method, if anything."""
     found: Callable[[Any, Any], None] | None = getattr(method, _PARENT_HALF, None)
     return found

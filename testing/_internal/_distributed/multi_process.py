@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext import accelerator
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, parent_half_of, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -36,7 +36,7 @@ DEFAULT_WORLD_SIZE = 4
 
 
 def start_ranks(module: str, ranks: Sequence[RankTask]) -> World:
-    """Start the ranks of a test class that ``module`` defines, in the way that the environment asks for."""
+    """Start the ranks of a test class of ``module``, with the start method that the environment selects."""
     zygote = provider.zygote_for(module)
     try:
         world = start_world(
@@ -57,10 +57,10 @@ def start_ranks(module: str, ranks: Sequence[RankTask]) -> World:
 def raise_verdict(
     outcomes: Sequence[Outcome], took_s: float, expected_exit: int | None = None, any_exit: bool = False
 ) -> None:
-    """Return if the outcomes amount to a pass.
+    """Return if the outcomes mean that the test passed.
 
     Raises:
-        WorldFailure: they amount to a failure.
+        WorldFailure: they mean that it failed.
         unittest.SkipTest: all ranks skipped.
     """
     verdict = judge(outcomes, expected_exit, any_exit)
@@ -74,7 +74,7 @@ def raise_verdict(
 
 
 def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of ``kwargs`` the function takes: overrides in the wild were written before some of it existed."""
+    """Return those of ``kwargs`` that the function accepts: existing overrides may be older than some of them."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(kwargs)
@@ -85,16 +85,16 @@ class MultiProcessTestCase(TestCase):
     """A test case whose methods run in ``world_size`` ranks, each a fresh process.
 
     Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on an instance of its own
-    with ``rank`` and ``file_name`` (an empty file, for a rendezvous) set; the instance that called ``setUp`` has rank
-    -1 and waits. A test passes only if every rank says so. A rank that fails or dies gives its peers a second to do the
-    same and then stops them; a test that takes longer than its time limit (see ``timeout_of``) fails with the stacks of
-    its ranks.
+    with its ``rank`` and a ``file_name`` (an empty file, for a rendezvous). The instance that called ``setUp`` has rank
+    -1 and waits. A test passes only if every rank says so. When a rank fails or dies, its peers have one second to do
+    the same and are then stopped. A test that exceeds its time limit (see ``timeout_of``) fails with the stacks of its
+    ranks.
 
-    Fresh in every test: processes, environment as it is when the ranks are started, file. Shared: nothing.
+    Fresh in every test: the processes, their environment, the file. Shared: nothing.
     """
 
     MAIN_PROCESS_RANK = -1
-    TEST_ERROR_EXIT_CODE = bodies.TEST_ERROR_EXIT_CODE
+    TEST_ERROR_EXIT_CODE = receipts.TEST_ERROR_EXIT_CODE
 
     rank: int
     file_name: str
@@ -108,7 +108,7 @@ class MultiProcessTestCase(TestCase):
         name = chosen_method(method_name, methodName)
         super().__init__(name)
         if world_rank.current() is None:
-            accelerator.device_type()  # what loads a device must come before the zygote is forked
+            accelerator.device_type()  # load the device before the zygote is forked
             provider.prepare(type(self).__module__)
         take_over(self, name, self.join_or_run, asked=methodName)
 
@@ -132,8 +132,9 @@ class MultiProcessTestCase(TestCase):
         return self.id().rpartition(".")[2]
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Return what takes the place of test method ``fn`` on this instance: it waits on the parent half, or does
-        what the method brings for it, and runs in ranks.
+        """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits.
+
+        If :func:`set_parent_half` has set a function on ``fn``, the parent half calls that instead.
         """
 
         own = parent_half_of(fn)
@@ -159,7 +160,7 @@ class MultiProcessTestCase(TestCase):
         self._end_world()
 
     def _clean_up(self, file_name: str) -> None:
-        # Also where a subclass's tearDown does not call ours, or setUp raised.
+        # Needed when a subclass's tearDown does not call ours, or setUp raised.
         self._end_world()
         if os.path.exists(file_name):
             os.remove(file_name)
@@ -170,7 +171,7 @@ class MultiProcessTestCase(TestCase):
         self._world, self.processes, self.pid_to_pipe = None, [], {}
 
     def _spawn_processes(self) -> None:
-        """Start the ranks; each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
+        """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
         name, size = self._current_test_name(), int(self.world_size)
         devices = max(size, devices_asked_for(type(self), name))
@@ -179,7 +180,7 @@ class MultiProcessTestCase(TestCase):
         self._world = start_ranks(
             type(self).__module__,
             [
-                RankTask(bodies.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                RankTask(receipts.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
                 for rank in range(size)
             ],
         )
@@ -220,17 +221,17 @@ class MultiProcessTestCase(TestCase):
         self.run_test(test_name, parent_pipe)
 
     def run_test(self, test_name: str, parent_pipe: Connection) -> None:
-        """Run the test method; a failure goes to the parent half at once, and to ``parent_pipe`` as text.
+        """Run the test method. A failure is reported to the parent half at once, and sent to ``parent_pipe`` as text.
 
         Raises:
-            SystemExit: the test failed or skipped. Code that must run all the same belongs in a ``finally``.
+            SystemExit: the test failed or skipped. Put code that must run in any case into a ``finally``.
         """
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
             getattr(self, test_name)()
         except BaseException as error:
-            receipt = bodies.receipt_of(error)
+            receipt = receipts.receipt_of(error)
             rank = world_rank.current()
             if receipt is None or rank is None:
                 raise
@@ -241,4 +242,4 @@ class MultiProcessTestCase(TestCase):
         finally:
             parent_pipe.close()
         if self.destroy_pg_upon_exit:
-            bodies.end_group_unless_released()
+            receipts.end_group_unless_released()

@@ -23,7 +23,7 @@ from torch_ext.compat.testing import (
     complete_threaded_world,
     prepare_for_threads,
 )
-from torch_ext.testing._internal._distributed import bodies
+from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
@@ -44,8 +44,9 @@ _ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPP
 def _run_rank(
     rank: int, world_size: int, store: c10d.Store, failures: queue.Queue[_Failure], body: Callable[[], Any]
 ) -> None:
-    """Run ``body`` in this thread as ``rank`` of a fresh threaded group; an exception goes to ``failures`` and wakes
-    the peers.
+    """Run ``body`` in this thread as ``rank`` of a fresh threaded group.
+
+    An exception is put into ``failures``, and wakes the peers from their collectives.
     """
     complete_threaded_world()
     c10d.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
@@ -60,7 +61,7 @@ def _run_rank(
 
 def _start(world_size: int, target: Callable[[int], None]) -> list[threading.Thread]:
     prepare_for_threads()
-    # Daemons: a rank that hangs for ever must not keep the process from ending.
+    # Daemons, so that a rank that hangs does not keep the process alive.
     threads = [
         threading.Thread(target=target, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
     ]
@@ -80,7 +81,7 @@ def _stacks_of(thread: threading.Thread) -> str:
 
 
 class _TimedOut(TimeoutError):
-    """A rank's thread did not end in time. ``stacks`` is where it was."""
+    """A rank's thread did not end in time; ``stacks`` shows where it was."""
 
     def __init__(self, seconds: float, stacks: str) -> None:
         super().__init__(f"did not end within {seconds:g} seconds")
@@ -93,8 +94,8 @@ def _outcome(rank: int, failure: tuple[Any, Any, Any] | None) -> Outcome:
     error = failure[1]
     if isinstance(error, _TimedOut):
         return Outcome(rank, Ending.TIMED_OUT, stacks=error.stacks)
-    # An exit with a code that means nothing to us fails like an exception: there is no process that it could end.
-    receipt = bodies.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
+    # An exit with an unknown code fails like an exception, because there is no process to end.
+    receipt = receipts.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
     return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt)
 
 
@@ -102,9 +103,9 @@ class MultiThreadedTestCase(TestCase):
     """A test case whose methods run in ``world_size`` threads of this process.
 
     Call ``self._spawn_threads()`` in ``setUp``. Each thread has an instance, a rank and a default process group of its
-    own; all else, global state and the CPU's random generator included, is shared. Per-rank preparation belongs in
-    ``perThreadSetUp`` and ``perThreadTearDown``. A rank that fails wakes its peers from their collectives; one that
-    hangs fails the test at its time limit and is left behind, since threads cannot be ended.
+    own; all else is shared, including global state and the CPU's random generator. Put per-rank setup in
+    ``perThreadSetUp`` and ``perThreadTearDown``. A rank that fails wakes its peers from their collectives. A rank that
+    hangs fails the test at its time limit, and its thread stays behind, because threads cannot be killed.
     """
 
     MAIN_THREAD_RANK = -1
@@ -129,7 +130,7 @@ class MultiThreadedTestCase(TestCase):
         return self.id().rpartition(".")[2]
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Return what takes the place of test method ``fn``: it waits in the main thread and runs in the others."""
+        """Return a replacement for test method ``fn``: in the main thread it waits, in the others it runs ``fn``."""
 
         return waits_or_runs(
             self, fn, self.MAIN_THREAD_RANK, lambda case: case._join_threads(case.threads, fn, timeout_of(case))
@@ -145,15 +146,15 @@ class MultiThreadedTestCase(TestCase):
         self.threads = []
 
     def perThreadSetUp(self) -> None:
-        """Runs in every rank before its test, in place of ``setUp``."""
+        """Called in every rank before the test, in place of ``setUp``."""
 
     def perThreadTearDown(self) -> None:
-        """Runs in every rank after its test, in place of ``tearDown``."""
+        """Called in every rank after the test, in place of ``tearDown``."""
 
     def _spawn_threads(self) -> None:
-        """Start one thread a rank; call it in ``setUp``."""
+        """Start a thread for each rank. Call it in ``setUp``."""
         cls, name, size = type(self), self._current_test_name, int(self.world_size)
-        # One process has one number of devices, for the tests that follow as well.
+        # A process has one device count, so ask for what the later tests need too.
         accelerator.request_devices(max(size, devices_asked_for(cls)))
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
@@ -165,7 +166,7 @@ class MultiThreadedTestCase(TestCase):
         self = cls(test_name)
         self.rank = rank
         if hasattr(self, "_tls"):
-            # Tolerances that a test overrides live in thread-local storage: each rank needs its own.
+            # Tolerances that a test overrides are thread-local, so each rank needs its own.
             self._tls = threading.local()
             self._tls.precision = TestCase._precision
             self._tls.rel_tol = TestCase._rel_tol
@@ -206,8 +207,9 @@ class MultiThreadedTestCase(TestCase):
         raise_verdict(outcomes, elapsed_time)
 
     def assertEqualOnRank(self, x: Any, y: Any, msg: Any = None, *, rank: int = 0) -> None:
-        """Compare on one rank only: all threads share the CPU's random generator, so random values differ from run to
-        run on the others.
+        """Compare on one rank only.
+
+        All threads share the CPU's random generator, so random values on the other ranks differ from run to run.
         """
         if self.rank == rank:
             self.assertEqual(x, y, msg)
@@ -219,7 +221,7 @@ class MultiThreadedTestCase(TestCase):
 
 
 def _drain(failures: queue.Queue[_Failure]) -> list[_Failure]:
-    """Take everything out; of several failures of one rank the first counts."""
+    """Empty the queue and return the first failure of each rank."""
     found: dict[int, tuple[Any, Any, Any]] = {}
     while True:
         try:
@@ -232,15 +234,16 @@ def _drain(failures: queue.Queue[_Failure]) -> list[_Failure]:
 def spawn_threads_and_init_comms(
     func: Callable[..., Any] | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = DEFAULT_WORLD_SIZE
 ) -> Callable[..., Any]:
-    """Run a test method in ``world_size`` threads, each with a rank and a default process group; usable with and
-    without arguments.
+    """Run a test method in ``world_size`` threads, each with a rank and a default process group.
+
+    Use it with or without arguments.
 
     Args:
-        timeout: seconds until ranks that have not ended fail the test.
-        world_size: how many threads.
+        timeout: seconds after which a rank that has not ended fails the test.
+        world_size: the number of threads.
 
     Raises (from the decorated method):
-        WorldFailure: a rank failed; the message tells what became of each.
+        WorldFailure: a rank failed; the message gives the outcome of each.
         unittest.SkipTest: all ranks skipped.
     """
     if func is None:

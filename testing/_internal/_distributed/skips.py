@@ -1,6 +1,4 @@
-"""Reasons to skip: the table of exit codes by which a rank says so, and the decorators that ask for hardware or
-backends.
-"""
+"""Skips: the exit codes that stand for a reason, and the decorators that require hardware or backends."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import os
 import sys
 import unittest
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -31,6 +29,7 @@ __all__ = [
     "skip_if_lt_x_gpu",
     "skip_if_no_gpu",
     "skip_if_rocm_multiprocess",
+    "skip_rank",
     "skip_reason",
 ]
 
@@ -46,35 +45,50 @@ class TestSkip(NamedTuple):
     message: str
 
 
-TestSkip.__test__ = False  # type: ignore[attr-defined]  # its name makes pytest look for tests in it
+TestSkip.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name for a test class
 
 
-# The codes are upstream's: test classes in the wild call sys.exit() with them.
-TEST_SKIPS = {
-    "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
-    "small_worldsize": TestSkip(73, "The world size is too small for this test."),
-    "odd_worldsize": TestSkip(87, "The world size is odd."),
-    "no_cuda": TestSkip(74, "No accelerator is available. Run with --device sim to use the simulated one."),
-    "nccl": TestSkip(76, "This torch is built without NCCL."),
-    "skipIfRocm": TestSkip(78, "The test does not work on ROCm."),
-    "no_peer_access": TestSkip(79, "The GPUs cannot access each other's memory."),
-    "generic": TestSkip(86, "A rank skipped the test; its output says why."),
-    "importerror": TestSkip(88, "A module that the test needs cannot be imported."),
-    "no_accelerator": TestSkip(89, "No accelerator is available. Run with --device sim to use the simulated one."),
-    **{
-        f"multi-gpu-{count}": TestSkip(
-            code,
-            f"Needs {count} accelerator device{'s' if count > 1 else ''}. Run with --device sim to use simulated ones.",
-        )
-        for count, code in enumerate((75, 77, 80, 81, 82, 83, 84, 85), start=1)
-    },
-}
+_ANY_REASON = 86
+
+
+def _too_few_devices(exit_code: int, needed: int) -> TestSkip:
+    devices = f"{needed} accelerator device{'s' if needed > 1 else ''}"
+    return TestSkip(exit_code, f"Needs {devices}. Run with --device sim to use simulated ones.")
+
+
+class _SkipTable(dict[str, TestSkip]):
+    """Upstream has an exit code for each number of devices up to 8. Larger numbers get the code for any reason."""
+
+    def __missing__(self, name: str) -> TestSkip:
+        count = name.removeprefix("multi-gpu-")
+        if count == name or not count.isdecimal():
+            raise KeyError(name)
+        return _too_few_devices(_ANY_REASON, int(count))
+
+
+# The exit codes are upstream's: test classes elsewhere call sys.exit() with them.
+TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
+    {
+        "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
+        "small_worldsize": TestSkip(73, "The world size is too small for this test."),
+        "odd_worldsize": TestSkip(87, "The world size is odd."),
+        "no_cuda": TestSkip(74, "No accelerator is available. Run with --device sim to use the simulated one."),
+        "nccl": TestSkip(76, "This torch is built without NCCL."),
+        "skipIfRocm": TestSkip(78, "The test does not work on ROCm."),
+        "no_peer_access": TestSkip(79, "The GPUs cannot access each other's memory."),
+        "generic": TestSkip(_ANY_REASON, "A rank skipped the test; its output says why."),
+        "importerror": TestSkip(88, "A module that the test needs cannot be imported."),
+        "no_accelerator": TestSkip(89, "No accelerator is available. Run with --device sim to use the simulated one."),
+        **{
+            f"multi-gpu-{count}": _too_few_devices(code, count)
+            for count, code in enumerate((75, 77, 80, 81, 82, 83, 84, 85), start=1)
+        },
+    }
+)
 
 
 def skip_reason(exit_code: object) -> str:
-    """Return the reason that ``exit_code`` stands for, upstream's newer codes included; empty if it does not mean
-    "skipped".
-    """
+    """Return the reason that ``exit_code`` stands for, in our table or torch's; empty if it does not mean "skipped"."""
     for table in (TEST_SKIPS, torch_testing.TEST_SKIPS):
         for skip in table.values():
             if skip.exit_code == exit_code:
@@ -88,12 +102,13 @@ def at_least_x_gpu(x: int) -> bool:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
-    """Skip a test, in its ranks, unless the device under test has at least ``x`` devices. Simulated devices are made as
-    many as that.
+    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices.
+
+    The simulated accelerator offers as many devices as the test needs.
 
     Args:
-        x: how many devices the test needs, from 1 to 8.
-        allow_cpu: run on plain ``cpu`` all the same, for bodies that need no memory apart from the host's.
+        x: how many devices the test needs.
+        allow_cpu: run on ``cpu`` too. Set it unless the body needs device memory apart from the host's.
     """
 
     def decorator(function: _Test) -> _Test:
@@ -110,9 +125,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _T
 
 
 def devices_asked_for(cls: type, test_name: str = "") -> int:
-    """Return how many devices the decorators of a test ask for, or those of all tests of ``cls``; 0 if they ask for
-    none.
-    """
+    """Return how many devices the decorators of a test require, or 0. Without a name, the maximum over all tests."""
     names = [test_name] if test_name else [name for name in dir(cls) if name.startswith("test")]
     tests = [getattr(cls, name, None) for name in names]
     wishes = ("_required_devices", "_required_world_size")
@@ -120,9 +133,7 @@ def devices_asked_for(cls: type, test_name: str = "") -> int:
 
 
 def skip_if_no_gpu(function: _Test) -> _Test:
-    """Skip a test, in its ranks, unless each rank can have a device of its own; reads ``WORLD_SIZE`` from the
-    environment.
-    """
+    """Skip a test, in its ranks, unless there is a device for each. Reads ``WORLD_SIZE`` from the environment."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -137,17 +148,30 @@ def skip_if_no_gpu(function: _Test) -> _Test:
 
 
 def _skip(args: Sequence[Any], name: str) -> None:
-    """Skip in the way the test's class understands: through its own handler if it has one, else by exit code."""
+    """Skip through the test class's own handler if it has one, else as :func:`skip_rank` does."""
     handler = getattr(args[0], "_handle_test_skip", None) if args else None
     if handler is None:
-        sys.exit(TEST_SKIPS[name].exit_code)
+        skip_rank(name)
     handler(TEST_SKIPS[name].message)
 
 
-def requires_world_size(n: int) -> Callable[[_Test], _Test]:
-    """Ask the harness for ``n`` ranks in this test; skip it where an accelerator is under test that has fewer devices.
+def skip_rank(name: str) -> NoReturn:
+    """Skip the test in this rank, for the reason that ``TEST_SKIPS`` has under ``name``.
 
-    The simulated accelerator and plain ``cpu`` offer as many ranks as are asked for.
+    Raises:
+        SystemExit: with the exit code that stands for the reason.
+        unittest.SkipTest: no exit code stands for this reason alone.
+    """
+    skip = TEST_SKIPS[name]
+    if skip.exit_code == _ANY_REASON:
+        raise unittest.SkipTest(skip.message)
+    sys.exit(skip.exit_code)
+
+
+def requires_world_size(n: int) -> Callable[[_Test], _Test]:
+    """Run this test with ``n`` ranks. Skip it if the accelerator under test has fewer devices.
+
+    The simulated accelerator and ``cpu`` offer any number of ranks.
     """
 
     def decorator(function: _Test) -> _Test:
@@ -167,7 +191,7 @@ def requires_world_size(n: int) -> Callable[[_Test], _Test]:
 
 
 def get_required_world_size(obj: Any, default: int) -> int:
-    """Return the world size that :func:`requires_world_size` asks for on the current test, else ``default``."""
+    """Return the world size that :func:`requires_world_size` sets for the current test, else ``default``."""
     name = getattr(obj, "_testMethodName", "")
     current = getattr(obj, "_current_test_name", None)
     if current is not None:
@@ -188,7 +212,7 @@ def requires_nccl() -> Callable[[_Test], _Test]:
 def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:
     """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is.
 
-    The backend of the device under test counts whatever its name is, so that a new accelerator needs no entry here.
+    The backend of the device under test always counts, so that a new accelerator needs no entry here.
     """
     wanted = list(backends or ACCELERATOR_DIST_BACKENDS)
     available = any(c10d.is_backend_available(name) for name in wanted) or (

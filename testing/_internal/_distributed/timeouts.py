@@ -13,7 +13,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def with_timeout(seconds: float) -> Callable[[_Test], _Test]:
-    """Give one test its own time limit."""
+    """Give one test a time limit of its own, in seconds."""
 
     def decorator(function: _Test) -> _Test:
         setattr(function, LIMIT_ATTRIBUTE, seconds)

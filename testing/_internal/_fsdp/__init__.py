@@ -1,15 +1,15 @@
-"""The rooms behind ``common_fsdp``: import names from there, not from here.
+"""The modules behind ``common_fsdp``, which exports what each of them lists in ``__all__``. Import from there.
 
 ::
 
-    common_fsdp  ->  cases, compiled
-                 ->  ddp_parity, subcases, patches
-                 ->  training, parity
-                 ->  models, state
-                 ->  modes, delays, collectives
-                 ->  device
+    state_dict, optim_state, fsdp2_parity           bases and models of single suites
+      -> cases, compiled, step_log, extensions      base classes; a test compiled; a step logged; tensor subclasses
+        -> fsdp1_parity, subtests                   FSDP1 against DDP; grids whose points may skip
+          -> models, state                          modules to wrap; their parameters and buffers
+            -> patches                              contexts that replace what FSDP calls
+              -> device                             the device under test
 
-Modules import from lines below their own (a family of models from another one). ``device`` alone looks back at the
-front door, and on use only, because ``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are names that test
-files patch there.
+A module imports only from lines below its own, or within its line. The exception is ``device``: when it is used, it
+reads ``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` from ``common_fsdp``, because test files assign them
+there.
 """

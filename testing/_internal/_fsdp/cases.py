@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +17,13 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
+from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
+from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.ddp_parity import ParityCheck
-from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel
-from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
-from torch_ext.testing._internal._fsdp.subcases import SubcaseTally, run_and_tally
-from torch_ext.testing._internal._fsdp.training import Precision, Trainer
+from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
+from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
-    TEST_SKIPS,
     MultiProcContinuousTest,
     MultiProcessTestCase,
     MultiThreadedTestCase,
@@ -32,21 +31,23 @@ from torch_ext.testing._internal.common_distributed import (
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
 from torch_ext.world import frames
 
-if TYPE_CHECKING:
-    from unittest import TestCase as _TestCase
-else:
-    _TestCase = object
-
-__all__ = ["FSDPTest", "FSDPTestContinuous", "FSDPTestMixin", "FSDPTestMultiThread"]
+__all__ = [
+    "FSDPTest",
+    "FSDPTestContinuous",
+    "FSDPTestMixin",
+    "FSDPTestMultiThread",
+    "FourRankTest",
+    "TwoRankTest",
+]
 
 frames.hide(re.escape(__file__), "_run")
 
 _ON_DEVICE = CPUOffload()
 
 
-def _exit_without_devices(world_size: int) -> None:
+def _skip_without_devices(world_size: int) -> None:
     if device.is_accelerator() and device.device_count() < world_size:
-        sys.exit(TEST_SKIPS[f"multi-gpu-{world_size}"].exit_code)
+        skip_rank(f"multi-gpu-{world_size}")
 
 
 def _use_device(rank: int) -> list[int] | None:
@@ -63,12 +64,6 @@ def _silence_desync_debugging() -> None:
     os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
 
 
-def _reset_dynamo() -> None:
-    """Forget what was compiled; whoever has not loaded the compiler has nothing to forget and is spared the import."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
-
-
 @contextmanager
 def _fresh_dynamo() -> Iterator[None]:
     _reset_dynamo()
@@ -78,29 +73,7 @@ def _fresh_dynamo() -> Iterator[None]:
         _reset_dynamo()
 
 
-class _SubcaseMixin(_TestCase):
-    subcase_tally: SubcaseTally
-
-    def run_subtests(
-        self, subtest_config: dict[str, list[Any]], test_fn: Callable[..., Any], *test_args: Any, **test_kwargs: Any
-    ) -> None:
-        """Run ``test_fn`` once for each combination in ``subtest_config``, in one set of ranks.
-
-        A combination whose ``test_fn`` skips is left out alone: the output of the test run says how many were, and
-        why. The test is skipped only if all are.
-        """
-        run_and_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
-
-    def leave_out_check(self, what: str) -> None:
-        """Have the output say that the running sub-case does not check ``what``; only for use in ``run_subtests``."""
-        self.subcase_tally.miss_check(what)
-
-    def announce(self, text: str) -> None:
-        """Have the output of the test run show ``text``, whether or not the test passes."""
-        print(f"torch_ext: {text}", file=sys.stderr, flush=True)
-
-
-class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
+class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
     """Ranks are threads of one process over the threaded process group; the default group is made per test.
 
     Start-up costs nothing, but what threads share is shared by ranks: module globals, the random generator of the
@@ -122,7 +95,7 @@ class FSDPTestMultiThread(_SubcaseMixin, MultiThreadedTestCase):
         _reset_dynamo()
 
 
-class FSDPTestMixin(_SubcaseMixin):
+class FSDPTestMixin(SubtestMixin):
     """What FSDP1 test cases share, whatever starts their ranks: the rank's run, checks, training, parity with DDP."""
 
     if TYPE_CHECKING:
@@ -162,7 +135,7 @@ class FSDPTestMixin(_SubcaseMixin):
         """
         self: Any = cls(test_name)
         self.rank, self.file_name = rank, file_name
-        _exit_without_devices(self.world_size)
+        _skip_without_devices(self.world_size)
         self._join_group(fake=kwargs.get("fake_pg", False))
         device_ids = _use_device(rank)
         dist.barrier(device_ids=device_ids)
@@ -180,7 +153,7 @@ class FSDPTestMixin(_SubcaseMixin):
         except RuntimeError as error:
             # torch's way to say that it was built without the backend
             if "recompile" in str(error):
-                sys.exit(TEST_SKIPS["backend_unavailable"].exit_code)
+                skip_rank("backend_unavailable")
             raise
 
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
@@ -352,7 +325,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         cls.rdvz_file = rdvz_file
         _silence_desync_debugging()
-        _exit_without_devices(world_size)
+        _skip_without_devices(world_size)
         _use_device(rank)
         super()._init_pg(rank, world_size, rdvz_file)
 
@@ -369,3 +342,34 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     def _notes_file(self) -> str:
         return f"{self.rdvz_file}.notes"
+
+
+class TwoRankTest(FSDPTest):
+    """An ``FSDPTest`` with two ranks on every device."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's own, where there are enough."""
+        return device.rank_device(self.rank)
+
+
+class FourRankTest(TwoRankTest):
+    """With four ranks there may be two shards of two replicas, and shards that stay empty."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
+        """As ``assertEqual``, with ``what`` in front of the message."""
+        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
+
+    def shared_folder(self) -> str:
+        """Return an empty folder, the same on all ranks, which call this together. Removed with the run's scratch."""
+        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        return folder[0]

@@ -1,22 +1,28 @@
-"""The device under test, as test files may have redefined it.
+"""The device under test: its type, each rank's own device, meshes over the world, and delays.
 
-``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are attributes of the front door ``common_fsdp``. They are
-read there each time they are needed, so that a value patched by a test file counts from that moment on.
+``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are attributes of ``common_fsdp``. They are read there on
+each use, so a test file that assigns one changes it for all that follows.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import time
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_ext import accelerator
 
+__all__ = ["compute_device", "first_ranks_mesh", "get_devtype", "rank_device", "world_mesh"]
+
 FRONT_DOOR = "torch_ext.testing._internal.common_fsdp"
 
-# What each name is worth while nobody has assigned it.
+# The value of each name until somebody assigns it.
 DEFAULTS = {
     "DEVICE_TYPE": accelerator.device_type,
     "DEVICE_COUNT": accelerator.device_count,
@@ -44,30 +50,71 @@ def distributed_backend() -> str:
 
 
 def get_devtype() -> torch.device:
-    """Return the device under test as a :class:`torch.device` without an index of its own."""
+    """Return the device under test as a :class:`torch.device`; it has an index only if ``DEVICE_TYPE`` has one."""
     return torch.device(device_type())
 
 
 def is_accelerator() -> bool:
-    """Whether the device under test is an accelerator rather than the plain host."""
+    """Whether the device under test is an accelerator rather than the host."""
     return get_devtype().type != accelerator.HOST
 
 
 def rank_device(rank: int) -> torch.device:
-    """Return the device that ``rank`` works on: ranks take the ``DEVICE_COUNT`` devices in turn."""
+    """Return the device of ``rank``: ranks take the ``DEVICE_COUNT`` devices in turn."""
     device = get_devtype()
     return torch.device(device.type, rank % device_count()) if is_accelerator() else device
 
 
+def compute_device() -> torch.device:
+    """Return the device of the calling rank of the default group."""
+    return rank_device(dist.get_rank())
+
+
 def default_world_size() -> int:
-    """Return the number of ranks of a test that names none: ``DEVICE_COUNT`` where a test file has assigned it."""
+    """Return the world size of tests that set none: ``DEVICE_COUNT`` if a test file has assigned it."""
     assigned = vars(_front_door()).get("DEVICE_COUNT")
     return accelerator.default_world_size() if assigned is None else int(assigned)
 
 
 def with_compute_device(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 insists on where no accelerator is in use.
+    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 requires where no accelerator is in use.
 
-    An accelerator is left for FSDP to find: naming it would move parameters that a test keeps on the host.
+    On an accelerator FSDP finds the device itself; a ``device_id`` would move parameters that a test keeps on the host.
     """
     return fsdp_kwargs if is_accelerator() else {"device_id": get_devtype(), **fsdp_kwargs}
+
+
+@functools.cache
+def world_mesh(*sizes: int) -> DeviceMesh:
+    """Return the mesh of shape ``sizes`` over the world. Its last dimension is ``shard``; one before it, ``replicate``.
+
+    Cached for the life of the rank. The first call for each shape is collective.
+    """
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh(get_devtype().type, sizes, mesh_dim_names=names)
+
+
+@functools.cache
+def first_ranks_mesh(size: int) -> DeviceMesh:
+    """Return the 1D mesh of the first ``size`` ranks. Every rank of the world calls it, as with :func:`world_mesh`."""
+    return DeviceMesh(get_devtype().type, list(range(size)))
+
+
+def delay(milliseconds: float) -> None:
+    """Delay the work that follows by about ``milliseconds``; zero or less does nothing.
+
+    A device that can sleep does so on its current stream while the host goes on, which exposes a missing
+    synchronization. Otherwise the host sleeps, which still shifts the ranks' operations against each other.
+    """
+    if milliseconds <= 0:
+        return
+    if _device_sleeps():
+        from torch_ext.testing._internal.common_utils import get_cycles_per_ms
+
+        torch.get_device_module(get_devtype().type)._sleep(int(milliseconds * get_cycles_per_ms()))
+    else:
+        time.sleep(milliseconds / 1000)
+
+
+def _device_sleeps() -> bool:
+    return get_devtype().type == accelerator.device_type() and accelerator.capabilities().device_sleep

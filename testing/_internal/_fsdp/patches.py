@@ -24,11 +24,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ext.compat import fsdp as private
-from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER
 
 __all__ = [
-    "AttributeSlot",
-    "ItemSlot",
+    "ALL_GATHER",
+    "REDUCE_SCATTER",
     "patch_all_gather",
     "patch_all_reduce",
     "patch_foreach_all_gather",
@@ -38,10 +37,19 @@ __all__ = [
     "patch_register_post_backward_hook_backward",
     "patch_reshard",
     "patch_unshard",
-    "patched",
 ]
 
 _Patch = AbstractContextManager[None]
+
+
+def _first_present(*names: str) -> str:
+    return next(name for name in names if hasattr(dist, name))
+
+
+# What FSDP calls for one tensor. Releases before 2.13 have only the second name of each pair; later ones keep it as a
+# deprecated wrapper that FSDP no longer calls, so that patching the wrapper would change nothing.
+ALL_GATHER = _first_present("all_gather_single", "all_gather_into_tensor")
+REDUCE_SCATTER = _first_present("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -20,7 +20,6 @@ __all__ = [
     "_get_state_dict",
     "_zero_model",
     "get_full_params",
-    "subtest_name",
 ]
 
 _NamedStates = list[tuple[str, torch.Tensor]]
@@ -78,15 +77,6 @@ def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = Fa
     if not cpu_offload:
         model = model.to(device.device_type())
     return (model.half() if half else model).state_dict()
-
-
-def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
-    """Join the names that the mapping gives to ``str`` of each argument; ``None`` is called ``none``.
-
-    >>> subtest_name({"True": "offload", "False": "on_device"}, True, None)
-    'offload_none'
-    """
-    return "_".join("none" if arg is None else test_name_mapping[str(arg)] for arg in args)
 
 
 def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The hybrid model of the DDP suites: local layers on trainers, an embedding and a dense layer on a remote worker.
 
-Runs in the rank, on all workers: each name here is an RPC target. Its public face is ``ddp_under_dist_autograd_test``.
+Runs in the rank, on all workers: each name here is an RPC target. Import these names from
+``ddp_under_dist_autograd_test``.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _remote_method_async(
 
 
 class RemoteEM(nn.Module):
-    """An embedding whose every weight is 0.5, on the remote worker: (n,) rows to (n, embedding_dim)."""
+    """An embedding on the remote worker, all weights 0.5: (n,) rows to (n, embedding_dim)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class RemoteEM(nn.Module):
 
 
 def getLinear(d_in: int, d_out: int) -> nn.Linear:
-    """Return a linear layer without bias whose weights are all 1, but for a -1 in the first place."""
+    """Return a linear layer without bias; its weights are 1, except the first, which is -1."""
     layer = nn.Linear(d_in, d_out, bias=False)
     nn.init.ones_(layer.weight)
     with torch.no_grad():
@@ -160,12 +161,12 @@ class HybridModel(nn.Module):
 
 
 class Trainer:
-    """Trains a :class:`HybridModel`; lives on a trainer, and the master calls its methods.
+    """Trains a :class:`HybridModel`. It lives on a trainer, and the master calls its methods.
 
     Args:
         remote_em_rref: see :class:`HybridModel`.
         remote_net_rref: see :class:`HybridModel`.
-        ddp_mode: where to apply DDP. Unless nowhere, every rank of the world creates the trainers' group together.
+        ddp_mode: where to apply DDP. Unless it is ``NONE``, every rank of the world creates the trainers' group.
         rank: the trainer's rank.
     """
 
@@ -188,7 +189,7 @@ class Trainer:
             self.hybrid_module = DistributedDataParallel(model, process_group=self.trainer_group)
 
     def destroy_pg(self) -> None:
-        """Destroy the trainers' group, if there is one, and the module that uses it; the trainer is then of no use."""
+        """Destroy the module and the trainers' group, if there is one. The trainer cannot be used afterwards."""
         # The module first: see Note [DDP dies before its group] in ddp_under_dist_autograd_test.
         del self.hybrid_module, self.ddp_params, self.non_ddp_params
         if self.trainer_group is not None:
@@ -201,7 +202,7 @@ class Trainer:
         """Return the local gradients of the last backward: those of ``ddp_params`` and of ``non_ddp_params``.
 
         Args:
-            mini_batch: trained at once, or in two micro-batches if inputs are uneven.
+            mini_batch: one step, or two micro-batches if inputs are uneven.
             trainer_has_less_inputs: stop after the first micro-batch.
             simulate_uneven_inputs: train under DDP's ``join``, which stands in for the trainers that stopped.
         """
@@ -222,7 +223,7 @@ class Trainer:
             loss = weighted_sum(self.hybrid_module(batch), batch)
             dist_autograd.backward(context_id, [loss])
             grads = dist_autograd.get_gradients(context_id)
-            # Read before the context ends, which drops the gradients on every worker that took part.
+            # Before the context ends: that drops the gradients on every worker that took part.
             self.remote_grads = [
                 grad for rref in self.remote_rrefs for grad in _remote_method(_gradients_of, rref, context_id)
             ]
@@ -245,7 +246,7 @@ def weighted_sum(output: Tensor, batch: FeatureSet) -> Tensor:
 
 
 def split_unevenly(batch: FeatureSet, has_less: bool) -> list[FeatureSet]:
-    """Return the micro-batches, two examples each, that a trainer trains on: all of them or the first half."""
+    """Return a trainer's micro-batches of two examples each: all of them, or the first half."""
     batches = batch.split(2)
     return batches[: len(batches) // 2] if has_less else batches
 
@@ -253,8 +254,7 @@ def split_unevenly(batch: FeatureSet, has_less: bool) -> list[FeatureSet]:
 def get_training_examples() -> list[FeatureSet]:
     """Return one batch of 4 examples per trainer.
 
-    Each example comes again on another trainer with the opposite value, so that gradients averaged over all trainers
-    are zero.
+    Another trainer has each example with the opposite value, so gradients averaged over all trainers are zero.
     """
     rows = [
         (value, (x * value, y * value), z)
@@ -265,12 +265,12 @@ def get_training_examples() -> list[FeatureSet]:
     ]
     values, dense, sparse = (torch.tensor(column) for column in zip(*rows, strict=True))
     if len(rows) % NUM_TRAINERS:
-        raise AssertionError(f"{len(rows)} examples cannot be dealt out evenly to {NUM_TRAINERS} trainers")
+        raise AssertionError(f"{len(rows)} examples cannot be divided evenly among {NUM_TRAINERS} trainers")
     return FeatureSet(dense, sparse, values).split(len(rows) // NUM_TRAINERS)
 
 
 class ExpectedGradients(NamedTuple):
-    """Gradients of one batch in a model that is all local, in the order of each module's parameters."""
+    """Gradients of one batch in an all-local model, in the order of each module's parameters."""
 
     fc1: Tensor
     fc2: Tensor
@@ -278,7 +278,7 @@ class ExpectedGradients(NamedTuple):
 
 
 def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
-    """Return the gradients of ``batch`` in the hybrid model, from plain autograd in one process."""
+    """Return the hybrid model's gradients for ``batch``, computed by plain autograd in one process."""
     fc1, fc2 = getLinear(D_DENSE, D_DENSE), getLinear(D_HID, D_OUT)
     em, net = RemoteEM(NUM_EM_ROW, D_SPARSE), RemoteNet(D_DENSE + D_SPARSE, D_HID)
     hidden = net(torch.cat((fc1(batch.dense_features), em(batch.sparse_features)), dim=1))
@@ -288,7 +288,7 @@ def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
 
 
 def averaged_gradients(grads: Sequence[ExpectedGradients]) -> ExpectedGradients:
-    """Average the local layers over all trainers, as DDP does: a trainer missing from ``grads`` counts as zero."""
+    """Average the local layers' gradients as DDP does. A trainer that is missing from ``grads`` counts as zero."""
 
     def mean(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts)).sum(dim=0) / NUM_TRAINERS

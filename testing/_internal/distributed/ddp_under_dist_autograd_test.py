@@ -5,9 +5,9 @@ The topology of :class:`DdpUnderDistAutogradTest`::
     master (rank 5)  --train_batch-->  trainers (ranks 0-3)  --RemoteEM, RemoteNet-->  remote worker (rank 4)
                                             ^------ DDP ------^
 
-Trainers train ``fc1`` and ``fc2`` beside the two remote layers. Weights and inputs are small integers and halves, so
-every gradient is exact in float32 and is compared exactly with :func:`expected_gradients`, which uses neither RPC nor
-DDP.
+Trainers train ``fc1`` and ``fc2`` together with the two remote layers. Weights and inputs are small integers and
+halves, so every gradient is exact in float32 and is compared exactly with :func:`expected_gradients`, which uses
+neither RPC nor DDP.
 
 Module-level functions and classes here are found by name on other workers: renaming one renames an RPC target.
 """
@@ -106,17 +106,17 @@ __all__ = [
     "weighted_sum",
 ]
 
-# Not a bare condition: the master may signal before a worker starts to wait, and then a notification alone is lost.
+# A condition alone is not enough: a notification is lost if the master signals before a worker starts to wait.
 shutdown_signal = threading.Event()
 
 
 def set_shutdown_signal() -> None:
-    """Let this worker's :func:`wait_for_shutdown_signal` return, now or whenever it is called."""
+    """Let this worker's :func:`wait_for_shutdown_signal` return, even if it is called later."""
     shutdown_signal.set()
 
 
 def wait_for_shutdown_signal(timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC) -> None:
-    """Wait for the signal and take it down again, so that the next test in this process waits for its own.
+    """Wait for the signal and clear it, so that the next test in this process waits for its own.
 
     Raises:
         TimeoutError: no signal within ``timeout_s``; the master failed or forgot this worker.
@@ -127,7 +127,7 @@ def wait_for_shutdown_signal(timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOU
 
 
 class DdpUnderDistAutogradTest(RpcAgentTestFixture):
-    """Trainers under each :class:`DdpMode` get the gradients of a model that is all local."""
+    """Trainers in each :class:`DdpMode` get the gradients of an all-local model."""
 
     @property
     def world_size(self) -> int:
@@ -159,14 +159,14 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master is connected before the others have left init_process_group, and its first call to a trainer that
-        # has not would find no default group there.
+        # The master may be connected before the others have left init_process_group, and a trainer that is still in it
+        # would find no default group when the master calls.
         dist.barrier()
         yield
         dist.destroy_process_group()
 
     def _create_trainer_group(self, ddp_mode: DdpMode) -> None:
-        """Take part in ``new_group``, which every rank of the world calls; trainers do in :class:`Trainer`."""
+        """Take part in ``new_group``, which every rank of the world calls. Trainers do so in :class:`Trainer`."""
         if ddp_mode is not DdpMode.NONE:
             dist.new_group(TRAINER_RANKS)
 
@@ -177,14 +177,14 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         remote_em_rref: rpc.RRef[RemoteEM],
         remote_net_rref: rpc.RRef[RemoteNet],
     ) -> None:
-        """Create the trainers, train three rounds, compare the gradients of each, and end the other workers."""
+        """Create the trainers, train three rounds, compare each round's gradients, and end the other workers."""
         trainers = [
             rpc.remote(self.trainer_name(rank), Trainer, args=(remote_em_rref, remote_net_rref, ddp_mode, rank))
             for rank in TRAINER_RANKS
         ]
         self._create_trainer_group(ddp_mode)
         examples = get_training_examples()
-        # Cancelling gradients alone would not tell an average from zeros: the last round weighs trainers unequally.
+        # Gradients that cancel do not tell an average from zeros, so the last round weighs trainers unequally.
         unequal = [batch._replace(values=batch.values * (rank + 1)) for rank, batch in enumerate(examples)]
         for batches, rounds in ((examples, 2), (unequal, 1)):
             wanted = self._expected_by_trainer(batches, simulate_uneven_inputs)
@@ -198,7 +198,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 
     @staticmethod
     def _has_less(rank: int, uneven: bool) -> bool:
-        """Whether this trainer, one of the first half, runs out of inputs before the rest."""
+        """Whether this trainer is in the first half, which runs out of inputs before the rest."""
         return uneven and rank < NUM_TRAINERS // 2
 
     def _expected_by_trainer(self, batches: list[FeatureSet], uneven: bool) -> list[list[ExpectedGradients]]:
@@ -247,7 +247,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         self._assert_exactly(non_ddp_grads, non_ddp, f"local layers, trainer {rank}")
 
     def _check_cancelled(self, examples: list[FeatureSet]) -> None:
-        """Check what the rounds were compared with: averages that cancel, of gradients that do not."""
+        """Check the reference: its averages cancel, its gradients do not."""
         each = [expected_gradients(batch) for batch in examples]
         averaged = averaged_gradients(each)
         for layer in ("fc1", "fc2"):
@@ -292,13 +292,13 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 # Note [DDP dies before its group]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A DDP module that outlives ``destroy_process_group`` holds the group's last reference. Its destructor then joins the
-# group's threads with the GIL held, and a thread that is just dropping a finished collective's Python objects waits for
+# group's threads with the GIL held, and a thread that is dropping a finished collective's Python objects waits for
 # the GIL: the process hangs, about once in forty runs (torch 2.13, gloo). Groups destroyed by ``destroy_process_group``
 # itself release the GIL. So modules go out of scope, or are dropped, first.
 
 
 class CommonDdpComparisonTest(RpcAgentTestFixture):
-    """What the comparisons share, on the host and on an accelerator: a world of trainers."""
+    """What the comparisons on the host and on an accelerator share: a world of trainers."""
 
     @property
     def world_size(self) -> int:
@@ -316,8 +316,8 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _trainers(self, backend: str = "gloo") -> Iterator[None]:
         """Initialise the process group for the body, and seed each trainer by its rank.
 
-        Equal seeds would give every trainer equal gradients, and then an average looks like no average. The body is
-        one call, whose locals have died when it returns: see Note [DDP dies before its group].
+        With equal seeds all gradients would be equal, and an average could not be told from no average. The body is one
+        call, so that its locals are gone when it returns: see Note [DDP dies before its group].
         """
         initialize_pg(self.pg_init_method, self.rank, self.world_size, backend)
         torch.manual_seed(self.rank)
@@ -325,7 +325,7 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
         dist.destroy_process_group()
 
     def _remote_and_local_linear(self, owner: str, d_in: int, d_out: int) -> tuple[RemoteModule, nn.Linear]:
-        """Return a layer on ``owner`` and a local layer that starts with the same weight."""
+        """Return a layer on ``owner`` and a local layer with the same initial weight."""
         remote = RemoteModule(remote_device=owner, module_cls=nn.Linear, args=(d_in, d_out, False))
         local = nn.Linear(d_in, d_out, bias=False)
         local.load_state_dict(remote.module_rref.to_here().state_dict())
@@ -337,7 +337,7 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
         self.assertEqual(local.weight.grad, grad)
 
     def _mean_over_trainers(self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients that DDP should give for the trainers' losses, None for a trainer that has run out."""
+        """Return the gradients that DDP should give for the trainers' losses; None marks a trainer without input."""
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for loss in losses:
             if loss is not None:
@@ -347,21 +347,21 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
 
 
 def _inputs_of(rank: int, *, uneven: bool) -> list[Tensor]:
-    """Return the batches, (3, 2) each, that trainer ``rank`` sees: one, or three on even ranks if inputs are uneven."""
+    """Return the batches of trainer ``rank``, (3, 2) each: one, or three on even ranks if inputs are uneven."""
     seeded = torch.Generator().manual_seed(rank)
     count = 3 if uneven and rank % 2 == 0 else 1
     return [torch.rand((3, 2), generator=seeded) for _ in range(count)]
 
 
 def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rows, (10,), and the offsets, (2,), of the embedding bags that trainer ``rank`` looks up."""
+    """Return the rows, (10,), and the offsets, (2,), of the embedding bags of trainer ``rank``."""
     return torch.randint(10, (10,), generator=torch.Generator().manual_seed(rank)), torch.tensor([0, 4])
 
 
 class DdpComparisonTest(CommonDdpComparisonTest):
-    """DDP gives the same gradients in a distributed autograd context as without, and both are the trainers' mean.
+    """DDP gives the trainers' mean gradients, within a distributed autograd context and without.
 
-    The mean is computed in each process from all trainers' inputs, which follow from their seeds.
+    Each process computes the mean from all trainers' inputs, which follow from their seeds.
     """
 
     def _run_test_ddp_comparision(self, simulate_uneven_inputs: bool = False) -> None:
@@ -445,10 +445,10 @@ class DdpComparisonTest(CommonDdpComparisonTest):
 
 
 class CudaDdpComparisonTest(CommonDdpComparisonTest):
-    """Layers alternate between the remote host and the trainer's own accelerator, whichever type that has.
+    """Layers alternate between the remote host and the trainer's own accelerator, of whatever type.
 
-    The class keeps the name under which it is known. What crosses RPC are host tensors: an agent carries device memory
-    only for the types that it was built for.
+    The name is upstream's. Only host tensors cross RPC, because agents carry device memory only for the device types
+    that they were built for.
     """
 
     @skip_if_lt_x_gpu(NUM_TRAINERS, allow_cpu=True)

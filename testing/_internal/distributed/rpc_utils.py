@@ -1,7 +1,7 @@
-"""Combines the RPC suites with the agents: :func:`generate_tests` makes one test class of each pair.
+"""Combines RPC suites with agents: :func:`generate_tests` makes a test class for each pair.
 
-A suite is written once against :class:`RpcAgentTestFixture` and knows no agent; an agent's fixture knows no suite. One
-test file per agent calls :func:`generate_tests` with its fixture and the list of suites that concern it.
+A suite is written against :class:`RpcAgentTestFixture` and knows no agent; an agent's fixture knows no suite. The test
+file of an agent calls :func:`generate_tests` with the agent's fixture and the suites that apply to it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import
     DdpComparisonTest,
     DdpUnderDistAutogradTest,
 )
+from torch_ext.testing._internal.distributed.nn.api.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
 from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
 from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
@@ -25,10 +29,6 @@ from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
     FaultyAgentRpcTest,
 )
 from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
-from torch_ext.testing._internal.distributed.rpc.remote_module_test import (
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
 from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
@@ -45,7 +45,7 @@ __all__ = [
     "generate_tests",
 ]
 
-# Suites for every agent but the faulty one. They use no option or attribute that only some agents have.
+# Suites for every agent but the faulty one. They use only options and attributes that all agents have.
 GENERIC_TESTS: list[type] = [
     RpcCallTest,
     AsyncExecutionTest,
@@ -60,19 +60,19 @@ GENERIC_TESTS: list[type] = [
     DdpComparisonTest,
 ]
 
-# The same, for suites that need an accelerator, of whatever type.
+# Suites like these that need an accelerator of any type.
 GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
 
-# Suites of what is TensorPipe's own.
+# Suites of TensorPipe's own features.
 TENSORPIPE_TESTS: list[type] = [TensorPipeAgentRpcTest]
 TENSORPIPE_CUDA_TESTS: list[type] = []
 
-# Suites of what happens when messages are lost or late; the only ones for the faulty agent.
+# Suites of lost and late messages, the only ones for the faulty agent.
 FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTest]
 
 
 class SpawnHelper(MultiProcessTestCase):
-    """Starts the ranks of each test; with ``RPC_INIT_WITH_TCP=1`` it also chooses the address at which they meet."""
+    """Starts the ranks of each test. With ``RPC_INIT_WITH_TCP=1`` it also chooses the address of their rendezvous."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -90,22 +90,22 @@ def generate_tests(
     tests: Sequence[type],
     module_name: str,
 ) -> dict[str, type]:
-    """Return one test class per suite that runs it over the agent of ``mixin``, by class name.
+    """Return a test class for each suite, by name, that runs the suite over the agent of ``mixin``.
 
     Args:
-        prefix: put before the suite's name to form the class's name.
+        prefix: prepended to the suite's name to form the class's name.
         mixin: the fixture of an agent.
         tests: the suites.
-        module_name: ``__name__`` of the calling module, into whose namespace the result goes. Ranks find
-            the classes there by name.
+        module_name: ``__name__`` of the calling module, where ranks find the classes by name. Add the result to its
+            globals.
 
     Raises:
-        TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is no fixture.
-        ValueError: two suites have the same name, so that one would silently replace the other.
+        TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is not a fixture.
+        ValueError: two suites have the same name.
     """
     missing: frozenset[str] = getattr(mixin, "__abstractmethods__", frozenset())
     if missing:
-        raise TypeError(f"{mixin.__name__} is no agent's fixture: it does not define {', '.join(sorted(missing))}")
+        raise TypeError(f"{mixin.__name__} is not an agent's fixture: it does not define {', '.join(sorted(missing))}")
     generated: dict[str, type] = {}
     for suite in tests:
         if not issubclass(suite, RpcAgentTestFixture):

@@ -11,9 +11,14 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of
-from torch_ext.testing._internal._fsdp.steps import StepLog, ThreeUnits, layout_over_ranks
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    FourRankTest,
+    StepLog,
+    ThreeUnits,
+    layout_over_ranks,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -30,7 +35,7 @@ class AnatomyTest(FourRankTest):
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh or mesh_of(4), **options)
+            fully_shard(module, mesh=mesh or world_mesh(4), **options)
         return model, log
 
 
@@ -87,7 +92,7 @@ step:
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hybrid(self):
         self.assertExpectedInline(
-            self._step(mesh=mesh_of(2, 2)),
+            self._step(mesh=world_mesh(2, 2)),
             """\
 step:
   all-gather last

@@ -10,9 +10,15 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, mlps, shard_all, whole
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import DoubleLinear
+from torch_ext.testing._internal.common_fsdp import (
+    DoubleLinear,
+    FullyShardParityTest,
+    average_gradients,
+    full_tensor,
+    fully_shard_children,
+    sequential_mlps,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -20,13 +26,13 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardAutograd(BesideTest):
+class TestFullyShardAutograd(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_non_root_forward_backward(self):
         """A child may run by itself once the root has run, and its gradients add up with those of the root's run."""
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         for each in (reference, model):
             each(self.rows(5, 1)).sum().backward()
             each[0](self.rows(5, 2)).sum().backward()
@@ -37,9 +43,9 @@ class TestFullyShardAutograd(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_child_that_runs_first_is_a_root_for_good(self):
         """It has the gradients of its own run, and no root above it may run later."""
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         for each in (reference, model):
             each[0](self.rows(5)).square().sum().backward()
         average_gradients(reference)
@@ -65,8 +71,8 @@ class TestFullyShardAutograd(BesideTest):
     def _test_multi_forward(self, make_model, reshard_after_forward):
         model = make_model()
         reference = self.replica(model)
-        shard_all(model.to(self.device), reshard_after_forward=reshard_after_forward)
-        self.train_beside(reference, model, 5)
+        fully_shard_children(model.to(self.device), reshard_after_forward=reshard_after_forward)
+        self.check_train_parity(reference, model, 5)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unused_forward_output(self):
@@ -80,7 +86,7 @@ class TestFullyShardAutograd(BesideTest):
         torch.manual_seed(0)
         model = Halves(5)
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         for drop in (True, False, True):
             for each in (reference, model):
                 each.drop_second = drop
@@ -97,7 +103,7 @@ class TestFullyShardAutograd(BesideTest):
             torch.manual_seed(0)
             model = DoubleLinear(5, use_second_linear=use_second_linear)
             reference = self.replica(model)
-            shard_all(model.to(self.device))
+            fully_shard_children(model.to(self.device))
             for each in (reference, model):
                 output = each(self.rows(5))
                 (output[0] if use_second_linear else output).square().sum().backward()
@@ -108,11 +114,11 @@ class TestFullyShardAutograd(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_frozen_parameters(self):
         """They are gathered, not trained; forward without autograd gives what it gives with it."""
-        model = mlps()
+        model = sequential_mlps()
         model[1].requires_grad_(False)
         reference = self.replica(model)
-        shard_all(model.to(self.device))
-        self.train_beside(reference, model, 5)
+        fully_shard_children(model.to(self.device))
+        self.check_train_parity(reference, model, 5)
         with torch.no_grad():
             self.assertEqual(model(self.rows(5)), reference(self.rows(5)))
         self.assertEqual({each.requires_grad for each in model[1].parameters()}, {False})
@@ -120,22 +126,22 @@ class TestFullyShardAutograd(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_clipping(self):
         """The norm is that of all shards, of parameters whose shards differ in size too."""
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         for each in (reference, model):
             each(self.rows(5)).square().sum().mul(100).backward()
         average_gradients(reference)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (reference, model)]
-        self.assertEqual(whole(norms[1]), norms[0])
+        self.assertEqual(full_tensor(norms[1]), norms[0])
         self.assertGreater(norms[0].item(), 0.5, "there was nothing to clip")
         self.check_shards(reference, model)
 
 
-class TestFullyShardIgnoredParams(BesideTest):
+class TestFullyShardIgnoredParams(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_ignored_params(self):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
         model.to(self.device)
         ignored = set(model[1].parameters())
@@ -150,7 +156,7 @@ class TestFullyShardIgnoredParams(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharding_below_a_module_that_is_not_sharded(self):
         """Parameters outside stay plain: averaging their gradients is up to the caller."""
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
         model.to(self.device)
         fully_shard(model[1])
@@ -161,15 +167,17 @@ class TestFullyShardIgnoredParams(BesideTest):
         self.check_shards(reference[1], model[1])
 
 
-class TestFullyShardPostAccGradHook(BesideTest):
+class TestFullyShardPostAccGradHook(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_accumulate_grad_hook_sees_the_sharded_gradient(self):
-        model = mlps(1)
+        model = sequential_mlps(1)
         reference = self.replica(model)
         fully_shard(model.to(self.device))
         seen = {}
         for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda each, name=name: seen.update({name: whole(each.grad)}))
+            parameter.register_post_accumulate_grad_hook(
+                lambda each, name=name: seen.update({name: full_tensor(each.grad)})
+            )
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)

@@ -15,12 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients
-from torch_ext.testing._internal._fsdp.collectives import ALL_GATHER, REDUCE_SCATTER, dtype_of_reduction
-from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
-from torch_ext.testing._internal._fsdp.steps import ThreeUnits
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    FullyShardParityTest,
+    ThreeUnits,
+    average_gradients,
+    effective_reduce_dtype,
     patch_all_gather,
     patch_foreach_all_gather,
     patch_foreach_reduce,
@@ -28,6 +30,7 @@ from torch_ext.testing._internal.common_fsdp import (
     patch_reshard,
     patch_unshard,
     reduce_scatter_with_assert,
+    world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -38,11 +41,11 @@ if not dist.is_available():
 c10d_ops = torch.ops.c10d
 
 
-class CommTest(BesideTest):
+class CommTest(FullyShardParityTest):
     def three_units(self, mesh=None, **options):
         model = ThreeUnits().to(self.device)
         for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh or mesh_of(4), **options)
+            fully_shard(module, mesh=mesh or world_mesh(4), **options)
         return model
 
     def step(self, model, step=0):
@@ -165,7 +168,7 @@ class TestFullyShardCollectiveOps(CommTest):
             patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, reduce_scatter, note)),
         ):
             self.step(model)
-        used, reduced_in = param_dtype or torch.float32, dtype_of_reduction(policy)
+        used, reduced_in = param_dtype or torch.float32, effective_reduce_dtype(policy)
         self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
         # Where the policy leaves the type to torch, gradients have it before they are handed to the reduction.
         self.assertEqual(computed, [used if reduce_dtype else reduced_in] * 3)
@@ -186,7 +189,7 @@ class TestFullyShardCollectiveOps(CommTest):
         for factor in (1.0, 3.0):
             model = ThreeUnits()
             reference = self.replica(model)
-            fully_shard(model.to(self.device), mesh=mesh_of(4))
+            fully_shard(model.to(self.device), mesh=world_mesh(4))
             model.set_force_sum_reduction_for_comms(force_sum)
             model.set_gradient_divide_factor(factor)
             for each in (reference, model):
@@ -201,7 +204,7 @@ class TestFullyShardCollectiveOps(CommTest):
         """The hook sees each group's reduced gradients once, and what it writes is what parameters get."""
         model = ThreeUnits()
         reference = self.replica(model)
-        fully_shard(model.to(self.device), mesh=mesh_of(4))
+        fully_shard(model.to(self.device), mesh=world_mesh(4))
         numels = []
 
         def double(reduced):
@@ -229,7 +232,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_communication_count_of_a_hybrid_mesh(self):
-        model = self.three_units(mesh=mesh_of(2, 2))
+        model = self.three_units(mesh=world_mesh(2, 2))
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 3))
         model.set_requires_all_reduce(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))

@@ -15,10 +15,13 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.distributed.fsdp import fully_shard
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest
-from torch_ext.testing._internal._fsdp.compiled import compile_backend
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, compiled_fsdp_test
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    FullyShardParityTest,
+    compile_backend,
+    compiled_fsdp_test,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -28,7 +31,7 @@ if not dist.is_available():
 WIDTH = 5
 
 
-class TestFullyShardCompileCompute(BesideTest):
+class TestFullyShardCompileCompute(FullyShardParityTest):
     @property
     def world_size(self):
         return 2
@@ -67,9 +70,9 @@ class TestFullyShardCompileCompute(BesideTest):
         reference, model = self._models()
         fully_shard(model[0])
         fully_shard(model)
-        self.train_beside(reference, model, WIDTH, steps=1)
+        self.check_train_parity(reference, model, WIDTH, steps=1)
         first = counters["stats"]["unique_graphs"]
-        self.train_beside(reference, model, WIDTH, steps=2)
+        self.check_train_parity(reference, model, WIDTH, steps=2)
         self.assertEqual(counters["stats"]["unique_graphs"], first, "recompiled after the first step")
         self.graphs.append(self._count_graphs())
 
@@ -85,7 +88,7 @@ class TestFullyShardCompileCompute(BesideTest):
         fully_shard(model)
         compiled = [module._compiled_call_impl is not None for module in (model[0], model[1], model)]
         self.assertIn(compiled, ([False] * 3, [True, False, False]))
-        self.train_beside(reference, model, WIDTH, steps=1)
+        self.check_train_parity(reference, model, WIDTH, steps=1)
         self.graphs.append(self._count_graphs())
 
 

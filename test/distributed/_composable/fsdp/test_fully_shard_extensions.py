@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torch_ext.testing._internal._fsdp.extensions import FSDPExtensionContract
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
+    FSDPExtensionContract,
     FSDPTest,
     FSDPTestMultiThread,
     check_sharded_parity,

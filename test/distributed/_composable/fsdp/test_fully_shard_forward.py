@@ -10,10 +10,14 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest, mlps, shard_all
-from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    FullyShardParityTest,
+    fully_shard_children,
+    sequential_mlps,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -21,7 +25,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardForwardInputs(BesideTest):
+class TestFullyShardForwardInputs(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_root_move_forward_input_to_device(self):
         """Inputs on the host reach the module on the device, also from within containers."""
@@ -32,7 +36,7 @@ class TestFullyShardForwardInputs(BesideTest):
                 seen.extend([x, *pair, named["y"]])
                 return x + pair[0] + pair[1] + named["y"]
 
-        model = fully_shard(Adds().to(self.device), mesh=mesh_of(4))
+        model = fully_shard(Adds().to(self.device), mesh=world_mesh(4))
         output = model(torch.ones(3), (torch.ones(3), torch.ones(3)), named={"y": torch.ones(3)})
         self.assertEqual({tensor.device for tensor in seen}, {self.device})
         self.assertEqual(output, torch.full((3,), 4.0, device=self.device))
@@ -49,13 +53,13 @@ class TestFullyShardForwardInputs(BesideTest):
                 return self.weight @ self.weight
 
         model, reference = Squared(self.device), Squared(self.device)
-        fully_shard(model, mesh=mesh_of(4))
+        fully_shard(model, mesh=world_mesh(4))
         for each in (model, reference):
             each().sum().backward()
         self.check_shards(reference, model)
 
 
-class TestFullyShardRegisteredParams(BesideTest):
+class TestFullyShardRegisteredParams(FullyShardParityTest):
     """Which parameters a module shows between the phases of a step."""
 
     def _check_kind(self, what, parameters, sharded):
@@ -68,7 +72,7 @@ class TestFullyShardRegisteredParams(BesideTest):
         self.run_subtests({"reshard_after_forward": [True, False, 2, None]}, self._test_after_forward)
 
     def _test_after_forward(self, reshard_after_forward):
-        model = mlps()
+        model = sequential_mlps()
         model.append(nn.Linear(5, 5))
         reference = self.replica(model)
         model.to(self.device)
@@ -93,7 +97,7 @@ class TestFullyShardRegisteredParams(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_param_registration_after_backward(self):
         for reshard_after_forward in (True, False, 2):
-            model = shard_all(mlps().to(self.device), reshard_after_forward=reshard_after_forward)
+            model = fully_shard_children(sequential_mlps().to(self.device), reshard_after_forward=reshard_after_forward)
             model(self.rows(5)).sum().backward()
             self._check_kind(f"parameters with {reshard_after_forward}", model.parameters(), True)
 
@@ -112,7 +116,7 @@ class TestFullyShardRegisteredParams(BesideTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hooks_before_forward_see_whole_parameters(self):
-        model = mlps(1)[0]
+        model = sequential_mlps(1)[0]
         shown = []
         fully_shard(model.to(self.device))
         model.in_proj.register_forward_pre_hook(lambda module, _: shown.append(module.weight))
@@ -121,21 +125,21 @@ class TestFullyShardRegisteredParams(BesideTest):
         self._check_kind("parameters after backward", model.parameters(), True)
 
 
-class TestFullyShardCastAfterInit(BesideTest):
+class TestFullyShardCastAfterInit(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_to_float64_after_init(self):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model).double()
-        shard_all(model.to(self.device)).double()
+        fully_shard_children(model.to(self.device)).double()
         for parameter in model.parameters():
             self.assertEqual((parameter.dtype, parameter.to_local().dtype), (torch.float64, torch.float64))
             self.assertEqual(parameter._spec.tensor_meta.dtype, torch.float64)
-        self.train_beside(
+        self.check_train_parity(
             reference, model, 5, loss_of=lambda module, rows: module(rows.double()).square().sum(), atol=0, rtol=1e-12
         )
 
 
-class TestFullyShardCustomForwardMethod(BesideTest):
+class TestFullyShardCustomForwardMethod(FullyShardParityTest):
     class Encoder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -154,7 +158,7 @@ class TestFullyShardCustomForwardMethod(BesideTest):
         reference = self.replica(model)
         fully_shard(model.to(self.device))
         register_fsdp_forward_method(model, "encode")
-        self.train_beside(reference, model, 5, loss_of=lambda module, rows: module.encode(rows).square().sum())
+        self.check_train_parity(reference, model, 5, loss_of=lambda module, rows: module.encode(rows).square().sum())
         self.assertIsInstance(model.patches.weight, DTensor)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -14,9 +14,11 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import leave_out_without_accelerator
+from torch_ext.testing._internal.common_fsdp import (
+    TwoRankTest,
+    skip_without_accelerator,
+)
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -35,7 +37,7 @@ PATIENCE_S = 5.0
 
 class TestFullyShardMemory(TwoRankTest):
     def _model(self, **options: Any) -> nn.Sequential:
-        leave_out_without_accelerator("the plain host does not account for the memory of tensors")
+        skip_without_accelerator("the plain host does not account for the memory of tensors")
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=self.device) for _ in range(LAYERS)))
         self.base = self._allocated() - MODEL_BYTES

@@ -11,10 +11,14 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext.testing._internal._fsdp.collectives import REDUCE_SCATTER, dtype_of_reduction
-from torch_ext.testing._internal._fsdp.fixed_worlds import TwoRankTest
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, patch_reduce_scatter
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    REDUCE_SCATTER,
+    TwoRankTest,
+    effective_reduce_dtype,
+    patch_reduce_scatter,
+)
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -60,7 +64,7 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
     @parametrize("reduce_dtype", [None, FULL])
     def test_compute_and_reduce_types(self, param_dtype, reduce_dtype):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        reduced_in = dtype_of_reduction(policy)
+        reduced_in = effective_reduce_dtype(policy)
         model = self._shard(self._mlps(), policy)
         reference = self._mlps()
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
@@ -87,7 +91,7 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
     @parametrize("reduce_dtype", [None, FULL])
     def test_gradient_accumulation_in_the_type_of_the_reduction(self, reduce_dtype):
         policy = MixedPrecisionPolicy(param_dtype=BRAIN, reduce_dtype=reduce_dtype)
-        reduced_in = dtype_of_reduction(policy)
+        reduced_in = effective_reduce_dtype(policy)
         model = self._shard(self._mlps(), policy)
         reference = self._mlps()
         sums = [torch.zeros_like(param, dtype=reduced_in) for param in reference.parameters()]

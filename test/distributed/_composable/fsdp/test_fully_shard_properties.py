@@ -21,17 +21,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from torch_ext.testing._internal._fsdp.fixed_worlds import FourRankTest, mesh_of, mesh_of_first
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_utils import run_tests
-from torch_ext.testing._internal.hypothesis_utils import (
-    Block,
-    Layer,
-    across_ranks,
+from torch_ext.testing._internal.common_fsdp import (
+    BlockSpec,
+    FourRankTest,
+    LayerSpec,
     build_tree,
+    first_ranks_mesh,
     module_trees,
     train_tree,
+    world_mesh,
 )
+from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.hypothesis_utils import across_ranks
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -89,7 +91,7 @@ class TestTrainingProperties(PropertiesTest):
     )
     # Backward needs the weights of the second layer, gathered from a mesh of two: drawn too rarely to rely on it.
     @example(
-        tree=Block((Layer(4, wrapped=True), Layer(4))),
+        tree=BlockSpec((LayerSpec(4, wrapped=True), LayerSpec(4))),
         sizes=(4,),
         reshard_after_forward=2,
         steps=2,
@@ -99,7 +101,7 @@ class TestTrainingProperties(PropertiesTest):
         if sizes[-1] % 2 and reshard_after_forward == 2:
             reshard_after_forward = True  # a world of one cannot be resharded to two
         reference = self._unsharded(tree)
-        model = self._sharded(tree, mesh_of(*sizes), reshard_after_forward=reshard_after_forward)
+        model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
         self.check_equal("parameters before training", full_params(model), list(reference.parameters()))
 
         contexts = {"never": None, "reduced": contextlib.nullcontext, "unreduced": lambda: unreduced(model)}
@@ -109,7 +111,7 @@ class TestTrainingProperties(PropertiesTest):
 class TestStateDictProperties(PropertiesTest):
     def _sharded_over(self, tree, size, seed):
         """Return the model over the first ``size`` ranks; None on the others."""
-        mesh = mesh_of_first(size)
+        mesh = first_ranks_mesh(size)
         return self._sharded(tree, mesh, seed) if self.rank < size else None
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -136,12 +138,12 @@ class TestStateDictProperties(PropertiesTest):
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
         folder = self.shared_folder()
         if saver := self._sharded_over(tree, saved_by, seed=1):
-            group = mesh_of_first(saved_by).get_group()
+            group = first_ranks_mesh(saved_by).get_group()
             dcp.save(get_model_state_dict(saver), checkpoint_id=folder, process_group=group)
         dist.barrier()
         if loader := self._sharded_over(tree, loaded_by, seed=2):
             state = get_model_state_dict(loader)
-            dcp.load(state, checkpoint_id=folder, process_group=mesh_of_first(loaded_by).get_group())
+            dcp.load(state, checkpoint_id=folder, process_group=first_ranks_mesh(loaded_by).get_group())
             set_model_state_dict(loader, state)
             reference = self._unsharded(tree, seed=1)
             self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
@@ -196,7 +198,7 @@ class TestExtensionProperties(PropertiesTest):
     )
     def test_padding_of_an_extension_never_shows(self, tree, sizes, filler, reshard_after_forward):
         reference = self._unsharded(tree)
-        model = self._sharded(tree, mesh_of(*sizes), reshard_after_forward=reshard_after_forward)
+        model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
         padding = Padding(filler)
         params = list(model.parameters())
         for param in params:

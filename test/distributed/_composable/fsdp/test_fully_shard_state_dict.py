@@ -24,10 +24,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest, whole
-from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, get_devtype, leave_out_without_accelerator
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    FullyShardParityTest,
+    full_tensor,
+    get_devtype,
+    skip_without_accelerator,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -42,9 +47,9 @@ def make_model(seed=0):
     return nn.Sequential(MLP(WIDTH, dim_multiplier=3, with_buffer=True), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
 
-class StateDictTest(BesideTest):
+class StateDictTest(FullyShardParityTest):
     def shard(self, model, mesh=None, **options):
-        mesh = mesh or mesh_of(4)
+        mesh = mesh or world_mesh(4)
         fully_shard(model[0], mesh=mesh, **options)
         return fully_shard(model, mesh=mesh, **options)
 
@@ -54,7 +59,7 @@ class StateDictTest(BesideTest):
     def check_is(self, model, seed):
         """The model holds, whole and on every rank, what ``make_model(seed)`` draws."""
         expected = make_model(seed).state_dict()
-        found = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+        found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
         self.assertEqual(list(found), list(expected))
         for name, tensor in expected.items():
             self.check_equal(name, found[name], tensor, atol=0, rtol=0)
@@ -67,7 +72,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         self.run_subtests({"mesh_shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}, self._test_save_load)
 
     def _test_save_load(self, mesh_shape, reshard_after_forward):
-        mesh = mesh_of(*mesh_shape)
+        mesh = world_mesh(*mesh_shape)
         model = self.sharded(0, mesh, reshard_after_forward=reshard_after_forward)
         # With parameters left gathered, the state dict is sharded all the same.
         model(self.rows(WIDTH))
@@ -79,7 +84,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
             self.assertEqual(state[name].to_local().data_ptr(), parameter.to_local().data_ptr(), name)
         self.check_is(model, 0)
         other = self.sharded(1, mesh)
-        self.assertNotEqual(whole(other[2].weight), whole(model[2].weight))
+        self.assertNotEqual(full_tensor(other[2].weight), full_tensor(model[2].weight))
         other.load_state_dict(state)
         self.check_is(other, 0)
 
@@ -118,8 +123,8 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         self.run_subtests({"mesh_shape": [(4,), (2, 2)]}, self._test_cpu_offload)
 
     def _test_cpu_offload(self, mesh_shape):
-        leave_out_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
-        mesh, policy = mesh_of(*mesh_shape), CPUOffloadPolicy()
+        skip_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
+        mesh, policy = world_mesh(*mesh_shape), CPUOffloadPolicy()
         model = self.shard(make_model(0), mesh, offload_policy=policy)
         model[0].buffer = model[0].buffer.to(self.device)
         model(self.rows(WIDTH)).sum().backward()
@@ -150,7 +155,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         for model in (source, target):
             if model is target:
                 model.load_state_dict(source.state_dict())
-            found = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+            found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
             self.assertEqual(found, expected, atol=0, rtol=0)
         self.assertEqual(source.state_dict()["in_proj.weight"].device_mesh.ndim, 2)
 
@@ -224,7 +229,7 @@ class TestFullyShardCheckpoint(StateDictTest):
 
     def _test_round_trip(self, meshes):
         folder = self.shared_folder()
-        saved, loaded = (mesh_of(*shape) for shape in meshes)
+        saved, loaded = (world_mesh(*shape) for shape in meshes)
         dcp.save(get_model_state_dict(self.sharded(0, saved)), checkpoint_id=folder)
         model = self.sharded(1, loaded)
         state = get_model_state_dict(model)

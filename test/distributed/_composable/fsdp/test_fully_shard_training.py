@@ -18,10 +18,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import Shard
 
-from torch_ext.testing._internal._fsdp.beside import BesideTest, average_gradients, mlps, shard_all, whole
-from torch_ext.testing._internal._fsdp.fixed_worlds import mesh_of
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, MLPStack, leave_out_without_accelerator
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    FullyShardParityTest,
+    MLPStack,
+    average_gradients,
+    full_tensor,
+    fully_shard_children,
+    sequential_mlps,
+    skip_without_accelerator,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -29,7 +37,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShard1DTrainingCore(BesideTest):
+class TestFullyShard1DTrainingCore(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_single_group_shard_dim0(self):
         """Rows that divide evenly, unevenly, and so few that ranks hold none; also of all parameters."""
@@ -40,7 +48,7 @@ class TestFullyShard1DTrainingCore(BesideTest):
         model = nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2]))
         reference = self.replica(model)
         fully_shard(model.to(self.device), shard_placement_fn=shard_placement_fn)
-        self.train_beside(reference, model, widths[0])
+        self.check_train_parity(reference, model, widths[0])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_single_group_shard_largest_dim(self):
@@ -62,14 +70,16 @@ class TestFullyShard1DTrainingCore(BesideTest):
 
     def _test_multi_group(self, layout, prefetch):
         mesh_shape, reshard_after_forward = layout
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device), mesh=mesh_of(*mesh_shape), reshard_after_forward=reshard_after_forward)
+        fully_shard_children(
+            model.to(self.device), mesh=world_mesh(*mesh_shape), reshard_after_forward=reshard_after_forward
+        )
         if prefetch:
             for earlier, later in itertools.pairwise(model):
                 earlier.set_modules_to_forward_prefetch([later])
                 later.set_modules_to_backward_prefetch([earlier])
-        self.train_beside(reference, model, 5)
+        self.check_train_parity(reference, model, 5)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_multi_group_cpu_offload(self):
@@ -77,11 +87,13 @@ class TestFullyShard1DTrainingCore(BesideTest):
         self.run_subtests({"pin_memory": [True, False], "reshard_after_forward": [True, False]}, self._test_cpu_offload)
 
     def _test_cpu_offload(self, pin_memory, reshard_after_forward):
-        leave_out_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
-        model = mlps()
+        skip_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
+        model = sequential_mlps()
         reference = self.replica(model)
         policy = CPUOffloadPolicy(pin_memory=pin_memory)
-        shard_all(model, mesh=mesh_of(4), reshard_after_forward=reshard_after_forward, offload_policy=policy)
+        fully_shard_children(
+            model, mesh=world_mesh(4), reshard_after_forward=reshard_after_forward, offload_policy=policy
+        )
         computed_on = set()
         for module in model.modules():
             module.register_forward_hook(lambda _, args, output: computed_on.add(output.device))
@@ -94,7 +106,7 @@ class TestFullyShard1DTrainingCore(BesideTest):
                     expected = self._shard(reference, name, of_gradient=True)
                     self.check_equal(f"{name}.grad", parameter.grad.to_local().to(self.device), expected)
 
-        self.train_beside(reference, model, 5, check=check)
+        self.check_train_parity(reference, model, 5, check=check)
         self.assertEqual(computed_on, {self.device})
 
     def _shard(self, reference, name, *, of_gradient=False):
@@ -106,27 +118,27 @@ class TestFullyShard1DTrainingCore(BesideTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_offload_policy_default_changes_nothing(self):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device), offload_policy=OffloadPolicy())
-        self.train_beside(reference, model, 5, steps=1)
+        fully_shard_children(model.to(self.device), offload_policy=OffloadPolicy())
+        self.check_train_parity(reference, model, 5, steps=1)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_explicit_prefetching_of_modules_out_of_order(self):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         model[0].set_modules_to_forward_prefetch([model[2], model[1]])
         model[2].set_modules_to_backward_prefetch([model[0]])
-        self.train_beside(reference, model, 5)
+        self.check_train_parity(reference, model, 5)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_optim_event(self):
         """The next forward waits for the event that says parameters are ready, once."""
-        leave_out_without_accelerator("events need an accelerator")
-        model = mlps()
+        skip_without_accelerator("events need an accelerator")
+        model = sequential_mlps()
         reference = self.replica(model)
-        shard_all(model.to(self.device))
+        fully_shard_children(model.to(self.device))
         optimizer = self.optimizer(model)
         optimizer.register_step_post_hook(
             lambda *_: model.set_post_optim_event(torch.accelerator.current_stream().record_event())
@@ -143,14 +155,14 @@ class TestFullyShard1DTrainingCore(BesideTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_list_of_modules_is_one_group(self):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
         fully_shard([model.to(self.device)[0], model[1]])
         fully_shard(model)
-        self.train_beside(reference, model, 5)
+        self.check_train_parity(reference, model, 5)
 
 
-class TestFullyShard1DTrainingCompose(BesideTest):
+class TestFullyShard1DTrainingCompose(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_activation_checkpointing(self):
         """Checkpointing outside or inside the sharded module, and sharded modules within a checkpointed one."""
@@ -159,7 +171,7 @@ class TestFullyShard1DTrainingCompose(BesideTest):
         )
 
     def _test_checkpointing(self, reshard_after_forward, where):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
         runs = []
         model.to(self.device)
@@ -172,11 +184,11 @@ class TestFullyShard1DTrainingCompose(BesideTest):
             else:
                 fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
-        self.train_beside(reference, model, 5, steps=2)
+        self.check_train_parity(reference, model, 5, steps=2)
         self.check_equal("forwards of three layers in two steps, each run again", len(runs), 12)
 
 
-class TestFullyShardSharedParams(BesideTest):
+class TestFullyShardSharedParams(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_shared_params(self):
         self.run_subtests({"reshard_after_forward": [True, False], "use_checkpoint": [False, True]}, self._test_shared)
@@ -207,11 +219,11 @@ class TestFullyShardSharedParams(BesideTest):
             tokens = (rows.abs() * 10).long() % 7
             return F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
 
-        self.train_beside(reference, model, 4, loss_of=loss_of)
+        self.check_train_parity(reference, model, 4, loss_of=loss_of)
         self.assertIs(model.head.weight, model.embed.weight)
 
 
-class TestFullyShardGradientAccumulation(BesideTest):
+class TestFullyShardGradientAccumulation(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_accumulation(self):
         """Microbatches with the reduction in all of them, in the last, or (hybrid) the all-reduce in the last."""
@@ -226,9 +238,11 @@ class TestFullyShardGradientAccumulation(BesideTest):
         )
 
     def _test_accumulation(self, mode, mesh_shape, reshard_after_forward, reshard_after_backward):
-        model = mlps(2)
+        model = sequential_mlps(2)
         reference = self.replica(model)
-        shard_all(model.to(self.device), mesh=mesh_of(*mesh_shape), reshard_after_forward=reshard_after_forward)
+        fully_shard_children(
+            model.to(self.device), mesh=world_mesh(*mesh_shape), reshard_after_forward=reshard_after_forward
+        )
         optimizers = [self.optimizer(each) for each in (reference, model)]
         for step in range(2):
             for micro in range(3):
@@ -252,9 +266,9 @@ class TestFullyShardGradientAccumulation(BesideTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_1f1b_microbatching(self):
         """Several forwards before the backwards, as a pipeline has them."""
-        model = mlps(2)
+        model = sequential_mlps(2)
         reference = self.replica(model)
-        shard_all(model.to(self.device), reshard_after_forward=False)
+        fully_shard_children(model.to(self.device), reshard_after_forward=False)
         model.set_reshard_after_backward(False)
         model.set_is_last_backward(False)
         for each in (reference, model):
@@ -268,7 +282,7 @@ class TestFullyShardGradientAccumulation(BesideTest):
         self.check_shards(reference, model)
 
 
-class TestFullyShardHSDPTraining(BesideTest):
+class TestFullyShardHSDPTraining(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_hsdp(self):
         self.run_subtests(
@@ -276,32 +290,34 @@ class TestFullyShardHSDPTraining(BesideTest):
         )
 
     def _test_train_parity_hsdp(self, reshard_after_forward, use_checkpoint):
-        model = mlps()
+        model = sequential_mlps()
         reference = self.replica(model)
         model.to(self.device)
         for child in model:
             if use_checkpoint:
                 checkpoint(child)
-        shard_all(model, mesh=mesh_of(2, 2), reshard_after_forward=reshard_after_forward)
-        self.train_beside(reference, model, 5)
+        fully_shard_children(model, mesh=world_mesh(2, 2), reshard_after_forward=reshard_after_forward)
+        self.check_train_parity(reference, model, 5)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_replicas_stay_equal(self):
         """After steps on different data, ranks that hold the same shard hold the same bits."""
-        model = shard_all(mlps().to(self.device), mesh=mesh_of(2, 2))
+        model = fully_shard_children(sequential_mlps().to(self.device), mesh=world_mesh(2, 2))
         optimizer = self.optimizer(model)
         for step in range(3):
             model(self.rows(5, step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         local = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
-        self.assertNotEqual(whole(model[0].in_proj.weight), mlps()[0].in_proj.weight.detach().to(self.device))
+        self.assertNotEqual(
+            full_tensor(model[0].in_proj.weight), sequential_mlps()[0].in_proj.weight.detach().to(self.device)
+        )
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, local.cpu())
         self.assertEqual(everyone[self.rank], everyone[(self.rank + 2) % 4], atol=0, rtol=0)
 
 
-class TestFullyShardNDTraining(BesideTest):
+class TestFullyShardNDTraining(FullyShardParityTest):
     """Shards of tensor-parallel pieces: two by two ranks."""
 
     def rows(self, width, step=0, count=3):
@@ -327,10 +343,10 @@ class TestFullyShardNDTraining(BesideTest):
             use_activation_checkpointing,
             reshard_after_forward=reshard_after_forward,
         )
-        self.train_beside(reference, model, 8, check=self.check_whole)
+        self.check_train_parity(reference, model, 8, check=self.check_whole)
 
 
-class TestFullyShardShareCommContext(BesideTest):
+class TestFullyShardShareCommContext(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_share_comm_context(self):
         """Roots that share streams train as ever, and do share them."""
@@ -340,7 +356,7 @@ class TestFullyShardShareCommContext(BesideTest):
         for stage in stages.to(self.device):
             fully_shard(stage)
         share_comm_ctx(list(stages))
-        self.train_beside(reference, stages, 5)
+        self.check_train_parity(reference, stages, 5)
         contexts = [stage._get_fsdp_state()._comm_ctx for stage in stages]
         self.assertIs(contexts[0], contexts[1])
 

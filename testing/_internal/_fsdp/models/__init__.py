@@ -1,1 +1,1 @@
-"""Test models, one module per family."""
+"""Test models, one module for each family."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 import torch
@@ -12,18 +13,47 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+from torch_ext.testing._internal._fsdp.device import compute_device
 
 __all__ = [
+    "CUDAInitMode",
+    "DEVICEInitMode",
     "DummyDDP",
     "DummyProcessGroup",
+    "FSDPInitMode",
     "FSDPTestModel",
     "_maybe_cuda",
     "_maybe_wrap_fsdp",
     "_move_to_device",
-    "init_by_mode",
-    "unsupported_mode",
+    "fsdp_on_device",
 ]
+
+
+class FSDPInitMode(Enum):
+    """Which modules of a test model are wrapped with FSDP.
+
+    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root as well where the model's ``init`` says so.
+    """
+
+    NO_FSDP = auto()
+    RECURSIVE = auto()
+
+
+class DEVICEInitMode(Enum):
+    """When a test model moves to the device: before FSDP's constructor sees it, after, or never.
+
+    The names that begin with ``CUDA_`` are the same members under the names they had before other devices came.
+    """
+
+    DEVICE_BEFORE = auto()
+    DEVICE_AFTER = auto()
+    DEVICE_NEVER = auto()
+    CUDA_BEFORE = DEVICE_BEFORE
+    CUDA_AFTER = DEVICE_AFTER
+    CUDA_NEVER = DEVICE_NEVER
+
+
+CUDAInitMode = DEVICEInitMode
 
 
 class FSDPTestModel(nn.Module, ABC):
@@ -56,6 +86,11 @@ _maybe_cuda = _move_to_device
 
 def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
     return FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
+
+
+def fsdp_on_device(module: nn.Module, *args: Any, **kwargs: Any) -> FSDP:
+    """Wrap ``module`` with FSDP1, which moves it to the calling rank's device. The arguments are FSDP's."""
+    return FSDP(module, *args, **{"device_id": compute_device(), **kwargs})
 
 
 def init_by_mode(

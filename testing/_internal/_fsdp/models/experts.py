@@ -11,10 +11,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.compat import fsdp as private
-from torch_ext.testing._internal._fsdp.delays import delay
-from torch_ext.testing._internal._fsdp.models.base import init_by_mode
+from torch_ext.testing._internal._fsdp.device import delay
+from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, init_by_mode
 from torch_ext.testing._internal._fsdp.models.nested import LayerMaker, NestedWrappedModule
-from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
 
 __all__ = ["MixtureOfExperts"]
 

@@ -13,8 +13,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.compat.fsdp import HYBRID_SHARD_ZERO2
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.models.base import FSDPTestModel, Group, _move_to_device, init_by_mode
-from torch_ext.testing._internal._fsdp.modes import DEVICEInitMode, FSDPInitMode
+from torch_ext.testing._internal._fsdp.models.base import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTestModel,
+    Group,
+    _move_to_device,
+    init_by_mode,
+)
 
 __all__ = ["TransformerWithSharedParams"]
 

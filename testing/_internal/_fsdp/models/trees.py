@@ -14,14 +14,14 @@ import hypothesis.strategies as st
 import torch
 import torch.nn as nn
 
-__all__ = ["Block", "Layer", "build_tree", "module_trees", "train_tree"]
+__all__ = ["BlockSpec", "LayerSpec", "build_tree", "module_trees", "train_tree"]
 
 INPUT_WIDTH = 3
 _DTYPE = torch.float64
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """A linear layer with ``width`` outputs; ``wrapped`` means that it is sharded by itself."""
 
     width: int
@@ -30,29 +30,29 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """Layers and blocks in sequence, with a bounded nonlinearity after each; ``wrapped`` as one."""
 
-    parts: tuple[Layer | Block, ...]
+    parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False
 
 
-def module_trees(max_width: int = 6, max_layers: int = 6) -> st.SearchStrategy[Block]:
-    """Draw descriptions of models, for :func:`build_tree`.
+def module_trees(max_width: int = 6, max_layers: int = 6) -> st.SearchStrategy[BlockSpec]:
+    """Return a Hypothesis strategy for descriptions of models; :func:`build_tree` builds them.
 
-    Widths begin at 1, so that over a few ranks shards are uneven and many are empty. The simplest one is a single layer
-    of width 1 in one block.
+    Widths start at 1, so over a few ranks shards are uneven and many are empty. Examples shrink towards a block with a
+    single layer of width 1.
     """
-    layers = st.builds(Layer, width=st.integers(1, max_width), bias=st.booleans(), wrapped=st.booleans())
-    parts: st.SearchStrategy[Layer | Block] = st.recursive(layers, _blocks, max_leaves=max_layers)
-    return st.builds(Block, parts=_some(parts))
+    layers = st.builds(LayerSpec, width=st.integers(1, max_width), bias=st.booleans(), wrapped=st.booleans())
+    parts: st.SearchStrategy[LayerSpec | BlockSpec] = st.recursive(layers, _blocks, max_leaves=max_layers)
+    return st.builds(BlockSpec, parts=_some(parts))
 
 
-def _blocks(parts: st.SearchStrategy[Layer | Block]) -> st.SearchStrategy[Block]:
-    return st.builds(Block, parts=_some(parts), wrapped=st.booleans())
+def _blocks(parts: st.SearchStrategy[LayerSpec | BlockSpec]) -> st.SearchStrategy[BlockSpec]:
+    return st.builds(BlockSpec, parts=_some(parts), wrapped=st.booleans())
 
 
-def _some(parts: st.SearchStrategy[Layer | Block]) -> st.SearchStrategy[tuple[Layer | Block, ...]]:
+def _some(parts: st.SearchStrategy[LayerSpec | BlockSpec]) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
     return st.lists(parts, min_size=1, max_size=3).map(tuple)
 
 
@@ -61,7 +61,7 @@ def _as_it_is(module: nn.Module) -> nn.Module:
 
 
 def build_tree(
-    tree: Block,
+    tree: BlockSpec,
     device: torch.device,
     wrap: Callable[[nn.Module], nn.Module] = _as_it_is,
     seed: int = 0,
@@ -79,13 +79,13 @@ def build_tree(
 
 
 def _build(
-    part: Layer | Block,
+    part: LayerSpec | BlockSpec,
     width: int,
     make: Callable[[int, int, bool], nn.Module],
     wrap: Callable[[nn.Module], nn.Module],
 ) -> tuple[nn.Module, int]:
     module: nn.Module
-    if isinstance(part, Layer):
+    if isinstance(part, LayerSpec):
         module, width = make(width, part.width, part.bias), part.width
     else:
         modules: list[nn.Module] = []

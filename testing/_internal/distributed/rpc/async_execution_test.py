@@ -1,4 +1,4 @@
-"""``rpc.functions.async_execution``: a callee that answers with a future gives its thread back meanwhile."""
+"""``rpc.functions.async_execution``: a callee that returns a future frees its thread until the future completes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from torch_ext.testing._internal.dist_utils import dist_init
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
-from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
+from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def async_execution(function: _Function) -> _Function:
-    """torch's decorator, which is not annotated."""
+    """torch's decorator, with annotations."""
     marked: _Function = rpc.functions.async_execution(function)
     return marked
 
@@ -103,7 +103,7 @@ def release_all() -> None:
 
 
 class AsyncExecutionTest(RpcAgentTestFixture):
-    """Every worker calls the next one, which passes the work on to the one after it."""
+    """Every worker calls the next one, which passes the work on to the one after that."""
 
     @property
     def world_size(self) -> int:
@@ -159,7 +159,7 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         # Three times as many calls wait as the callee has threads, and it still answers others.
         count = 3 * rpc.constants.DEFAULT_NUM_WORKER_THREADS
         futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
-        # A call is answered only while a thread is free; each answer tells how many have arrived.
+        # A call is answered only while a thread is free. Each answer tells how many calls have arrived.
         while rpc.rpc_sync(self.peer(), count_waiting) < count:
             pass
         self.assertFalse(any(future.done() for future in futures))

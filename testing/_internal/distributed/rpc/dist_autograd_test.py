@@ -1,4 +1,4 @@
-"""Distributed autograd: gradients through calls, their contexts, and what becomes of errors on the way back."""
+"""Distributed autograd: gradients through RPC, their contexts, and errors in backward."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_node_failure,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
-from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
+from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -32,7 +32,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def multiply_by_own_leaf(a: Tensor) -> Tensor:
-    """Multiply by a tensor that only this worker knows, and that needs a gradient."""
+    """Multiply by a tensor that only this worker has and that requires a gradient."""
     return a * _leaf
 
 
@@ -105,7 +105,7 @@ def gradients_of(function: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tens
 
 
 class DistAutogradTest(RpcAgentTestFixture):
-    """Every worker sends work to the next one; the reference is plain autograd in one process."""
+    """Every worker sends work to the next one. The reference is plain autograd in one process."""
 
     @property
     def world_size(self) -> int:
@@ -393,7 +393,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         self.start_agent(rpc_timeout=20)
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            # Worker 0 calls worker 1 itself; worker 2 reaches it over worker 0.
+            # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
             product = rpc.rpc_sync(self.peer(), remote.relay, args=(multiply, (a, a), hops, self.world_size))
             dist.barrier()
@@ -403,19 +403,19 @@ class DistAutogradTest(RpcAgentTestFixture):
                 wait_until_node_failure(1, self.get_shutdown_error_regex())
                 with self.assertRaisesRegex(RuntimeError, self.get_shutdown_error_regex()):
                     dist_autograd.backward(context_id, [product.sum()])
-            dist.barrier()  # workers 0 and 2 stay until both have seen it
+            dist.barrier()  # workers 0 and 2 stay until both have seen the error
         if self.rank != 1:
             rpc.shutdown(graceful=False)
 
 
 def on_device(a: Tensor, rank: int) -> Tensor:
-    """Compute on this worker's device what came as a host tensor, and send a host tensor back."""
+    """Take a host tensor, compute on this worker's device, and return a host tensor."""
     device = accelerator.current_device(rank)
     return (a.to(device) * 3).cpu()
 
 
 class CudaDistAutogradTest(RpcAgentTestFixture):
-    """Graphs that leave the host for an accelerator, of whatever type, and come back on the way through a call."""
+    """Graphs that move from the host to an accelerator of any type and back within a call."""
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: each worker's optimizer steps the parameters that the worker owns."""
+"""``DistributedOptimizer``: each worker's own optimizer steps the parameters that the worker owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import R
 
 
 class Layer:
-    """A square matrix, to be owned by one worker: ``forward`` multiplies by it."""
+    """A square matrix that one worker owns; ``forward`` multiplies by it."""
 
     def __init__(self, seed: int, requires_grad: bool = True) -> None:
         weight = torch.rand((3, 3), generator=torch.Generator().manual_seed(seed))
@@ -54,13 +54,13 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "Rprop": (optim.Rprop, {"lr": 0.01}),
     "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    # Without a functional form: each worker then steps under a lock.
+    # It has no functional form, so each worker steps under a lock.
     "NAdam": (optim.NAdam, {"lr": 0.01}),
 }
 
 
 class DistOptimizerTest(RpcAgentTestFixture):
-    """Two layers on two other workers are trained from here, and beside them two layers in this process."""
+    """Trains two layers on two other workers, and the same two layers in this process as the reference."""
 
     @property
     def world_size(self) -> int:
@@ -125,7 +125,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             self._backward(layers, torch.ones((3, 2)), context_id)
         with dist_autograd.context() as context_id:
-            # The workers hear of a context from the calls made in it.
+            # Workers learn of a context from the calls made in it.
             for layer in layers:
                 layer.rpc_sync().forward(torch.ones((3, 2), requires_grad=True))
             optimizer.step(context_id)

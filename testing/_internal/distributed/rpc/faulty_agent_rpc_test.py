@@ -1,4 +1,4 @@
-"""What becomes of calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent only."""
+"""Calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_pending_futures_and_users_flushed,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import knows_context, multiply
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
     default_messages_to_delay,
@@ -32,7 +32,7 @@ def scripted_double(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-# A call of each kind of function; each kind travels as a message type of its own.
+# A call of each kind of function. Each kind has its own message type.
 OPERATOR, SCRIPTED, PYTHON = (
     (torch.add, (torch.ones(2), 1)),
     (scripted_double, (torch.ones(2),)),
@@ -40,13 +40,13 @@ OPERATOR, SCRIPTED, PYTHON = (
 )
 ANSWER = torch.full((2,), 2.0)
 
-# A delay longer than any time limit that a test sets, and short enough to wait for.
+# Longer than any time limit that a test sets, yet short enough to wait for.
 DELAY_S = 0.4
 LIMIT_S = 0.05
 
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
-    """Messages that torch sends again survive loss; the loss of others is an error, and so is lateness past a limit."""
+    """Messages that torch resends survive loss. Losing any other is an error, and so is exceeding a time limit."""
 
     @property
     def world_size(self) -> int:
@@ -74,7 +74,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         for function, args in (OPERATOR, SCRIPTED, PYTHON):
             self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
 
-    # Lost messages that are sent again.
+    # Lost messages that torch resends.
 
     @dist_init(messages_to_delay={})
     def test_lost_rref_messages_are_sent_again(self) -> None:
@@ -93,7 +93,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         del rref
         wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
-    # Lost messages that are not.
+    # Lost messages that torch does not resend.
 
     def _test_creation_lost(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: str) -> None:
         if self.rank != 0:
@@ -126,7 +126,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     @dist_init(faulty_messages=["SCRIPT_CALL"], messages_to_delay={})
     def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
         function, args = OPERATOR
-        # The agent's message quotes the payload it dropped, raw; Python cannot always decode that.
+        # The agent's message quotes the dropped payload raw, which Python cannot always decode.
         with self.assertRaises((RuntimeError, UnicodeDecodeError)):
             rpc.rpc_sync(self.peer(), function, args=args)
 
@@ -143,7 +143,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
             rref.to_here()
         if to != self.rank:
-            # The creation itself still arrives; goodbye before that would be lost on the owner.
+            # The creation itself still arrives; leaving before that would fail on the owner.
             wait_until_owners_and_forks_on_rank(1, 1, rank=to)
 
     @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
@@ -178,7 +178,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
                 rpc.rpc_sync(self.peer(), function, args=args, **limit)
             with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
                 rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
-        # No limit at all, over a default that is too short.
+        # No limit at all, although the default is too short.
         self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args, timeout=0), ANSWER)
         private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
         self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
@@ -197,7 +197,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
 
 class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
-    """Contexts end everywhere although the messages that say so are lost at first."""
+    """Contexts end on every worker although the messages that end them are lost at first."""
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FaultyRpcAgentTestFixture", "default_messages_to_delay", "retryable_message_types"]
 
-# torch sends exactly these again when a send fails, so only these may be dropped without an error to the user:
+# torch resends exactly these when a send fails, so only these may be dropped without an error for the user:
 # three of the RRef protocol, one of distributed autograd.
 retryable_message_types = [
     *(f"RREF_{step}" for step in ("FORK_REQUEST", "CHILD_ACCEPT", "USER_DELETE")),
@@ -24,14 +24,14 @@ retryable_message_types = [
 # Seconds. Calls of Python functions, and of operators and scripted functions.
 default_messages_to_delay = dict.fromkeys(("PYTHON_CALL", "SCRIPT_CALL"), 1.5)
 
-# torch tries a retryable message more often than this (5 times), so such a message always arrives in the end.
+# Fewer than torch's 5 attempts, so such a message always arrives in the end.
 _DROPS_PER_MESSAGE = 3
 
 
 class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe that drops the first sends of some types of message and delays other types.
+    """RPC over TensorPipe that drops the first sends of some message types and delays others.
 
-    A suite names them per test: ``@dist_init(faulty_messages=[...], messages_to_delay={...})``.
+    A suite names the types for each test: ``@dist_init(faulty_messages=[...], messages_to_delay={...})``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        # Registers the agent, and puts a new BackendType in place of the old one; so only where a test needs it.
+        # Importing it registers the agent and replaces BackendType, so this happens only where a test needs it.
         from torch_ext.compat.rpc import faulty_agent_module  # noqa: F401
 
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]

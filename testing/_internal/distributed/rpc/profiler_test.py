@@ -1,7 +1,7 @@
-"""What the profiler tells about calls: the caller's side by the names of both workers, the callee's side sent back.
+"""What the profiler records of calls: the caller's side, with the names of both workers, and the callee's, sent back.
 
-The caller's profile holds the work of other workers with the profiler of ``torch.autograd.profiler_legacy`` only; with
-the default one (Kineto), torch says in a warning that the callee is left out.
+Only the profiler of ``torch.autograd.profiler_legacy`` includes the work of other workers in the caller's profile. With
+the default one (Kineto), torch warns that the callee is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init, get_function_event, worker_name
-from torch_ext.testing._internal.distributed.rpc._workload import call
+from torch_ext.testing._internal.distributed.rpc._remote_functions import call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -54,7 +54,8 @@ class ProfilerTest(RpcAgentTestFixture):
 
     @dist_init
     def test_remote_shows_the_creation_and_the_fetch(self) -> None:
-        # What the callee did is left out: torch sends it apart from the result, and the profile may end in between.
+        # The callee's work is not compared: torch sends it separately from the result, and the profile may end in
+        # between.
         with profiler_legacy.profile() as profile:
             rref = rpc.remote(self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3)))
             rref._get_profiling_future().wait()

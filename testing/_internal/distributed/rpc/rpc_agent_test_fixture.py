@@ -1,4 +1,4 @@
-"""What an RPC suite asks of the agent it runs over, so that one suite serves every agent."""
+"""What an RPC suite needs to know of its agent, so that one suite serves every agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_ext.testing._internal import dist_utils
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
-    # What generate_tests mixes in; suites use its rank, file_name and assertions.
+    # The class that generate_tests mixes in. Suites use its rank, file_name and assertions.
     from torch_ext.testing._internal.common_distributed import MultiProcessTestCase as _MixedInLater
 else:
     _MixedInLater = ABC
@@ -23,7 +23,7 @@ __all__ = ["RpcAgentTestFixture"]
 
 
 class RpcAgentTestFixture(_MixedInLater):
-    """Base of all RPC suites and of the agents' fixtures; ``generate_tests`` combines one of each with a test case."""
+    """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one of each with a test case."""
 
     @property
     def world_size(self) -> int:
@@ -31,7 +31,7 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def init_method(self) -> str:
-        """Where the RPC agents meet: a file of the test, or a TCP address if ``RPC_INIT_WITH_TCP=1``."""
+        """The rendezvous of the RPC agents: a file of the test, or a TCP address if ``RPC_INIT_WITH_TCP=1``."""
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
             return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         return self.file_init_method
@@ -42,7 +42,7 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def pg_init_method(self) -> str:
-        """Where a process group meets: a file apart, since agents and groups both keep their keys in theirs."""
+        """The rendezvous of a process group: another file, since agents and groups both store keys in their own."""
         return f"{self.file_init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
@@ -62,14 +62,14 @@ class RpcAgentTestFixture(_MixedInLater):
     def setup_fault_injection(
         self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
     ) -> None:
-        """Take the faults given to ``dist_init``, before the options are asked for. Sound agents ignore them."""
+        """Receive the faults given to ``dist_init``, before the options are read. Other agents ignore them."""
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
-        """Start this worker's agent, for tests under ``dist_init(setup_rpc=False)``; ``options`` replace the agent's
-        own.
+        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.
 
         Args:
-            name: of the worker; by default ``worker_name`` of its rank.
+            name: of the worker; ``worker_name`` of its rank by default.
+            options: attributes to set on the fixture's ``rpc_backend_options``.
         """
         backend_options = self.rpc_backend_options
         for key, value in options.items():
@@ -87,5 +87,5 @@ class RpcAgentTestFixture(_MixedInLater):
         return dist_utils.get_shutdown_error_regex(self.rpc_backend)
 
     def get_timeout_error_regex(self) -> str:
-        """Return a pattern for the error of a call that ran out of time."""
+        """Return a pattern for the error of a call that timed out."""
         return dist_utils.get_timeout_error_regex(self.rpc_backend)

@@ -1,4 +1,4 @@
-"""Calls: what crosses the wire in ``rpc_sync``, ``rpc_async`` and ``remote``, what comes back, and how calls fail."""
+"""``rpc_sync``, ``rpc_async`` and ``remote``: arguments, results, errors and time limits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.futures import Future
 
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
-from torch_ext.testing._internal.distributed.rpc._workload import CALL_MODES, call
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
+from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -39,7 +39,7 @@ def return_lock() -> Any:
 
 
 class FailsToUnpickle:
-    """Pickles well, and raises where it arrives."""
+    """Pickles, but raises when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return remote.raise_value_error, ("cannot be rebuilt",)
@@ -51,13 +51,13 @@ def scripted_double(tensor: Tensor) -> Tensor:
 
 
 class RpcCallTest(RpcAgentTestFixture):
-    """Every worker calls the next one in a ring, so that each is caller and callee at once."""
+    """Every worker calls the next one in a ring, so each is caller and callee at once."""
 
     @property
     def world_size(self) -> int:
         return 2
 
-    # What may be called, and how the callee is named.
+    # Functions that can be called, and ways to name the callee.
 
     @dist_init
     def test_operator_in_every_mode(self) -> None:
@@ -127,7 +127,7 @@ class RpcCallTest(RpcAgentTestFixture):
             with self.subTest(mode), self.assertRaises(TypeError):
                 call(mode, self.peer(), "my_name")  # type: ignore[arg-type] # the mistake under test
 
-    # What crosses the wire.
+    # Arguments and results.
 
     @dist_init
     def test_values_arrive_as_they_were_sent(self) -> None:
@@ -180,7 +180,7 @@ class RpcCallTest(RpcAgentTestFixture):
             self.assertEqual(call(mode, self.peer(), fill_with_nine, mine), torch.full((3,), 9.0))
             self.assertEqual(mine, torch.zeros(3), msg=f"{mode}: the callee wrote into the caller's tensor")
 
-    # Calls that call.
+    # Nested calls.
 
     @dist_init
     def test_calls_nest_around_the_ring(self) -> None:
@@ -240,7 +240,7 @@ class RpcCallTest(RpcAgentTestFixture):
 
     @dist_init
     def test_function_that_the_callee_does_not_have(self) -> None:
-        # Only this worker defines it; pickle takes the reference, and the callee cannot resolve it.
+        # Only this worker defines it: it pickles by reference, which the callee cannot resolve.
         unique = f"only_on_{worker_name(self.rank)}"
         source = f"def {unique}(): return 1"
         exec(source, globals())
@@ -265,7 +265,7 @@ class RpcCallTest(RpcAgentTestFixture):
             rpc.rpc_sync(self.peer(), return_lock)
         self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer(), msg="the callee did not survive")
 
-    # Time limits. A closed gate holds the call back for as long as the limit lasts, whatever the machine does.
+    # Time limits. A closed gate holds the call back until the limit passes, however slow the machine is.
 
     @dist_init
     def test_call_past_its_time_limit_fails(self) -> None:

@@ -1,4 +1,4 @@
-"""The life of an agent: names, start, group operations, and the two ways to shut down."""
+"""The life cycle of an agent: names, start, group operations, and the two kinds of shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, wait_until_node_failure, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 _NOT_RUNNING = "RPC has not been initialized"
@@ -95,7 +95,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_process_group_and_agents_meet_apart(self) -> None:
         self.assertNotEqual(self.init_method, self.pg_init_method)
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)  # the second time, nothing happens
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)  # a second shutdown does nothing
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, rpc.get_worker_info().name)
         self.assertEqual(gathered, [worker_name(rank) for rank in range(self.world_size)])
@@ -125,10 +125,10 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self.start_agent()
         futures = []
         if self.rank == 0:
-            # Worker 1 finishes its own part at once; what it was asked to do must still be done.
+            # Worker 1 finishes its own part at once, but must still do what it was asked to do.
             futures = [
                 rpc.rpc_async(worker_name(1), remote.relay, args=(remote.my_name, (), 5, self.world_size))
-                for _ in range(4)  # each hop holds a thread of its worker while it waits for the next
+                for _ in range(4)  # each hop occupies a thread of its worker while it waits for the next
             ]
         rpc.shutdown()
         self.assertEqual([future.value() for future in futures], [worker_name(0)] * len(futures))
@@ -149,7 +149,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         dist.barrier()
         if self.rank == 0:
             rpc.shutdown(graceful=False)
-        dist.barrier()  # worker 0 has left, the others have not even begun to
+        dist.barrier()  # worker 0 has left; the others have not started to
         if self.rank != 0:
             rpc.shutdown(graceful=False)
 

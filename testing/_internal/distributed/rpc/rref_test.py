@@ -1,4 +1,4 @@
-"""RRefs: creation, ownership, use through proxies, passing on, failure, and the end of the owned value."""
+"""RRefs: creation, ownership, proxies, passing references on, failure, and the end of the owned value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ext.testing._internal.dist_utils import (
     wait_until_pending_futures_and_users_flushed,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -36,7 +36,7 @@ def value_of_user(rref: rpc.RRef[Any]) -> Any:
 
 
 def forward_chain(rref: rpc.RRef[Tensor], hops: int, world_size: int) -> rpc.RRef[Tensor]:
-    """Hand the reference on from worker to worker; the last one returns it."""
+    """Pass the reference on from worker to worker; the last one returns it."""
     if hops == 0:
         return rref
     after = worker_name((rpc.get_worker_info().id + 1) % world_size)
@@ -60,7 +60,7 @@ def drop_kept() -> None:
 
 
 class RRefTest(RpcAgentTestFixture):
-    """Worker 0 owns nothing by itself; every worker creates values on the next one."""
+    """Every worker creates values on the next one."""
 
     @property
     def world_size(self) -> int:
@@ -271,7 +271,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while a value of this worker still has a user, whom graceful shutdown would tell to let go."""
+        """Shut down while another worker still uses a value of this one; a graceful shutdown would release it."""
         rpc.init_rpc(
             worker_name(self.rank),
             backend=self.rpc_backend,

@@ -1,4 +1,4 @@
-"""What is TensorPipe's own: options, transports, channels, device maps."""
+"""TensorPipe's own features: options, transports, channels, device maps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat.rpc import current_agent
 from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -20,7 +20,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         return 2
 
     def _start(self, **options: Any) -> None:
-        """Start with the fixture's meeting place and these options; no backend named, so torch infers it."""
+        """Start with the fixture's rendezvous and these options. No backend is named, so torch infers it."""
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,
@@ -86,7 +86,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
             init_method=self.init_method,
             device_maps={"nobody": {torch.device("cpu"): torch.device("cpu")}} if self.rank == 0 else None,
         )
-        # Maps are exchanged and checked by all, so that all refuse.
+        # All workers exchange and check the maps, so all refuse.
         with self.assertRaisesRegex(ValueError, "invalid target node names"):
             rpc.init_rpc(
                 worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options

@@ -16,10 +16,10 @@ __all__ = ["TensorPipeRpcAgentTestFixture"]
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe on its socket transport, the quickest to start, which sleeps while it has nothing to do.
+    """RPC over TensorPipe's socket transport, which starts fastest and sleeps while it is idle.
 
-    Between six workers on two cores it starts and stops in half the time of all transports together, for a third of
-    the processor time: the shared-memory transport polls. ``TensorPipeAgentRpcTest`` goes through all of them.
+    With six workers on two cores it takes half the time and a third of the processor time of all transports together,
+    because the shared-memory transport polls. ``TensorPipeAgentRpcTest`` covers the others.
     """
 
     @property
@@ -28,6 +28,6 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
-        # Device memory has channels of its own, which TensorPipe chooses among by device.
+        # Device memory uses channels of its own, which TensorPipe chooses by device.
         channels = None if accelerator.is_accelerator() else ["basic"]
         return rpc.TensorPipeRpcBackendOptions(init_method=self.init_method, _transports=["uv"], _channels=channels)

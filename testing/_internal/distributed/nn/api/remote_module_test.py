@@ -1,4 +1,4 @@
-"""``RemoteModule``: a module on another worker that is used like a local one."""
+"""``RemoteModule``: a module on another worker, used like a local one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.nn.api.remote_module import RemoteModule
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
-from torch_ext.testing._internal.distributed.rpc import _workload as remote
+from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
 
@@ -35,7 +35,7 @@ class Fails(nn.Module):
 
 
 def forward_of(module: RemoteModule, x: Tensor) -> Tensor:
-    # Not ``module(x)``: what RPC rebuilds on another worker has no hooks, which calling a module looks for.
+    # Not ``module(x)``: a module that RPC rebuilds on another worker lacks the hooks that a call looks up.
     return torch.as_tensor(module.forward(x))
 
 

@@ -24,21 +24,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ext import accelerator
 from torch_ext.compat import fsdp as private
 from torch_ext.testing._internal._fsdp.cases import FSDPTest
-from torch_ext.testing._internal._fsdp.models.saved import FSDPContainer, Model, compute_device, linear, shard
+from torch_ext.testing._internal._fsdp.device import compute_device
+from torch_ext.testing._internal._fsdp.models.base import fsdp_on_device
+from torch_ext.testing._internal._fsdp.models.state_dict import FSDPContainer, StateDictModel, linear
 from torch_ext.testing._internal._fsdp.state import _broadcast_state_dict
-from torch_ext.testing._internal._fsdp.subcases import leave_out_parameter_offload, leave_out_without_accelerator
+from torch_ext.testing._internal._fsdp.subtests import skip_parameter_offload, skip_without_accelerator
 
 __all__ = [
     "STATE_DICT_MAPPING",
-    "StateDictCase",
-    "leave_out_offload_of_full_state",
-    "leave_out_unsupported",
-    "train",
-    "unchanged",
+    "FSDPStateDictTest",
+    "identity",
+    "skip_offload_of_full_state",
+    "skip_unsupported_state_dict",
+    "train_on_random_batches",
 ]
 
-HOST = torch.device(accelerator.HOST)
-SINGLE = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+_HOST = torch.device(accelerator.HOST)
+_FP32_MIXED_PRECISION = MixedPrecision(
+    param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+)
 
 # By upstream's names of the three kinds.
 STATE_DICT_MAPPING = {
@@ -48,18 +52,18 @@ STATE_DICT_MAPPING = {
 }
 
 
-def unchanged(module: nn.Module) -> nn.Module:
+def identity(module: nn.Module) -> nn.Module:
     """Return ``module``: what stands where another test has a wrapper."""
     return module
 
 
-def leave_out_offload_of_full_state() -> None:
+def skip_offload_of_full_state() -> None:
     """Leave the sub-case out where the host's memory is the device's."""
     # FSDP frees the unsharded storage that the state dict still views when the "copy" to the host is no copy.
-    leave_out_without_accelerator("a full state dict offloaded to the host needs memory apart from the host's")
+    skip_without_accelerator("a full state dict offloaded to the host needs memory apart from the host's")
 
 
-def leave_out_unsupported(
+def skip_unsupported_state_dict(
     state_dict_type: str, rank0_and_offload: bool, use_orig_params: bool = False, cpu_offload: CPUOffload | None = None
 ) -> None:
     """Leave out what FSDP does not support, by name.
@@ -75,13 +79,13 @@ def leave_out_unsupported(
     if rank0_and_offload and state_dict_type != "state_dict":
         raise unittest.SkipTest("rank0_only is an option of full state dicts alone")
     if rank0_and_offload:
-        leave_out_offload_of_full_state()
+        skip_offload_of_full_state()
     if use_orig_params and state_dict_type == "local_state_dict":
         raise unittest.SkipTest("a local state dict does not load with use_orig_params=True and a sharded strategy")
-    leave_out_parameter_offload(cpu_offload)
+    skip_parameter_offload(cpu_offload)
 
 
-def train(model: nn.Module, *batch_shape: int, steps: int) -> list[torch.Tensor]:
+def train_on_random_batches(model: nn.Module, *batch_shape: int, steps: int) -> list[torch.Tensor]:
     """Train on random batches, the same on all ranks, and return the losses."""
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -100,7 +104,7 @@ def _enum_value(state_dict_type: str) -> StateDictType:
     return STATE_DICT_MAPPING[state_dict_type]
 
 
-class StateDictCase(FSDPTest):
+class FSDPStateDictTest(FSDPTest):
     """Models, ways to take and load a state dict, and comparisons."""
 
     @property
@@ -146,13 +150,13 @@ class StateDictCase(FSDPTest):
     ) -> nn.Module:
         if not wrap:
             return nn.Sequential(linear(), linear())
-        checkpoint = private.checkpoint_wrapper if checkpoint_wrap else unchanged
-        inner = shard(checkpoint(linear()), *fsdp_args, **fsdp_kwargs)
-        return shard(checkpoint(nn.Sequential(inner, checkpoint(linear()))), *fsdp_args, **fsdp_kwargs)
+        checkpoint = private.checkpoint_wrapper if checkpoint_wrap else identity
+        inner = fsdp_on_device(checkpoint(linear()), *fsdp_args, **fsdp_kwargs)
+        return fsdp_on_device(checkpoint(nn.Sequential(inner, checkpoint(linear()))), *fsdp_args, **fsdp_kwargs)
 
     def _get_simple_model(self, *fsdp_args: Any, checkpoint_wrap: bool = False, **fsdp_kwargs: Any) -> FSDP:
         layer = private.checkpoint_wrapper(linear()) if checkpoint_wrap else linear()
-        return shard(layer, *fsdp_args, **fsdp_kwargs)
+        return fsdp_on_device(layer, *fsdp_args, **fsdp_kwargs)
 
     def _get_multibuffer_nested_model(
         self, *fsdp_args: Any, wrap: bool = True, checkpoint_wrap: bool = False, **fsdp_kwargs: Any
@@ -164,10 +168,14 @@ class StateDictCase(FSDPTest):
         precision = fsdp_kwargs.pop("mixed_precision", None)
         if checkpoint_wrap:
             layers = [private.checkpoint_wrapper(layer) for layer in layers]
-        first = shard(layers[0], *fsdp_args, mixed_precision=precision, **fsdp_kwargs)
-        norm = shard(layers[1], *fsdp_args, mixed_precision=SINGLE if precision else None, **fsdp_kwargs)
+        first = fsdp_on_device(layers[0], *fsdp_args, mixed_precision=precision, **fsdp_kwargs)
+        norm = fsdp_on_device(
+            layers[1], *fsdp_args, mixed_precision=_FP32_MIXED_PRECISION if precision else None, **fsdp_kwargs
+        )
         sequence = nn.Sequential(first, norm, layers[2])
-        return shard(private.checkpoint_wrapper(sequence) if checkpoint_wrap else sequence, *fsdp_args, **fsdp_kwargs)
+        return fsdp_on_device(
+            private.checkpoint_wrapper(sequence) if checkpoint_wrap else sequence, *fsdp_args, **fsdp_kwargs
+        )
 
     def _get_non_fsdp_root_module(self, *fsdp_args: Any, wrap: bool = True, **fsdp_kwargs: Any) -> FSDPContainer:
         nested = partial(self._get_simple_nested_model, *fsdp_args, wrap=wrap, **fsdp_kwargs)
@@ -201,16 +209,16 @@ class StateDictCase(FSDPTest):
             managed = {name: state for name, state in fsdp_state_dict.items() if name not in set(ignore_keys)}
             self.assertNotEqual(managed, {})
             for name, state in managed.items():
-                self.assertEqual(state.device, HOST, f"{name} is on {state.device}, expected the host")
+                self.assertEqual(state.device, _HOST, f"{name} is on {state.device}, expected the host")
         else:
             # Under a root that is not FSDP's, its own parameters are there on every rank.
             self.assertEqual(sorted(fsdp_state_dict), [] if isinstance(model, FSDP) else sorted(ignore_keys))
 
     def _initialize_model(self, wrap_fsdp: bool, wrap_ddp: bool = True, register_buffers: bool = False) -> nn.Module:
         torch.manual_seed(0)
-        model = Model(wrap_fsdp, register_buffers=register_buffers).to(compute_device())
+        model = StateDictModel(wrap_fsdp, register_buffers=register_buffers).to(compute_device())
         if wrap_fsdp:
-            return shard(model)
+            return fsdp_on_device(model)
         return DistributedDataParallel(model) if wrap_ddp else model
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A sub-case that skips costs itself alone, and the run says so."""
+"""A subtest that skips does not stop the others, and the test run says how many did."""
 
 import contextlib
 import unittest
@@ -7,21 +7,21 @@ from unittest import mock
 import pytest
 from torch.distributed.fsdp import CPUOffload
 
-from torch_ext.testing._internal._fsdp import subcases
+from torch_ext.testing._internal._fsdp import subtests
 
 
 class Case:
-    """As much of a test case as running sub-cases asks for, without ranks."""
+    """What run_subtests needs of a test case, without ranks."""
 
     def __init__(self):
         self.rank = 0
-        self.said = []
+        self.announced = []
 
     def subTest(self, **chosen):
         return contextlib.nullcontext()
 
     def announce(self, text):
-        self.said.append(text)
+        self.announced.append(text)
 
     def id(self):
         return "Case.test"
@@ -34,10 +34,10 @@ def no_group():
 
 
 def run(case, test_fn, values=(1, 2, 3)):
-    return subcases.run_and_tally(case, {"value": list(values)}, test_fn)
+    return subtests.run_subtests_with_tally(case, {"value": list(values)}, test_fn)
 
 
-def test_skipped_subcase_leaves_the_others_to_run():
+def test_skipped_subtest_leaves_the_others_to_run():
     case, seen = Case(), []
 
     def body(value):
@@ -47,17 +47,17 @@ def test_skipped_subcase_leaves_the_others_to_run():
 
     tally = run(case, body)
     assert seen == [1, 3]
-    assert (tally.ran, dict(tally.left_out)) == (2, {"two is not for this machine": 1})
-    assert case.said == ["Case.test: 1 of 3 sub-cases left out: 1 x two is not for this machine"]
+    assert (tally.ran, dict(tally.skipped)) == (2, {"two is not for this machine": 1})
+    assert case.announced == ["Case.test: 1 of 3 subtests skipped: 1 x two is not for this machine"]
 
 
-def test_nothing_left_out_says_nothing():
+def test_nothing_skipped_prints_nothing():
     case = Case()
     assert run(case, lambda value: None).ran == 3
-    assert case.said == []
+    assert case.announced == []
 
 
-def test_only_rank_0_says_it():
+def test_only_rank_0_reports():
     case = Case()
     case.rank = 1
 
@@ -66,14 +66,14 @@ def test_only_rank_0_says_it():
             raise unittest.SkipTest("no")
 
     run(case, body)
-    assert case.said == []
+    assert case.announced == []
 
 
-def test_all_left_out_skips_the_test():
+def test_all_skipped_skips_the_test():
     def body(value):
         raise unittest.SkipTest("no accelerator")
 
-    with pytest.raises(unittest.SkipTest, match="3 of 3 sub-cases left out: 3 x no accelerator"):
+    with pytest.raises(unittest.SkipTest, match="3 of 3 subtests skipped: 3 x no accelerator"):
         run(Case(), body)
 
 
@@ -85,20 +85,20 @@ def test_failure_is_not_swallowed():
         run(Case(), body)
 
 
-def test_missing_check_counts_once_a_subcase():
+def test_skipped_check_counts_once_for_each_subtest():
     case = Case()
 
     def body(value):
         for _ in range(value):
-            case.subcase_tally.miss_check("values")
+            case.subtest_tally.skip_check("values")
 
     tally = run(case, body, values=(0, 1, 2))
     assert (tally.ran, dict(tally.unchecked)) == (3, {"values": 2})
-    assert case.said == ["Case.test: checks left out: 2 x values"]
+    assert case.announced == ["Case.test: checks skipped: 2 x values"]
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "offload", "left_out"),
+    ("accelerator", "offload", "skips"),
     [
         (False, CPUOffload(offload_params=True), True),
         (False, CPUOffload(offload_params=False), False),
@@ -106,8 +106,8 @@ def test_missing_check_counts_once_a_subcase():
         (True, CPUOffload(offload_params=True), False),
     ],
 )
-def test_parameter_offload_is_left_out_without_an_accelerator(accelerator, offload, left_out):
-    with mock.patch.object(subcases.device, "is_accelerator", return_value=accelerator):
+def test_parameter_offload_skips_without_an_accelerator(accelerator, offload, skips):
+    with mock.patch.object(subtests.device, "is_accelerator", return_value=accelerator):
         refused = pytest.raises(unittest.SkipTest, match="offload_params=True")
-        with refused if left_out else contextlib.nullcontext():
-            subcases.leave_out_parameter_offload(offload)
+        with refused if skips else contextlib.nullcontext():
+            subtests.skip_parameter_offload(offload)

@@ -15,37 +15,23 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.compat.fsdp import _gather_state_dict
-from torch_ext.testing._internal.common_fsdp import (
-    FSDPTest,
-    get_devtype,
-    leave_out_without_accelerator,
-    rank_device,
-)
+from torch_ext.testing._internal._fsdp.cases import FSDPTest
+from torch_ext.testing._internal._fsdp.device import compute_device, get_devtype
+from torch_ext.testing._internal._fsdp.models.base import fsdp_on_device
+from torch_ext.testing._internal._fsdp.subtests import skip_without_accelerator
 
 __all__ = [
-    "DummyModel",
-    "NestedModel",
-    "OptimStateCase",
-    "compute_device",
-    "leave_out_offload_of_orig_params",
-    "shard",
+    "FSDPOptimStateTest",
+    "OptimStateModel",
+    "OptimStateNestedModel",
+    "skip_offload_of_orig_params",
     "state_by_name",
 ]
 
 _ParamGroups = list[dict[str, Any]]
 
 
-def compute_device() -> torch.device:
-    """Return the device of the calling rank."""
-    return rank_device(dist.get_rank())
-
-
-def shard(module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
-    """Wrap ``module``, moving it to this rank's device."""
-    return FSDP(module, device_id=compute_device(), **fsdp_kwargs)
-
-
-def leave_out_offload_of_orig_params() -> None:
+def skip_offload_of_orig_params() -> None:
     """Leave out the running sub-case, or test, on the plain host.
 
     FSDP of torch 2.13 gathers all states of a flat parameter into one buffer, one after the other: where the "copy" to
@@ -54,19 +40,19 @@ def leave_out_offload_of_orig_params() -> None:
     Raises:
         unittest.SkipTest: there is no accelerator.
     """
-    leave_out_without_accelerator(
+    skip_without_accelerator(
         "to offload a full optimizer state with use_orig_params=True needs memory apart from the host's"
     )
 
 
 def _sharding(group: dist.ProcessGroup | None, fsdp_kwargs: dict[str, Any]) -> Callable[..., FSDP]:
     def fsdp(module: nn.Module, **more: Any) -> FSDP:
-        return shard(module, process_group=group, **fsdp_kwargs, **more)
+        return fsdp_on_device(module, process_group=group, **fsdp_kwargs, **more)
 
     return fsdp
 
 
-class Bias(nn.Module):
+class _Bias(nn.Module):
     """Adds a vector. Shapes: ``(*, dim)`` in and out."""
 
     def __init__(self, dim: int) -> None:
@@ -77,14 +63,14 @@ class Bias(nn.Module):
         return x + self.bias
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """A weight of its own between two modules with a bias each. Shapes: ``(*, in_dim)`` to ``(*, out_dim)``."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
-        self.bias_module0: nn.Module = Bias(out_dim)
+        self.bias_module0: nn.Module = _Bias(out_dim)
         self.weight = nn.Parameter(torch.randn(in_dim, out_dim))
-        self.bias_module1: nn.Module = Bias(out_dim)
+        self.bias_module1: nn.Module = _Bias(out_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Without a function in between both biases would have one gradient.
@@ -93,16 +79,16 @@ class Block(nn.Module):
         return output
 
 
-class NestedModel(nn.Module):
+class OptimStateNestedModel(nn.Module):
     """Five blocks for wrapping at several depths and a bias; always the same weights. Shapes: ``(8, 5)`` in and out."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.block0: Any = Block(5, 3)
-        self.block1: Any = Block(3, 7)
+        self.block0: Any = _Block(5, 3)
+        self.block1: Any = _Block(3, 7)
         self.bias = nn.Parameter(torch.randn(5))
-        self.block2: Any = nn.Sequential(Block(7, 9), Block(9, 9), Block(9, 5))
+        self.block2: Any = nn.Sequential(_Block(7, 9), _Block(9, 9), _Block(9, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (self.block0, self.block1, self.block2):
@@ -121,7 +107,7 @@ class NestedModel(nn.Module):
 
     def wrap(
         self, group: dist.ProcessGroup | None = None, ignore_modules: bool = False, **fsdp_kwargs: Any
-    ) -> NestedModel:
+    ) -> OptimStateNestedModel:
         """Wrap ``block1`` and two blocks of ``block2``, some of their biases apart; the rest stays outside FSDP.
 
         Args:
@@ -139,7 +125,7 @@ class NestedModel(nn.Module):
         self.block2[2] = fsdp(self.block2[2], ignored_modules=ignored)
         return self
 
-    def wrap_alt(self, group: dist.ProcessGroup | None = None, **fsdp_kwargs: Any) -> NestedModel:
+    def wrap_alt(self, group: dist.ProcessGroup | None = None, **fsdp_kwargs: Any) -> OptimStateNestedModel:
         """Wrap ``block0``, one bias of it apart, and nothing that :meth:`wrap` wraps."""
         fsdp = _sharding(group, fsdp_kwargs)
         self.block0.bias_module0 = fsdp(self.block0.bias_module0)
@@ -152,7 +138,7 @@ class NestedModel(nn.Module):
         return [{"params": [*self.block1.parameters()]}, {"params": rest, "weight_decay": 0.9}]
 
 
-class DummyModel(nn.Module):
+class OptimStateModel(nn.Module):
     """Four layers; always the same weights. Shapes: ``(8, 8)`` in and out.
 
     Args:
@@ -186,7 +172,7 @@ def state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, A
     return {name: optim.state[param] for name, param in model.named_parameters() if param in optim.state}
 
 
-class OptimStateCase(FSDPTest):
+class FSDPOptimStateTest(FSDPTest):
     """Two ranks, fresh for each test; models with their optimizers, training, and comparison of optimizer states."""
 
     @property
@@ -201,9 +187,9 @@ class OptimStateCase(FSDPTest):
         use_multiple_param_groups: bool = False,
         use_diff_optim_inputs: bool = False,
         fsdp_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[NestedModel, torch.optim.Optimizer, Any]:
+    ) -> tuple[OptimStateNestedModel, torch.optim.Optimizer, Any]:
         """Return model, Adam and its input: where inputs are to differ, odd ranks list their parameters in reverse."""
-        model = NestedModel().to(compute_device())
+        model = OptimStateNestedModel().to(compute_device())
         if wrap:
             model = (model.wrap_alt if wrap_alt else model.wrap)(group, **(fsdp_kwargs or {}))
         groups = model.param_groups() if use_multiple_param_groups else [{"params": [*model.parameters()]}]

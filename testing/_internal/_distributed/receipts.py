@@ -1,4 +1,4 @@
-"""What runs in a rank around a test's body: how it ends is turned into a receipt, in the harness's own words."""
+"""Runs in a rank, around a test's body: turns the way it ends into a receipt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __unittest = True
 
 __all__ = ["TEST_ERROR_EXIT_CODE", "end_group_unless_released", "passed", "receipt_of", "run_rank", "skipped"]
 
-# A rank whose test raised ends with this code. It is upstream's.
+# The exit code of a rank whose test raised, as upstream has it.
 TEST_ERROR_EXIT_CODE = 10
 
 _wants_group_ended = False
@@ -35,7 +35,7 @@ def skipped(reason: str) -> Receipt:
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
-    """Return the receipt of a test that raised ``error``; None if it is an exit that says nothing about the test."""
+    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip."""
     if isinstance(error, unittest.SkipTest):
         return skipped(str(error))
     if isinstance(error, SystemExit):
@@ -45,9 +45,14 @@ def receipt_of(error: BaseException) -> Receipt | None:
 
 
 def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Body of a rank: call ``run``, a class's ``_run``, and hand in a receipt. ``devices`` is how many the test wants.
+    """The body of a rank: call ``run`` (a class's ``_run``) and hand in a receipt.
 
-    An exit that is no skip goes through without one.
+    Args:
+        devices: how many devices the test needs.
+        run, args, kwargs: the call.
+
+    Raises:
+        SystemExit: the test failed or skipped. One whose code means no skip is passed on without a receipt.
     """
     rank = world_rank.current()
     if rank is None:
@@ -73,12 +78,12 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 def end_group_unless_released() -> None:
-    """Have the process groups destroyed at the end, unless all ranks end together; see Note [Life of a rank]."""
+    """Destroy the process groups at the end, unless all ranks end together; see Note [Life of a rank]."""
     global _wants_group_ended
     _wants_group_ended = True
 
 
 def end_group() -> None:
-    """Destroy all process groups if that was asked for and the test has not done it."""
+    """Destroy all process groups if the test asked for it and has not done it."""
     if _wants_group_ended and c10d.is_initialized():
         c10d.destroy_process_group()

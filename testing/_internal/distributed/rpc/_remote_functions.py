@@ -1,4 +1,4 @@
-"""What the RPC suites run on other workers, and the ways to run it. Each function is an RPC target, found by name."""
+"""Functions that the RPC suites run on other workers, which find them by name, and the ways to call them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from torch_ext.testing._internal.dist_utils import worker_name
 __all__ = [
     "CALL_MODES",
     "Accumulator",
-    "Gate",
     "UnrebuildableError",
     "add_to_rref",
     "call",
-    "close_gate",
     "my_name",
     "open_gate",
     "pass_gate",
@@ -64,7 +62,7 @@ def raise_value_error(message: str) -> NoReturn:
 
 
 class UnrebuildableError(Exception):
-    """Cannot be constructed from its message alone, as torch tries on the caller's side."""
+    """Cannot be rebuilt from its message alone, which is what torch tries on the caller's side."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -75,7 +73,7 @@ def raise_unrebuildable() -> NoReturn:
 
 
 def relay(function: Callable[..., Any], args: tuple[Any, ...], hops: int, world_size: int) -> Any:
-    """Call ``function`` after ``hops`` further hops around the ring of workers."""
+    """Call ``function`` after ``hops`` more hops around the ring of workers."""
     if hops == 0:
         return function(*args)
     rank = rpc.get_worker_info().id
@@ -116,29 +114,20 @@ class Accumulator:
         self.total, self._lock = total, threading.Lock()
 
 
-class Gate:
-    """Holds remote calls back until the test lets them pass, so that no test depends on how long a call sleeps."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def wait(self, timeout_s: float) -> None:
-        if not self.event.wait(timeout_s):
-            raise TimeoutError(f"nobody opened the gate within {timeout_s:g} s")
-
-
-_gate = Gate()
+# Holds remote calls back until the test lets them go on, so that no test depends on how long a call sleeps.
+_gate = threading.Event()
 
 
 def pass_gate(result: Any, timeout_s: float = 60.0) -> Any:
-    """Return ``result`` once :func:`open_gate` has run on this worker."""
-    _gate.wait(timeout_s)
+    """Return ``result`` once :func:`open_gate` has run on this worker.
+
+    Raises:
+        TimeoutError: it did not run within ``timeout_s`` seconds.
+    """
+    if not _gate.wait(timeout_s):
+        raise TimeoutError(f"nobody opened the gate within {timeout_s:g} s")
     return result
 
 
 def open_gate() -> None:
-    _gate.event.set()
-
-
-def close_gate() -> None:
-    _gate.event.clear()
+    _gate.set()

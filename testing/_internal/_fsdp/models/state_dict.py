@@ -1,4 +1,4 @@
-"""Small models whose state is saved and loaded, and how tests of state dicts wrap them."""
+"""Small FSDP1 models for tests of state dicts, and the two ways to wrap their layers: on a device, or by ``wrap``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.models.skip import SkipModel
+from torch_ext.testing._internal._fsdp.device import compute_device
+from torch_ext.testing._internal._fsdp.models.base import fsdp_on_device
 
-__all__ = ["FSDPContainer", "Model", "TestDummyModel", "compute_device", "linear", "shard", "skipping_model"]
+__all__ = [
+    "BUFFER_SHAPE",
+    "FP16_MIXED_PRECISION",
+    "INNER_SHAPE",
+    "OUTER_SHAPE",
+    "NestedLinear",
+    "SharedParametersModel",
+    "SkipModel",
+    "SkipModule",
+    "StateDictModel",
+    "partly_managed_model",
+]
 
 INNER_SHAPE = [4, 4]
 OUTER_SHAPE = [4, 5]
 BUFFER_SHAPE = [5, 5]
 
-HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
-
-
-def compute_device() -> torch.device:
-    """Return the device of this rank of the default group."""
-    return device.rank_device(dist.get_rank())
-
-
-def shard(module: nn.Module, *args: Any, **kwargs: Any) -> FSDP:
-    """Wrap ``module``, moving it to this rank's device."""
-    options = {"device_id": compute_device(), **kwargs}
-    return FSDP(module, *args, **options)
+FP16_MIXED_PRECISION = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 
 
 def linear() -> nn.Linear:
@@ -40,7 +41,7 @@ def linear() -> nn.Linear:
     return nn.Linear(10, 10, bias=False, device=compute_device())
 
 
-class Model(nn.Module):
+class StateDictModel(nn.Module):
     """An inner layer, which may be under FSDP of its own, applied twice and followed by an outer one.
 
     Shapes: ``(*, 4)`` in, ``(*, 5)`` out.
@@ -62,10 +63,10 @@ class Model(nn.Module):
                 layer.register_buffer("buffer", torch.randn(BUFFER_SHAPE))
                 layer.register_buffer("non_persistent_buffer", torch.randn(BUFFER_SHAPE), persistent=False)
         if wrap_fsdp:
-            self.inner = shard(
+            self.inner = fsdp_on_device(
                 self.inner,
                 ignored_modules=[self.inner] if ignore_inner else [],
-                mixed_precision=HALF if mixed_precision else None,
+                mixed_precision=FP16_MIXED_PRECISION if mixed_precision else None,
                 process_group=process_group,
             )
 
@@ -74,7 +75,7 @@ class Model(nn.Module):
         return output
 
 
-class TestDummyModel(nn.Module):
+class SharedParametersModel(nn.Module):
     """Two of its three layers are one module, two of its three loose parameters one tensor; always the same weights."""
 
     __test__ = False  # upstream's name reads like a test case's
@@ -110,7 +111,7 @@ class FSDPContainer(nn.Module):
         return output
 
 
-def skipping_model(double_nest: bool, wrap_fsdp: bool = True) -> nn.Module:
+def partly_managed_model(double_nest: bool, wrap_fsdp: bool = True) -> nn.Module:
     """Return a ``SkipModel`` whose ``linear_skip`` FSDP does not manage."""
     with enable_wrap(wrapper_cls=FSDP) if wrap_fsdp else nullcontext():
         model = SkipModel(double_nest=double_nest)
@@ -119,3 +120,51 @@ def skipping_model(double_nest: bool, wrap_fsdp: bool = True) -> nn.Module:
         wrapped: nn.Module = wrap(model, device_id=compute_device())
         model.linear_skip = skipped
     return wrapped
+
+
+_WIDTH = 10
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+
+def _wrap(module: nn.Module, **kwargs: Any) -> nn.Module:
+    """Wrap ``module`` if the caller is inside ``enable_wrap``."""
+    return wrap(module, **device.with_compute_device(kwargs))
+
+
+class SkipModule(nn.Module):
+    """One linear layer, left unwrapped. Shapes: ``(*, 10)`` in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+class NestedLinear(nn.Module):
+    """One linear layer, wrapped by itself if ``fsdp_wrap``. Shapes: ``(*, 10)`` in and out."""
+
+    def __init__(self, fsdp_wrap: bool) -> None:
+        super().__init__()
+        layer = _linear().to(device.device_type())
+        self.nested_linear = _wrap(layer) if fsdp_wrap else layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(x)
+
+
+class SkipModel(nn.Module):
+    """A bare layer, a skipped module and a wrapped one, which is wrapped inside as well if ``double_nest``."""
+
+    def __init__(self, double_nest: bool) -> None:
+        super().__init__()
+        self.linear = _linear().to(device.device_type())
+        self.linear_skip = SkipModule().to(device.device_type())
+        self.nested_linear = _wrap(NestedLinear(fsdp_wrap=double_nest))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(self.linear_skip(self.linear(x)))

@@ -1,0 +1,302 @@
+"""FSDP1 against DDP: both train the same model on the same inputs, and the results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_ext import accelerator
+from torch_ext.compat import fsdp as private
+from torch_ext.testing._internal._fsdp import device
+from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from torch_ext.testing._internal._fsdp.state import _zero_model, get_full_params
+
+__all__ = ["check_ddp_parity"]
+
+_LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a training run computes in.
+
+    Attributes:
+        mixed: FSDP's mixed precision, or ``None``.
+        pure_fp16: parameters, inputs and loss are float16.
+        scale_gradients: scale the loss by a :class:`ShardedGradScaler`.
+        scaler_kwargs: for its constructor.
+    """
+
+    mixed: MixedPrecision | None = None
+    pure_fp16: bool = False
+    scale_gradients: bool = False
+    scaler_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mixed_type(self) -> torch.dtype | None:
+        """The type that mixed precision computes in, or ``None`` where it computes in the parameters' own."""
+        return None if self.mixed is None else self.mixed.param_dtype
+
+
+class Trainer:
+    """Trains ``model``, whose test model is ``model.module``, by SGD with momentum (Adam would hide a wrong scale).
+
+    Args:
+        case: the test case, for its assertions.
+        model: an FSDP or DDP model over an :class:`FSDPTestModel`.
+        autocast: run forward and loss under autocast.
+        lr: learning rate.
+        offloads: FSDP keeps parameters in host memory.
+        save_model: after each step save the state, zero the model and load the state again.
+        precision: what is computed in.
+    """
+
+    def __init__(
+        self,
+        case: Any,
+        model: nn.Module,
+        *,
+        autocast: bool,
+        lr: float,
+        offloads: bool,
+        save_model: bool,
+        precision: Precision,
+    ) -> None:
+        self.case, self.model, self.precision = case, model, precision
+        self.autocast, self.save_model = autocast, save_model
+        self.is_fsdp = isinstance(model, FSDP)
+        self.offloads = offloads and self.is_fsdp
+        self.loss_device = next(model.parameters()).device
+        # momentum makes a step depend on all gradients so far
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        scaler_kwargs = {"device": device.get_devtype().type, **precision.scaler_kwargs}
+        self.scaler = ShardedGradScaler(enabled=precision.scale_gradients, **scaler_kwargs)
+
+    def train(self, num_steps: int) -> torch.Tensor:
+        """Run ``num_steps`` steps and return the last loss, scaled as its backward saw it.
+
+        Raises:
+            ValueError: there is no step to take.
+        """
+        if num_steps < 1:
+            raise ValueError(f"got num_steps={num_steps}, expected at least 1: there would be no loss to return")
+        for _ in range(num_steps):
+            loss = self._step()
+        if isinstance(self.model, FSDP):
+            self.model._assert_state(private.TrainingState.IDLE)
+        return loss.detach()
+
+    def _step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.scaler.scale(self._loss())
+        self._check_loss_type(loss)
+        self._test_model.run_backward(loss)
+        if self.offloads:
+            check_parameters_on_host(self.case, self.model)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.save_model:
+            self._save_and_load()
+        return loss
+
+    @property
+    def _test_model(self) -> Any:
+        return self.model.module
+
+    def _loss(self) -> torch.Tensor:
+        compute = device.get_devtype()
+        with torch.amp.autocast(compute.type, dtype=self.precision.mixed_type, enabled=self.autocast):
+            # Inputs live on the compute device wherever the parameters are kept.
+            inputs = self._in_precision(self._test_model.get_input(compute))
+            output = self.model(*inputs)
+            if self.offloads and self._reshards_after_forward():
+                check_parameters_on_host(self.case, self.model)
+            return self._test_model.get_loss(inputs, output).to(self.loss_device)
+
+    def _in_precision(self, inputs: Any) -> tuple[torch.Tensor, ...]:
+        tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        # FSDP casts its inputs itself under mixed precision; nobody else does.
+        target = torch.float16 if self.precision.pure_fp16 else None if self.is_fsdp else self.precision.mixed_type
+        return tuple(tensor.to(target) if target and tensor.is_floating_point() else tensor for tensor in tensors)
+
+    def _reshards_after_forward(self) -> bool:
+        strategy: Any = getattr(self.model, "sharding_strategy", None)
+        return strategy not in private.NO_RESHARD_AFTER_FORWARD_STRATEGIES
+
+    def _check_loss_type(self, loss: torch.Tensor) -> None:
+        if self.precision.pure_fp16:
+            self.case.assertEqual(loss.dtype, torch.float16)
+        elif self.is_fsdp:
+            self.case.assertEqual(loss.dtype, self.precision.mixed_type or torch.float32)
+        else:
+            # Parameters are float32, and so is what autocast computes a loss in.
+            self.case.assertEqual(loss.dtype, torch.float32)
+
+    def _save_and_load(self) -> None:
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        # So that a state that was not saved, or not loaded, is missed in the next step.
+        _zero_model(self.model)
+        self.model.load_state_dict(state)
+
+
+def check_parameters_on_host(case: Any, model: nn.Module) -> None:
+    """Check that every parameter of ``model`` is in host memory, where offloading keeps it between uses."""
+    for parameter in model.parameters():
+        case.assertEqual(parameter.device, torch.device(accelerator.HOST))
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """One comparison; see ``FSDPTestMixin._test_fsdp_parity`` for what the fields mean."""
+
+    case: Any
+    model_class: type[FSDPTestModel]
+    fsdp_init_mode: FSDPInitMode
+    device_init_mode: DEVICEInitMode
+    ref_init_fn: Callable[[nn.Module], nn.Module] | None
+    num_iters: int
+    save_model: bool
+    cpu_offload: CPUOffload | None
+    precision: Precision
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+    fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Train both models and compare losses, parameters and where parameters live.
+
+        Raises:
+            AssertionError: FSDP differs.
+            ValueError: the mode wraps nothing, or the model cannot be built.
+        """
+        if self.fsdp_init_mode == FSDPInitMode.NO_FSDP:
+            raise ValueError("got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no FSDP model to compare")
+        reference = self._reference_model()
+        reference_loss = self._train(reference, autocast=self.precision.mixed_type is not None, save_model=False)
+        sharded = self._fsdp_model()
+        if self._offloads and not self._moves_offloaded:
+            check_parameters_on_host(self.case, sharded)
+        with self._expected_error():
+            loss = self._train(sharded, autocast=False, save_model=self.save_model)
+        if not self._moves_offloaded:
+            self._compare(reference, reference_loss, sharded, loss)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.cpu_offload is not None and self.cpu_offload.offload_params
+
+    @property
+    def _moves_offloaded(self) -> bool:
+        """Whether parameters that FSDP keeps on the host are moved off it behind its back, which it must refuse."""
+        return self._offloads and self.device_init_mode == DEVICEInitMode.DEVICE_AFTER
+
+    def _expected_error(self) -> AbstractContextManager[Any]:
+        if not self._moves_offloaded:
+            return nullcontext()
+        refusal = "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+        return self.case.assertRaisesRegex(RuntimeError, refusal + device.device_type())
+
+    def _reference_model(self) -> nn.Module:
+        plain = self.model_class.init(
+            self.case.process_group,
+            FSDPInitMode.NO_FSDP,
+            DEVICEInitMode.DEVICE_BEFORE,
+            deterministic=True,
+            **self.init_kwargs,
+        )
+        model = (self.ref_init_fn or _ddp)(plain)
+        return model.half() if self.precision.pure_fp16 else model
+
+    def _fsdp_model(self) -> FSDP:
+        group = self.case.process_group
+        try:
+            model = self.model_class.init(
+                group,
+                self.fsdp_init_mode,
+                self.device_init_mode,
+                dict(self.fsdp_kwargs),
+                deterministic=True,
+                **self.init_kwargs,
+            )
+        except Exception as error:
+            raise ValueError(f"{self.model_class.__name__}.init with {self.fsdp_kwargs} raised: {error}") from error
+        if not isinstance(model, FSDP):
+            # The reference reduces all gradients, so no parameter may stay outside FSDP.
+            model = FSDP(model, group, **device.with_compute_device(self.fsdp_kwargs))
+        if self.precision.pure_fp16:
+            model.half()
+        if self.device_init_mode == DEVICEInitMode.DEVICE_AFTER:
+            model.to(device.device_type())
+        return model
+
+    def _train(self, model: nn.Module, *, autocast: bool, save_model: bool) -> torch.Tensor:
+        return self.case._train_for_several_steps(
+            model,
+            self.num_iters,
+            autocast=autocast,
+            lr=_LEARNING_RATE,
+            fsdp_cpu_offload=self.cpu_offload,
+            save_model=save_model,
+            mixed_precision=self.precision.mixed,
+            enable_sharded_grad_scaler=self.precision.scale_gradients,
+            use_pure_fp16=self.precision.pure_fp16,
+            sharded_grad_scaler_kwargs=self.precision.scaler_kwargs,
+        )
+
+    def _compare(self, reference: nn.Module, expected: torch.Tensor, sharded: FSDP, loss: torch.Tensor) -> None:
+        if self._offloads:
+            check_parameters_on_host(self.case, sharded)
+            loss = loss.to(device.device_type())
+        # Collective, so before anything that may fail on one rank alone.
+        full = get_full_params(sharded)
+        # The loss of mixed precision is float32 in the reference alone.
+        torch.testing.assert_close(loss, expected, check_dtype=False)
+        # In half precision the two optimisers round differently; the losses above are what is left to compare.
+        if self.precision.mixed is None and not self.precision.pure_fp16:
+            self.case.assertEqual(
+                full, list(reference.parameters()), exact_device=True, msg=_explain("FSDP did not match the reference")
+            )
+
+
+def _explain(reason: str) -> Callable[[str], str]:
+    return lambda difference: f"{reason}: {difference}"
+
+
+def _ddp(model: nn.Module) -> DDP:
+    if not device.is_accelerator():
+        return DDP(model)
+    own = next(model.parameters()).device
+    return DDP(model, device_ids=[own], output_device=own)
+
+
+def check_ddp_parity(
+    case: Any, make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], train: Callable[[nn.Module], Any]
+) -> None:
+    """Check that training with FSDP ends with DDP's parameters and input gradients, and moves parameters. Collective.
+
+    Args:
+        case: the test case, for its assertions.
+        make: builds the model, equal in each call; it may wrap submodules with the function it is given.
+        train: trains a model and returns the gradients of its inputs.
+    """
+    ddp_model = DDP(make(lambda module: module).to(device.compute_device()))
+    fsdp_model = _wrap(make(_wrap))
+    before = get_full_params(fsdp_model)
+    expected = train(ddp_model)
+    case.assertEqual(train(fsdp_model), expected, "gradients of the inputs")
+    after = get_full_params(fsdp_model)
+    case.assertEqual(after, list(ddp_model.parameters()))
+    case.assertNotEqual(after, before)
+
+
+def _wrap(module: nn.Module) -> FSDP:
+    own = device.compute_device()
+    return FSDP(module.to(own), device_id=own)
