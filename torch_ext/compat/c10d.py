@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     _dump_fr_trace_json: Callable[[bool, bool], bytes]
     _set_thread_isolation_mode: Callable[[bool], None]
 
-__all__ = ["_dump_fr_trace_json", "_get_default_group", "_set_thread_isolation_mode"]
+__all__ = ["_dump_fr_trace_json", "_get_default_group", "_set_thread_isolation_mode", "ranks_of_groups"]
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """Return the global ranks of every process group of this process, by the group's name."""
+    from torch.distributed.distributed_c10d import _world
+
+    return {_world.pg_names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items()}
+
 
 __getattr__ = lazy_names(
     __name__,

@@ -26,6 +26,7 @@ __all__ = [
     "die_with_parent",
     "end_process",
     "environment_at_start",
+    "is_stopped",
     "program",
     "require_supported",
     "signal_name",
@@ -128,6 +129,15 @@ def watch_exit(pid: int) -> int:
 
     threading.Thread(target=wait, name=f"exit of {pid}", daemon=True).start()
     return reader
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether ``pid`` has been stopped by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def end_process(pid: int, how: int = signal.SIGKILL) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_ext.world.phrases import ranks_phrase
 
-__all__ = ["Collective", "Mismatch", "first_mismatch", "read_record"]
+__all__ = ["Collective", "Mismatch", "first_mismatch", "read_groups", "read_record"]
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,25 @@ class Collective:
 
     @property
     def kind(self) -> tuple[str, str]:
-        return self.operation, self.shapes
+        """What must be the same on all ranks; shapes count where the operation wants them equal."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        uneven = name == "scatter" or any(part in name for part in ("gather", "to_all", "alltoall"))
+        return self.operation, "" if uneven else self.shapes
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first collective in which ranks differ: a sentence on it, and the ranks that did what most did not."""
+    """The first point at which ranks do not go together.
+
+    Attributes:
+        sentence: what it is.
+        ranks: those that are to blame; empty if that cannot be told.
+        differ: whether ranks called different collectives, rather than one of them none.
+    """
 
     sentence: str
     ranks: tuple[int, ...]
+    differ: bool = False
 
 
 def read_record(record: str) -> list[Collective]:
@@ -51,8 +61,15 @@ def read_record(record: str) -> list[Collective]:
 
     Empty input gives an empty list.
     """
-    entries = json.loads(record) if record else []
+    read = json.loads(record) if record else []
+    entries = read.get("entries", []) if isinstance(read, dict) else read
     return [_read_entry(entry) for entry in entries if not entry.get("is_p2p")]
+
+
+def read_groups(record: str) -> dict[str, list[int]]:
+    """Return the ranks of each process group that a record tells of, by the group's name."""
+    read = json.loads(record) if record else {}
+    return dict(read.get("groups", {})) if isinstance(read, dict) else {}
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Collective:
@@ -91,13 +108,15 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
         kinds: dict[tuple[str, str], list[int]] = {}
         for rank, each in here.items():
             kinds.setdefault(each.kind, []).append(rank)
+        shown = {each.kind: each for each in here.values()}
         if len(kinds) > 1:
             parts = [
-                f"{ranks_phrase(ranks)} called {operation}({shapes})" for (operation, shapes), ranks in kinds.items()
+                f"{ranks_phrase(ranks)} called {shown[kind].operation}({shown[kind].shapes})"
+                for kind, ranks in kinds.items()
             ]
             fewest = min(kinds.values(), key=len)
             odd = tuple(fewest) if 2 * len(fewest) < len(here) else ()
-            return Mismatch(f"the ranks differ in collective #{sequence}: {', '.join(parts)}", odd)
+            return Mismatch(f"the ranks differ in collective #{sequence}: {', '.join(parts)}", odd, differ=True)
         if missing:
             called = next(iter(here.values()))
             sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"

@@ -12,17 +12,33 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from torch_ext.world import frames
+from torch_ext.world import _os, frames, notices
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.output import Capture
-from torch_ext.world.protocol import STACK_SIGNAL, Ask, Collectives, Ended, LeftBehind, Receipt, Signal, Started
+from torch_ext.world.protocol import (
+    STACK_SIGNAL,
+    Ask,
+    Began,
+    Collectives,
+    Ended,
+    LeftBehind,
+    Notice,
+    Progress,
+    Receipt,
+    Signal,
+    Started,
+    Ticket,
+    Wait,
+)
 from torch_ext.world.watch import Act, Limits, Watch
 
 __all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
 
 # How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
 _STACKS_S, _QUIET_S = 3.0, 0.2
+# How long a rank has to answer, in seconds.
+_ANSWER_S = 2.0
 
 
 class ZygoteLostError(RuntimeError):
@@ -82,11 +98,17 @@ class World:
         zygote: the command channel through which the ranks are started.
         group: the channel of their child group (see Note [Zygote protocol]).
         processes: the ranks, in order.
+        ticket: of the first test. Receipts with another one count for nothing.
     """
 
-    def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess]) -> None:
+    def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
         self.started_s = time.monotonic()
         self.zygote = zygote
+        self.ticket = ticket
+        self._waits: dict[int, tuple[Wait, ...]] = {}
+        self._looked: set[int] = set()
+        self._began: set[int] = set()
+        self._early: list[tuple[RankProcess, Receipt]] = []
         self.why_interpreter = ""
         self.processes = list(processes)
         self._receipts: dict[int, Receipt] = {}
@@ -149,6 +171,8 @@ class World:
             self.why_interpreter = message.why_interpreter
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
+            for early in self._early:
+                self._take_receipt(*early)
         elif isinstance(message, Ended):
             self._on_end(message)
 
@@ -175,11 +199,32 @@ class World:
             process._channel.close()
             return
         if isinstance(message, Receipt):
-            self._receipts[process.rank] = message
-            for watch in self._listeners:
-                watch.received(process.rank, message)
+            self._take_receipt(process, message)
+        elif isinstance(message, Progress):
+            self._take_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
+        elif isinstance(message, Began):
+            self._began.add(process.rank)
+        elif isinstance(message, Notice):
+            notices.announce(message.text)
+
+    def _take_receipt(self, process: RankProcess, receipt: Receipt) -> None:
+        # One that is late, or comes from a process that the rank has forked, says nothing about this test.
+        if process.pid is None:  # the zygote's word that it has started is still on its way
+            self._early.append((process, receipt))
+            return
+        if receipt.ticket != self.ticket or receipt.pid != process.pid:
+            return
+        self._receipts.setdefault(process.rank, receipt)
+        for watch in self._listeners:
+            watch.received(process.rank, receipt)
+
+    def _take_progress(self, rank: int, progress: Progress) -> None:
+        self._waits[rank] = progress.waits
+        self._looked.discard(rank)
+        for watch in self._listeners:
+            watch.observed(rank, progress)
 
     def _on_output(self, process: RankProcess) -> None:
         live = process._capture.live
@@ -189,11 +234,17 @@ class World:
 
     # Waiting
 
-    def new_round(self) -> None:
-        """Begin another test on the same ranks: what they have handed in so far no longer counts."""
+    def new_round(self, test: str) -> Ticket:
+        """Begin another test on the same ranks: what they have handed in so far no longer counts.
+
+        Returns:
+            The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
+        """
         self.started_s = time.monotonic()
-        self._receipts.clear()
-        self._collectives.clear()
+        self.ticket = Ticket(test, self.ticket.attempt + 1)
+        for told in (self._receipts, self._collectives, self._waits):
+            told.clear()
+        return self.ticket
 
     def wait(
         self, limits: Limits, expected_exit: int | None = None, any_exit: bool = False, keep: bool = False
@@ -229,24 +280,57 @@ class World:
                 self._tell(rank, Ask.RELEASE)
             elif act is Act.STOP:
                 self.send_signal(rank, signal.SIGKILL)
+            elif act is Act.LOOK:
+                self._look_at(rank)
         if act is Act.INSPECT:
             self._inspect(ranks, stacks)
 
+    def _look_at(self, rank: int) -> None:
+        """Ask a rank what it waits for; one that has been stopped by a signal cannot answer, and is seen to be."""
+        if self._is_stopped(rank):
+            self._take_progress(rank, Progress(True, float("inf"), "stopped", (Wait("was stopped by a signal"),)))
+        elif rank not in self._looked:
+            self._looked.add(rank)
+            self._tell(rank, Ask.PROGRESS)
+
+    def _is_stopped(self, rank: int) -> bool:
+        pid = self.processes[rank].pid
+        return pid is not None and _os.is_stopped(pid)
+
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
+        stacks.update(self._stacks_of(ranks))
         for rank in ranks:
-            self.send_signal(rank, STACK_SIGNAL)
-        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in ranks}))
-        # Not earlier: faulthandler reads the frames of all threads without the GIL, and crashes if one runs meanwhile.
-        for rank in ranks:
+            self._look_at(rank)
             self._tell(rank, Ask.COLLECTIVES)
-        end = time.monotonic() + _STACKS_S
-        waiting = [rank for rank in ranks if rank not in self._collectives]
+        end = time.monotonic() + _ANSWER_S
+        waiting = [rank for rank in ranks if rank not in self._collectives and not self._is_stopped(rank)]
         while waiting and (left := end - time.monotonic()) > 0:
             self.pump(left)
-            waiting = [rank for rank in waiting if rank not in self._collectives and rank not in self._ended]
+            told = self._collectives.keys() | self._ended.keys()
+            waiting = [rank for rank in waiting if rank not in told]
+
+    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of each rank's threads.
+
+        A rank is asked first, and made by a signal if it does not answer, as one that holds the GIL cannot: a signal
+        would cut system calls short, and faulthandler crashes if a thread runs while its handler reads the frames.
+        """
+        for rank in ranks:
+            self._tell(rank, Ask.STACKS)
+        able = [rank for rank in ranks if not self._is_stopped(rank)]
+        found = read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S)
+        silent = [rank for rank in able if not found[rank]]
+        for rank in silent:
+            self.send_signal(rank, STACK_SIGNAL)
+        if silent:
+            found.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}))
+        return found
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
+        told = outcome.receipt.waits if outcome.receipt else ()
+        outcome.waits = told or self._waits.get(outcome.rank, ())
+        outcome.began = outcome.rank in self._began or outcome.receipt is not None
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
@@ -278,10 +362,10 @@ class World:
                 connection.close()
 
 
-def read_stacks(pipes: Mapping[int, int]) -> dict[int, str]:
-    """Read what faulthandler writes into each pipe until all have been quiet for a moment."""
+def read_stacks(pipes: Mapping[int, int], most_s: float = _STACKS_S) -> dict[int, str]:
+    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``."""
     texts = dict.fromkeys(pipes, b"")
-    end = time.monotonic() + _STACKS_S
+    end = time.monotonic() + most_s
     with selectors.DefaultSelector() as ready:
         for rank, pipe in pipes.items():
             ready.register(pipe, selectors.EVENT_READ, rank)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.protocol import Receipt
+from torch_ext.world.protocol import Receipt, Wait
 
-__all__ = ["Ending", "Outcome"]
+__all__ = ["Ending", "Outcome", "shorten"]
 
 
 class Ending(Enum):
@@ -34,6 +34,7 @@ class Ending(Enum):
     KILLED = "killed"
     SILENT = "left without a receipt"
     TIMED_OUT = "timed out"
+    HUNG = "hung"
     STOPPED = "stopped by the harness"
 
 
@@ -47,7 +48,9 @@ class Outcome:
         exit_code: of its process; negative for a signal; None if it was never started.
         time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
         receipt: what it said, if anything.
+        began: whether it had loaded what its task needs.
         stacks: Python stacks of its threads, taken before it was stopped.
+        waits: what its threads waited for then.
         collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
             the same time.
         output: the end of its own stdout and stderr.
@@ -59,7 +62,9 @@ class Outcome:
     exit_code: int | None = None
     time_s: float = 0.0
     receipt: Receipt | None = None
+    began: bool = True
     stacks: str = ""
+    waits: tuple[Wait, ...] = ()
     collectives: str = ""
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
@@ -76,7 +81,7 @@ class Outcome:
         >>> Outcome(0, Ending.EXITED, exit_code=3).describe()
         'exited with code 3 without a receipt'
         """
-        reason = _shorten(self.receipt.reason) if self.receipt else ""
+        reason = shorten(self.receipt.reason) if self.receipt else ""
         after = f" after its test had {self.receipt.said.value}" if self.receipt else ""
         if self.ending is Ending.PASSED:
             return "passed"
@@ -90,15 +95,16 @@ class Outcome:
             return f"exited with code {self.exit_code}{after or ' without a receipt'}"
         if self.ending is Ending.SILENT:
             return "left with code 0 without a receipt: something ended the process before its test was over"
-        if self.ending is Ending.TIMED_OUT:
-            return "timed out"
+        if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
+            importing = " while it was importing" if not self.began else ""
+            return f"{self.ending.value}{after or importing}"
         return f"was stopped by the harness{after or ' while its test was running'}"
 
 
-def _shorten(text: str, limit: int = 160) -> str:
+def shorten(text: str, limit: int = 160) -> str:
     """Keep the beginning of a long line; the whole of it stands in the traceback.
 
-    >>> _shorten("x" * 10, 5)
+    >>> shorten("x" * 10, 5)
     'xxxxx...'
     """
     return text if len(text) <= limit else text[:limit].rstrip() + "..."

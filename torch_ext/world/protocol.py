@@ -21,7 +21,7 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
-rank -> parent half :class:`Receipt`, :class:`Collectives`
+rank -> parent half :class:`Began`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`
 ==================  =======================================================================================
 """
 
@@ -36,6 +36,7 @@ __all__ = [
     "STACK_SIGNAL",
     "AddClient",
     "Ask",
+    "Began",
     "Collectives",
     "Ended",
     "HiddenFrames",
@@ -44,8 +45,10 @@ __all__ = [
     "Loaded",
     "ModuleOrder",
     "NotLoaded",
+    "Notice",
     "Order",
     "Preparation",
+    "Progress",
     "RankOrder",
     "Receipt",
     "RootOrder",
@@ -53,6 +56,8 @@ __all__ = [
     "Signal",
     "Start",
     "Started",
+    "Ticket",
+    "Wait",
 ]
 
 # Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals; macOS has none.
@@ -222,6 +227,23 @@ class NotLoaded:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """What one thread waits for.
+
+    Attributes:
+        words: the operation and the line of the test, such as ``"barrier() in test_a (test_x.py:12)"``.
+        peers: ranks that it names as those it waits for.
+        everyone: whether it waits for all ranks, as the creation of a process group does.
+        transport: whether it is an operation of a process group, a store or RPC.
+    """
+
+    words: str
+    peers: tuple[int, ...] = ()
+    everyone: bool = False
+    transport: bool = False
+
+
+@dataclass(frozen=True)
 class Inherited:
     """Stands for connection ``index`` among a task's arguments, which are pickled before the connection exists."""
 
@@ -229,16 +251,31 @@ class Inherited:
 
 
 @dataclass(frozen=True)
+class Ticket:
+    """Names one run of one test. A receipt must carry the ticket of the run that is being judged.
+
+    Attributes:
+        test: the test's id.
+        attempt: counts the runs that the same ranks have been given, from 0.
+    """
+
+    test: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
 class RankOrder:
     """Everything that a rank is told when it starts.
 
     Attributes:
+        ticket: of the first test that it runs.
         task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
         threads: number of intra-op threads; 0 leaves torch's number alone.
     """
 
     rank: int
     name: str
+    ticket: Ticket
     task: bytes
     environment: dict[str, str]
     directory: str
@@ -252,6 +289,20 @@ class Ask(Enum):
 
     RELEASE = "you may end"
     COLLECTIVES = "send your last collectives"
+    PROGRESS = "tell what you wait for"
+    STACKS = "write the stacks of your threads"
+
+
+@dataclass(frozen=True)
+class Began:
+    """The rank has loaded what its task needs, and begins it."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that the user should be told, whether or not the test passes."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +310,23 @@ class Collectives:
     """A rank's last collectives as torch's flight recorder tells them, in JSON; empty if there are none."""
 
     json: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank waits for. See Note [Provable hangs].
+
+    Attributes:
+        blocked: whether no thread of the rank can go on by itself before ``until_s``.
+        until_s: when the first time limit of what it waits for ends, by ``time.monotonic``; infinite if there is none.
+        fingerprint: differs from an earlier one if any thread has run meanwhile.
+        waits: what each thread with Python code waits for, in words.
+    """
+
+    blocked: bool
+    until_s: float
+    fingerprint: str
+    waits: tuple[Wait, ...] = ()
 
 
 class Said(Enum):
@@ -276,11 +344,20 @@ class Receipt:
     Attributes:
         said: how the body ended.
         time_s: when, by ``time.monotonic``, which all processes of a machine share.
-        reason: the reason of a skip, or the last line of a failure (``"ValueError: no"``).
+        reason: the reason of a skip, or the first line of what a failure says (``"ValueError: no"``).
         trace: the traceback of a failure, without the harness's own frames.
+        transport: whether the failure was raised by what connects the ranks (a process group, a store, RPC), not by the
+            test's own code.
+        waits: what it waited for when it failed, if the failure tells.
+        ticket: which run of which test it is about; set by the rank.
+        pid: the process that hands it in; set by the rank.
     """
 
     said: Said
     time_s: float
     reason: str = ""
     trace: str = ""
+    transport: bool = False
+    waits: tuple[Wait, ...] = ()
+    ticket: Ticket = Ticket()
+    pid: int = 0

@@ -1,12 +1,12 @@
-"""What runs in a rank before, around and after its body. Imports the standard library and its own layer; touches torch
+"""What runs in a rank before, around and after its task. Imports the standard library and its own layer; touches torch
 only if it is loaded.
 
 Note [Life of a rank]
 ~~~~~~~~~~~~~~~~~~~~~
 A rank starts having done nothing. Its order brings everything that a test may have changed a moment ago (environment,
-working directory, umask, ``sys.argv``), which is applied before anything else. The body runs inside multiprocessing's
+working directory, umask, ``sys.argv``), which is applied before anything else. The task runs inside multiprocessing's
 own bootstrap, so that whatever hooks into it (coverage, finalizers, logs) sees an ordinary process. When the body is
-over, the rank hands in a receipt.
+over, and what it left to be done is done (see Note [Nothing after the receipt]), the rank hands in a receipt.
 
 A rank that passed waits a moment for its peers, so that it does not cut connections that they still use, and then ends
 without destroying its process groups, which would cost gloo 10 ms per peer. If the wait is in vain, it destroys them in
@@ -16,7 +16,6 @@ order. So does a rank that failed: its peers must see connections close instead 
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import pickle
@@ -24,12 +23,26 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import frames
+from torch_ext.world import flight_record, frames, operations, transport_errors
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.protocol import STACK_SIGNAL, Ask, Collectives, Inherited, RankOrder, Receipt, Said
+from torch_ext.world.protocol import (
+    STACK_SIGNAL,
+    Ask,
+    Began,
+    Collectives,
+    Inherited,
+    Notice,
+    RankOrder,
+    Receipt,
+    Said,
+    Ticket,
+)
+from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_globals
+from torch_ext.world.stall import observe
 
 __all__ = ["Rank", "current", "failure", "main"]
 
@@ -47,40 +60,90 @@ _DEFAULTS = {
 
 
 class Rank:
-    """This process, as a rank: its number and its line to the parent half."""
+    """This process, as a rank: its number and its line to the parent half.
 
-    def __init__(self, order: RankOrder, channel: Channel) -> None:
+    Only the process that was started as the rank speaks for it. A child that it forks inherits this object, but what
+    the child hands in counts for nothing.
+    """
+
+    def __init__(self, order: RankOrder, channel: Channel, stacks: int) -> None:
         self.rank = order.rank
+        self._pid = os.getpid()
+        self._ticket = order.ticket
+        self._stacks = stacks
         self._channel = channel
         self._sending = threading.Lock()
         self._handed_in = False
         self._released = threading.Event()
+        self._debts = Debts()
+        operations.test_began()
         threading.Thread(target=self._listen, name="torch_ext listener", daemon=True).start()
 
+    def begin(self, ticket: Ticket) -> None:
+        """Take on another run of a test: receipts are about it from now on."""
+        self._ticket = ticket
+        operations.test_began()
+
     def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. Unless it tells of a failure, wait for the other ranks to do the same.
+        """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
+        wait for the other ranks.
 
         Returns:
             Whether every rank is done, so that this process may end without tearing anything down.
         """
+        if self._is_fork():
+            return True
         if self._handed_in:
             raise AssertionError(f"rank {self.rank} has handed in a receipt already")
+        if receipt.said is not Said.FAILED:
+            receipt = self._settled(receipt)
         self._handed_in = True
-        self._send(receipt)
+        self._send(self._stamped(receipt))
         if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
-        self._send(Collectives(_flight_record()))  # a peer may be waiting for this rank in a collective
+        self._send(Collectives(flight_record.read()))  # a peer may be waiting for this rank in a collective
         return False
 
-    def report(self, receipt: Receipt) -> None:
-        """Hand in the receipt of one test and live on for the next."""
-        self._send(receipt)
+    def report(self, receipt: Receipt) -> Receipt:
+        """Hand in the receipt of one test and live on for the next; return what was handed in."""
+        if self._is_fork():
+            return receipt
+        if receipt.said is not Said.FAILED:
+            try:
+                self._debts.check()
+            except UnfinishedWorkError as error:
+                receipt = failure(error)
+        self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
-            self._send(Collectives(_flight_record()))
+            self._send(Collectives(flight_record.read()))
+        return receipt
+
+    def tell_of_globals(self, module: str) -> None:
+        """Tell the user which globals of ``module`` are not finalized here."""
+        names = unfinalized_globals(module)
+        if names and not self._is_fork():
+            which = f"{', '.join(names)} of {module}"
+            self._send(Notice(f"ranks end without finalizing globals: __del__ of {which} does not run in them"))
 
     @property
     def handed_in(self) -> bool:
         return self._handed_in
+
+    def _is_fork(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _settled(self, receipt: Receipt) -> Receipt:
+        try:
+            self._debts.settle()
+        except UnfinishedWorkError as error:
+            return failure(error)
+        return replace(receipt, time_s=time.monotonic())
+
+    def _stamped(self, receipt: Receipt) -> Receipt:
+        return replace(receipt, ticket=self._ticket, pid=self._pid)
+
+    def began(self) -> None:
+        self._send(Began())
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -93,7 +156,11 @@ class Rank:
                 if message is Ask.RELEASE:
                     self._released.set()
                 elif message is Ask.COLLECTIVES:
-                    self._send(Collectives(_flight_record()))
+                    self._send(Collectives(flight_record.read()))
+                elif message is Ask.PROGRESS:
+                    self._send(observe())
+                elif message is Ask.STACKS:
+                    faulthandler.dump_traceback(self._stacks, all_threads=True)
         except (ChannelClosedError, OSError):
             self._released.set()  # nobody is left to wait for
 
@@ -116,7 +183,7 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     _redirect(stdout, stderr)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-    return _run(order, Channel.from_descriptor(channel), [Connection(each) for each in connections])
+    return _run(order, Channel.from_descriptor(channel), stacks, [Connection(each) for each in connections])
 
 
 def _apply(order: RankOrder) -> None:
@@ -131,9 +198,7 @@ def _apply(order: RankOrder) -> None:
     sys.argv[:] = order.argv
     torch = sys.modules.get("torch")
     if torch is not None:
-        # Even if the number is right: after a fork, torch replaces its pthreadpool on the next use, and two threads
-        # that do so at once end the process ("Invalid thread pool!" and SIGABRT, in an autograd thread).
-        torch.set_num_threads(order.threads or torch.get_num_threads())
+        torch.set_num_threads(order.threads or torch.get_num_threads())  # see Note [Thread pool after a fork]
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()  # read once at import otherwise
 
@@ -150,16 +215,17 @@ def _redirect(stdout: int, stderr: int) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _run(order: RankOrder, channel: Channel, connections: Sequence[Connection]) -> int:
-    process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, connections))
+def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:
+    process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, stacks, connections))
     return int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
 
 
-def _run_task(order: RankOrder, channel: Channel, connections: Sequence[Connection]) -> None:
+def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
     global _current
-    _current = rank = Rank(order, channel)
+    _current = rank = Rank(order, channel, stacks)
     try:
         function, args, kwargs = pickle.loads(order.task)
+        rank.began()
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
         raise
@@ -174,15 +240,6 @@ def _run_task(order: RankOrder, channel: Channel, connections: Sequence[Connecti
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
     reason, trace = frames.read_error(error)
-    return Receipt(Said.FAILED, time.monotonic(), reason, trace)
-
-
-def _flight_record() -> str:
-    if "torch" not in sys.modules:
-        return ""
-    try:
-        from torch_ext.compat.c10d import _dump_fr_trace_json
-
-        return json.dumps(json.loads(_dump_fr_trace_json(True, False)).get("entries", []))
-    except (ImportError, RuntimeError, ValueError, TypeError):
-        return ""  # this torch has no recorder, or no group exists yet
+    transport = transport_errors.raised_by_transport(error)
+    waits = operations.waits_of_error(error) if transport else ()
+    return Receipt(Said.FAILED, time.monotonic(), reason, trace, transport, waits)

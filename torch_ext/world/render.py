@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from torch_ext.world.collectives import first_mismatch, read_record
-from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.blame import find_blame
+from torch_ext.world.collectives import read_record
+from torch_ext.world.outcome import Ending, Outcome, shorten
 from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.verdict import Verdict, WorldReport
 
 __all__ = ["WorldFailure", "end_of_output", "render"]
 
 
+_CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
 # What differs between the tracebacks of ranks that failed in the same way.
@@ -39,7 +41,7 @@ class WorldFailure(RuntimeError):
 def render(report: WorldReport) -> str:
     """Return the text of a failed world: the verdict, every rank's ending, then tracebacks and output."""
     outcomes, verdict = report.outcomes, report.verdict
-    mismatch = first_mismatch({o.rank: read_record(o.collectives) for o in outcomes if o.collectives})
+    mismatch = find_blame(outcomes)
     parts = [verdict.summary, *report.details]
     if mismatch:
         parts.append(f"Collectives: {mismatch.sentence}.")
@@ -57,7 +59,9 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
         for outcome in in_order:
             text = text_of(outcome)
             if text:
-                grouped.setdefault(_RANK_DEPENDENT.sub("*", text), ([], text))[0].append(outcome.rank)
+                # What a rank printed is its own, numbers included.
+                key = text if text_of is _output else _RANK_DEPENDENT.sub("*", text)
+                grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
     return parts
 
@@ -76,7 +80,8 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
         role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
         because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
         lines.append(f"  rank {outcome.rank} {outcome.describe()}{role}{because}")
-        lines += [f"    left a process behind, which was ended: {command}" for command in outcome.left_behind]
+        lines += [f"    left a process behind, which was ended: {shorten(each, 100)}" for each in outcome.left_behind]
+        lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
     return "\n".join(lines)
@@ -93,8 +98,11 @@ def end_of_output(text: str, *, died: bool) -> list[str]:
     """
     lines = text.rstrip().splitlines()
     most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
-    cut = [f"... {len(lines) - most} lines before these"] if len(lines) > most else []
-    return cut + lines[-most:]
+    if len(lines) <= most:
+        return lines
+    # faulthandler tells first what the process died of, and then a stack that may be long.
+    cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
+    return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
 
 
 def _indent(text: str) -> str:

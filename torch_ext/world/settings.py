@@ -9,6 +9,7 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_SHOW_OUTPUT``        ``1``: pass the output of ranks through as it comes
 ``TORCH_EXT_TEARDOWN``           ``full``: destroy process groups in every rank, as upstream does
 ``TORCH_EXT_TIMEOUT``            seconds that every test may take, in place of the tests' own limits
+``TORCH_EXT_HANG_AFTER``         seconds after which a provable hang ends, default 10; ``0``: only time limits end tests
 ``TORCH_EXT_HUGE_PAGES``         ``0``: off, see Note [Huge pages]
 ``TORCH_EXT_TRIAL_FORK``         ``0``: off, see Note [Trial fork]
 ``TORCH_EXT_READ_AT_LOAD``       more prefixes, joined by commas, or ``0``: off, see Note [Variables read at load]
@@ -23,6 +24,7 @@ import os
 
 __all__ = [
     "full_teardown",
+    "hang_after_s",
     "huge_pages",
     "interpreter_wanted",
     "read_at_load",
@@ -37,6 +39,7 @@ __all__ = [
 # Larger worlds are started on demand: spares hold memory until the next test.
 _MOST_SPARES = 16
 _THREAD_ORIGIN_S = 60.0
+_HANG_AFTER_S = 10.0
 
 
 def interpreter_wanted() -> bool:
@@ -74,6 +77,11 @@ def time_limit_s() -> float | None:
     return float(asked) if asked else None
 
 
+def hang_after_s() -> float:
+    """Return within how many seconds of the last progress a provable hang is to end; 0: it is not looked for."""
+    return _seconds("TORCH_EXT_HANG_AFTER", _HANG_AFTER_S)
+
+
 def huge_pages() -> bool:
     """Whether zygotes gather their heap in huge pages."""
     return os.environ.get("TORCH_EXT_HUGE_PAGES") != "0"
@@ -94,8 +102,12 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
 
 def thread_origin_s() -> float:
     """Return how long the search for the code that started a thread may take, in seconds; 0: there is none."""
-    asked = os.environ.get("TORCH_EXT_THREAD_ORIGIN", "")
+    return _seconds("TORCH_EXT_THREAD_ORIGIN", _THREAD_ORIGIN_S)
+
+
+def _seconds(variable: str, default: float) -> float:
+    asked = os.environ.get(variable, "")
     try:
-        return max(0.0, float(asked)) if asked else _THREAD_ORIGIN_S
+        return max(0.0, float(asked)) if asked else default
     except ValueError:
-        return _THREAD_ORIGIN_S
+        return default

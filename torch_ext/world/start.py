@@ -16,7 +16,7 @@ from torch_ext.world import settings
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.output import open_capture
-from torch_ext.world.protocol import Order, RankOrder, Start
+from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
 
 __all__ = ["RankTask", "start_world"]
 
@@ -43,6 +43,7 @@ def start_world(
     spares: int = 0,
     show: bool = False,
     name: str = "process",
+    test: str = "",
 ) -> World:
     """Start one rank per task and return when all their processes exist.
 
@@ -54,16 +55,17 @@ def start_world(
         spares: how many processes the zygote forks ahead for the next call.
         show: pass the ranks' output through, each line with its rank in front, as well as keeping it.
         name: each process is called this with its rank.
+        test: id of the test that the ranks run first; receipts must name it.
 
     Raises:
         ZygoteLostError: the zygote is gone.
     """
     ranks = [_open_rank(rank, f"{name} {rank}", task, show) for rank, task in enumerate(tasks)]
     group, theirs = channel_pair()
-    world = World(zygote, group, [process for process, _ in ranks])
+    world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
     inherited = [descriptors for _, descriptors in ranks]
     try:
-        request = Start(_orders(ranks, tasks), dict(os.environ), interpreter, spares)
+        request = Start(_orders(ranks, tasks, world.ticket), dict(os.environ), interpreter, spares)
         zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
     except ChannelClosedError as error:
         world.close()
@@ -79,7 +81,9 @@ def start_world(
     return world
 
 
-def _orders(ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask]) -> tuple[Order, ...]:
+def _orders(
+    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket
+) -> tuple[Order, ...]:
     environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
     umask = os.umask(0)
     os.umask(umask)
@@ -87,7 +91,7 @@ def _orders(ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[Rank
     return tuple(
         Order(
             "torch_ext.world.rank:main",
-            RankOrder(process.rank, process.name, _pickled(task), environment, directory, umask, argv, threads),
+            RankOrder(process.rank, process.name, ticket, _pickled(task), environment, directory, umask, argv, threads),
             len(descriptors),
         )
         for (process, descriptors), task in zip(ranks, tasks, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torch_ext.world.collectives import first_mismatch, read_record
+from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
 
@@ -21,6 +21,10 @@ _PEER_IS_GONE = re.compile(
     r"|test termination event",
     re.IGNORECASE,
 )
+
+# How they say that nobody came in time; such a failure shows who waited, not who is to blame.
+_OWN_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+_BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
 class Judgement(Enum):
@@ -75,7 +79,7 @@ def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exi
     acceptable = _acceptable(expected_exit, any_exit)
     bad = [outcome for outcome in outcomes if not acceptable(outcome)]
     if bad:
-        return _failure(bad, len(outcomes), expected_exit)
+        return _failure(outcomes, bad, expected_exit)
     skipped = [outcome for outcome in outcomes if outcome.ending is Ending.SKIPPED]
     if not skipped:
         return Verdict(Judgement.PASSED)
@@ -89,7 +93,7 @@ def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome]
     def acceptable(outcome: Outcome) -> bool:
         if outcome.ok:
             return True
-        if outcome.receipt is not None or outcome.ending in (Ending.TIMED_OUT, Ending.STOPPED):
+        if outcome.receipt is not None or outcome.ending in (Ending.TIMED_OUT, Ending.HUNG, Ending.STOPPED):
             return False
         return any_exit or (expected_exit is not None and outcome.exit_code == expected_exit)
 
@@ -99,27 +103,39 @@ def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome]
 def _is_consequence(outcome: Outcome) -> bool:
     if outcome.ending is Ending.STOPPED:
         return True
-    return (
-        outcome.ending is Ending.FAILED
-        and outcome.receipt is not None
-        and bool(_PEER_IS_GONE.search(outcome.receipt.reason + outcome.receipt.trace))
-    )
+    receipt = outcome.receipt
+    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
+        return False
+    return bool(_PEER_IS_GONE.search(receipt.reason + receipt.trace))
 
 
-def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None) -> Verdict:
+def _ran_out_of_time(outcome: Outcome) -> bool:
+    """Whether the rank waited for others in vain, until its own limit or the test's, or provably for ever."""
+    if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
+        return outcome.receipt is None
+    receipt = outcome.receipt
+    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
+        return False
+    return bool(_OWN_LIMIT.search(receipt.reason))
+
+
+def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
     # A death is reaped a little after the peers notice it, so what a failure says counts for more than when it was
     # said.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     if not own:
         own = sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s))[:1]
+        blame = find_blame(outcomes)
+        if blame is not None and blame.ranks and not set(blame.ranks) & {o.rank for o in bad}:
+            return _hang(outcomes, bad, own)  # somebody left before the others had met it
+    if all(_ran_out_of_time(o) for o in own):
+        return _hang(outcomes, bad, own)
+    own = [o for o in own if not _ran_out_of_time(o)] + [o for o in own if _ran_out_of_time(o)]
     victims = tuple(o.rank for o in bad if o not in own)
-    if all(o.ending is Ending.TIMED_OUT for o in own):
-        return _hang(own, victims, world_size)
-    first = own[0]
+    first, world_size = own[0], len(outcomes)
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
     alike = [o.rank for o in own if o.describe() == first.describe()]
-    how = first.describe() if len(alike) == 1 else re.sub("^was ", "were ", first.describe())
-    summary = f"{ranks_phrase(alike)} of {world_size} {how}{expectation}"
+    summary = f"{ranks_phrase(alike)} of {world_size} {_plural(first.describe(), alike)}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:
         summary += (
@@ -128,16 +144,38 @@ def _failure(bad: Sequence[Outcome], world_size: int, expected_exit: int | None)
     return Verdict(Judgement.FAILED, summary, tuple(o.rank for o in own), victims)
 
 
-def _hang(hung: Sequence[Outcome], victims: tuple[int, ...], world_size: int) -> Verdict:
-    """Judge a world that ran out of time: if the ranks' collectives tell who kept whom waiting, those are to blame."""
-    mismatch = first_mismatch({o.rank: read_record(o.collectives) for o in hung if o.collectives})
-    ranks = [o.rank for o in hung]
-    guilty = [rank for rank in mismatch.ranks if rank in ranks] if mismatch else []
-    summary = f"{ranks_phrase(ranks)} of {world_size} timed out"
-    if guilty:
+def _hang(outcomes: Sequence[Outcome], bad: Sequence[Outcome], own: Sequence[Outcome]) -> Verdict:
+    """Judge a world in which ranks waited in vain; see Note [Who is to blame for a hang]."""
+    guilty = list(_guilty(outcomes, own))
+    ranks = [o.rank for o in own]
+    alike = [o.rank for o in own if o.describe() == own[0].describe()]
+    summary = f"{ranks_phrase(alike)} of {len(outcomes)} {_plural(own[0].describe(), alike)}"
+    if guilty and set(guilty) != set(ranks):
         summary += f"; look at {ranks_phrase(guilty)} first"
-        victims += tuple(rank for rank in ranks if rank not in guilty)
+    victims = tuple(o.rank for o in bad if guilty and o.rank not in guilty)
     return Verdict(Judgement.FAILED, summary, tuple(guilty or ranks), victims)
+
+
+def _guilty(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> tuple[int, ...]:
+    named = next((found for o in own if (found := _BARRIER.search(_reason(o)))), None)
+    if named is not None:
+        return tuple(int(rank) for rank in re.findall(r"\d+", named[1]))
+    blame = find_blame(outcomes)
+    if blame is not None and blame.ranks:
+        return blame.ranks
+    # They waited for others, and nothing says for whom: then for all that did not wait.
+    waited = {o.rank for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)}
+    if len(waited) < len(own):
+        return ()
+    return tuple(o.rank for o in outcomes if o.rank not in waited)
+
+
+def _reason(outcome: Outcome) -> str:
+    return outcome.receipt.reason if outcome.receipt is not None else ""
+
+
+def _plural(words: str, ranks: Sequence[int]) -> str:
+    return words if len(ranks) == 1 else re.sub("^was ", "were ", words)
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import Progress, Receipt, Said
 
 __all__ = ["Act", "Limits", "Step", "Watch"]
 
@@ -25,17 +25,20 @@ class Limits:
         grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
             tell how.
         exit_s: from the receipt of the last rank until the last process has ended.
+        hang_s: from the last progress until a provable hang is ended; 0: it is not looked for.
     """
 
     test_s: float
     grace_s: float = 1.0
     exit_s: float = 15.0
+    hang_s: float = 0.0
 
 
 class Act(Enum):
     """What the watch wants done to some ranks."""
 
     RELEASE = "tell the rank that it may end"
+    LOOK = "ask what the rank waits for"
     INSPECT = "collect stacks and collectives"
     STOP = "kill the process"
 
@@ -76,7 +79,13 @@ class Watch:
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: dict[int, Ending] = {}
         self._released = False
+        # A hang is seen at the second of two looks, so that looking four times in this span leaves time to tell of it.
+        self._look_every_s = limits.hang_s / 4 or float("inf")
+        self._next_look_s = started_s + self._look_every_s
+        self._seen: dict[int, Progress] = {}
+        self._stalled: set[int] = set()
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
+        self._test_deadline_s = self._deadline_s
 
     def received(self, rank: int, receipt: Receipt) -> None:
         """Rank ``rank`` handed in ``receipt``."""
@@ -86,6 +95,16 @@ class Watch:
         """The process of ``rank`` ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
 
+    def observed(self, rank: int, progress: Progress) -> None:
+        """Rank ``rank`` has told what it waits for, in answer to :attr:`Act.LOOK`. See Note [Provable hangs]."""
+        before = self._seen.get(rank)
+        self._seen[rank] = progress
+        same = before is not None and before.blocked and before.fingerprint == progress.fingerprint
+        if same and progress.blocked and progress.until_s >= self._test_deadline_s:
+            self._stalled.add(rank)
+        else:
+            self._stalled.discard(rank)
+
     @property
     def done(self) -> bool:
         return len(self._ended) == self._world_size or (self._keep and self._all_settled())
@@ -93,7 +112,7 @@ class Watch:
     @property
     def deadline_s(self) -> float:
         """When :meth:`advance` wants to be called again if nothing happens until then."""
-        return self._deadline_s
+        return min(self._deadline_s, self._next_look_s)
 
     def advance(self, now_s: float) -> list[Step]:
         """Return what is to be done now, in order. Call it after every event and at :attr:`deadline_s`."""
@@ -106,10 +125,21 @@ class Watch:
             self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
         if self._trouble():
             self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED)
+        unsettled = self._unsettled()
+        if unsettled and self._stalled.issuperset(unsettled):
+            self._bring_forward(now_s, Ending.HUNG)
         if now_s >= self._deadline_s and not self.done:
             steps += self._stop_the_living()
-            self._deadline_s = float("inf")
+            self._deadline_s = self._next_look_s = float("inf")
+        elif now_s >= self._next_look_s:
+            self._next_look_s = now_s + self._look_every_s
+            if unsettled:
+                steps.append(Step(Act.LOOK, unsettled))
         return steps
+
+    def _unsettled(self) -> tuple[int, ...]:
+        """The live ranks whose test is not over."""
+        return tuple(rank for rank in self._alive() if rank not in self._receipts and rank not in self._stopped)
 
     def outcomes(self) -> list[Outcome]:
         """Return what became of each rank. Call it when :attr:`done`."""
@@ -135,9 +165,13 @@ class Watch:
         return (rank in self._receipts and code == 0) or self._any_exit or code == self._expected_exit
 
     def _stop_the_living(self) -> list[Step]:
-        alive = tuple(rank for rank in self._alive() if not (self._keep and rank in self._receipts))
+        alive = tuple(
+            rank for rank in self._alive() if rank not in self._stopped and not (self._keep and rank in self._receipts)
+        )
         for rank in alive:
-            self._stopped.setdefault(rank, self._deadline_ending)
+            self._stopped[rank] = self._deadline_ending
+        if not alive:
+            return []
         return [Step(Act.INSPECT, alive), Step(Act.STOP, alive)]
 
     def _outcome(self, rank: int) -> Outcome:

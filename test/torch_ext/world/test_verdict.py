@@ -23,7 +23,8 @@ def skipped(rank: int, reason: str = "no device") -> Outcome:
 
 
 def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
-    return Outcome(rank, Ending.FAILED, 10, time_s, Receipt(Said.FAILED, time_s, reason, trace or reason))
+    receipt = Receipt(Said.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
+    return Outcome(rank, Ending.FAILED, 10, time_s, receipt)
 
 
 def killed(rank: int, number: int = 9, time_s: float = 1.0) -> Outcome:

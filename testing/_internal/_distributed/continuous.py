@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import tempfile
@@ -19,16 +20,16 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import call_with_cleanups, chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import provider, scratch
+from torch_ext.world import provider, scratch, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, Said
+from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
 from torch_ext.world.watch import Limits
 
@@ -38,6 +39,8 @@ __all__ = ["MultiProcContinuousTest"]
 
 
 _UNSET = -2
+# How long the ranks may take to end when the class does, in seconds.
+_END_S = 15.0
 
 
 class MultiProcContinuousTest(TestCase):
@@ -109,10 +112,7 @@ class MultiProcContinuousTest(TestCase):
         world = cls._world
         if world is None:
             raise AssertionError("no ranks were started")
-        world.new_round()
-        for process in world.processes:
-            with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
-                process.connections[0].send(self.id())
+        _tell(world, world.new_round(self.id()), run=True)
 
     @classmethod
     def _ensure_processes_spawned(cls) -> None:
@@ -157,21 +157,24 @@ class MultiProcContinuousTest(TestCase):
         cls._world = start_ranks(
             cls.__module__,
             [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
+            cls.__qualname__,
         )
         cls.processes = cls._world.processes
 
     @classmethod
     def _end_ranks(cls) -> None:
-        """Ask the ranks to end, wait until they have, and forget them."""
+        """Ask the ranks to end, wait until they have, and forget them.
+
+        Raises:
+            WorldFailure: a rank did not end as it should, though every test had passed.
+        """
         world, cls._world, cls.processes = cls._world, None, []
         if world is None:
             return
         try:
-            for process in world.processes:
-                with contextlib.suppress(OSError):
-                    process.connections[0].send(None)
-            world.new_round()
-            world.wait(Limits(test_s=15.0), any_exit=True)
+            _tell(world, world.new_round(f"the end of {cls.__qualname__}"), run=False)
+            outcomes = world.wait(Limits(test_s=_END_S))
+            raise_verdict(outcomes, time.monotonic() - world.started_s)
         finally:
             world.close()
             if cls.rdvz_file is not None and os.path.exists(cls.rdvz_file):
@@ -184,7 +187,7 @@ class MultiProcContinuousTest(TestCase):
             raise AssertionError("no ranks were started")
         outcomes: list[Outcome] = []
         try:
-            outcomes = world.wait(Limits(test_s=timeout_of(self)), keep=True)
+            outcomes = world.wait(Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()), keep=True)
         except ZygoteLostError:
             provider.forget(world.zygote)
             raise
@@ -195,7 +198,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Drop the ranks after a failure, because some may wait for the one that failed; the next test starts others."""
+        """Drop the ranks after a failure, as some may wait for the one that failed; the next test starts others."""
         world, cls._world, cls.processes = cls._world, None, []
         if world is not None:
             world.close()
@@ -223,11 +226,11 @@ class MultiProcContinuousTest(TestCase):
         self.rank = cls.rank
         self.world_size = cls.world_size
         set_rng_seed()
-        getattr(self, name)(**kwargs)
+        call_with_cleanups(self, functools.partial(getattr(self, name), **kwargs))
 
     @classmethod
     def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
-        """Run the tests whose ids arrive on ``tests``, and report a receipt for each. None ends the rank."""
+        """Run the tests whose tickets arrive on ``tests``, and report a receipt for each."""
         me = world_rank.current()
         if me is None:
             raise AssertionError("_rank_main() runs in a rank only")
@@ -238,27 +241,37 @@ class MultiProcContinuousTest(TestCase):
             cls._init_pg(rank, world_size, rdvz_file)
         except (Exception, SystemExit) as error:
             no_group = error
-        while (test_id := _next_test(tests)) is not None:
+        while (ticket := _next_test(tests)) is not None:
             try:
                 if no_group is not None:
                     raise no_group
-                cls._run_test_given_id(test_id)
+                cls._run_test_given_id(ticket.test)
             except BaseException as error:
                 receipt = receipts.receipt_of(error)
                 if receipt is None:
                     raise
-                me.report(receipt)
-                if receipt.said is Said.FAILED:
-                    return
             else:
-                me.report(receipts.passed())
+                receipt = receipts.passed()
+            if me.report(receipt).said is Said.FAILED:
+                return
         if no_group is None:
             receipts.end_group_unless_released()
 
 
-def _next_test(tests: Connection) -> str | None:
+def _tell(world: World, ticket: Ticket, *, run: bool) -> None:
+    """Have the ranks run the test of ``ticket``, or end."""
+    for process in world.processes:
+        with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
+            process.connections[0].send((ticket, run))
+
+
+def _next_test(tests: Connection) -> Ticket | None:
+    """Return the ticket of the next test; None at the end of the class. Receipts are about that ticket from now on."""
     try:
-        test_id: str | None = tests.recv()
+        ticket, run = tests.recv()
     except EOFError:  # the parent half is gone
         return None
-    return test_id
+    me = world_rank.current()
+    if me is not None:
+        me.begin(ticket)
+    return ticket if run else None

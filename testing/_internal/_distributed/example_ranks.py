@@ -16,8 +16,10 @@ import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
 from torch_ext.testing._internal._distributed import receipts
+from torch_ext.testing._internal._distributed.methods import call_with_cleanups
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
+from torch_ext.world.calls import check_ran
 from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
@@ -48,18 +50,19 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
     # assume() believes that it is used outside of a test, because Hypothesis runs in another process.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
-    while example := _next(examples):
-        receipt = _run(case, body, example)
-        rank.report(receipt)
-        if receipt.said is Said.FAILED:
+    while example := _next(rank, examples):
+        if rank.report(_run(case, body, example)).said is Said.FAILED:
             sys.exit(receipts.TEST_ERROR_EXIT_CODE)
 
 
-def _next(examples: Connection) -> bytes:
+def _next(rank: world_rank.Rank, examples: Connection) -> bytes:
+    """Return the next example. Receipts are about its ticket from now on."""
     try:
-        return examples.recv_bytes()
+        ticket, example = examples.recv()
     except EOFError:  # the parent half is gone
         return NO_MORE
+    rank.begin(ticket)
+    return bytes(example)
 
 
 def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
@@ -84,7 +87,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     """
     args, kwargs = pickle.loads(example)
     try:
-        body(case, *args, **kwargs)
+        call_with_cleanups(case, lambda: check_ran(body(case, *args, **kwargs), body.__name__))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:

@@ -29,7 +29,7 @@ from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJE
 from torch_ext.testing._internal._distributed.example_report import Example, Found, report
 from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
-from torch_ext.world import notices, provider
+from torch_ext.world import notices, provider, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.verdict import Judgement, judge
@@ -45,6 +45,10 @@ EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 # Seconds until started ranks are ready for an example, until they have ended after the last one, and until a killed
 # rank is gone.
 _READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
+
+
+# A test that is given less time than its examples may take still has time for this many that hang.
+_EXAMPLES_AT_LEAST = 4
 
 
 class _StopEngine(BaseException):
@@ -97,8 +101,8 @@ class ExampleRun:
     def __init__(self, case: Any, test: Any, example_s: float) -> None:
         self._case = case
         self._test = test
-        self._example_s = example_s
         self._limit_s = timeout_of(case)
+        self._example_s = min(example_s, self._limit_s / _EXAMPLES_AT_LEAST)
         self._deadline_s = time.monotonic() + self._limit_s
         self._ready: World | None = None
         self._tried = 0
@@ -204,9 +208,8 @@ class ExampleRun:
     def _in_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
         """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
         world = self._ranks()
-        world.new_round()
         self._send(world, payload)
-        outcomes = self._wait(world, Limits(test_s=self._example_s), keep=True)
+        outcomes = self._wait(world, Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
         took_s = time.monotonic() - world.started_s
         if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
             self._drop_ranks(world)
@@ -248,10 +251,12 @@ class ExampleRun:
         with _zygote_of(world):
             return world.wait(limits, keep=keep)
 
-    def _send(self, world: World, message: bytes) -> None:
+    def _send(self, world: World, example: bytes) -> None:
+        """Begin a round in which the ranks run ``example``."""
+        ticket = world.new_round(self._case.id())
         for process in world.processes:
             with contextlib.suppress(OSError):  # it died between two examples, which its outcome will tell
-                process.connections[0].send_bytes(message)
+                process.connections[0].send((ticket, example))
 
     def _drop_ranks(self, world: World) -> None:
         """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
@@ -272,7 +277,6 @@ class ExampleRun:
         """
         try:
             world = self._ranks()
-            world.new_round()
             self._send(world, NO_MORE)
             self._settle(world, Limits(test_s=_END_S), keep=False)
         except _StopEngine as stop:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import types
 import unittest
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+from unittest import IsolatedAsyncioTestCase  # it is imported on use otherwise, in every rank
+
+from torch_ext.world.calls import check_ran
 
 __unittest = True
 
-__all__ = ["chosen_method", "parent_half_of", "set_parent_half", "take_over", "waits_or_runs"]
+__all__ = ["call_with_cleanups", "chosen_method", "parent_half_of", "set_parent_half", "take_over", "waits_or_runs"]
 
 _DEFAULT = "runTest"
 _PARENT_HALF = "_torch_ext_parent_half"
@@ -43,9 +48,46 @@ def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: 
         if self.rank == parent_rank:
             wait(self)
         else:
-            method()
+            _run_body(self, method)
 
     return types.MethodType(wrapper, case)
+
+
+def _run_body(case: Any, method: Callable[[], Any]) -> None:
+    """Call a test method as unittest would: a coroutine is run where the class is made for that, and nowhere else."""
+    returned = method()
+    if isinstance(case, IsolatedAsyncioTestCase) and inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
+    check_ran(returned, getattr(method, "__name__", "the test"))
+
+
+def call_with_cleanups(case: Any, body: Callable[[], Any]) -> None:
+    """Call ``body``, then what it has registered with ``addCleanup`` or ``enterContext``, the last first.
+
+    Raises:
+        Exception: what the body raised, with a note for each cleanup that failed too; else what the first cleanup to
+            fail raised.
+    """
+    try:
+        body()
+    except BaseException as error:
+        for failed in _clean_up(case):
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"a cleanup failed as well: {type(failed).__name__}: {failed}")
+        raise
+    for failed in _clean_up(case):
+        raise failed
+
+
+def _clean_up(case: Any) -> list[BaseException]:
+    failed: list[BaseException] = []
+    while case._cleanups:
+        function, args, kwargs = case._cleanups.pop()
+        try:
+            function(*args, **kwargs)
+        except BaseException as error:
+            failed.append(error)
+    return failed
 
 
 def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -14,12 +15,19 @@ from typing import Any
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.methods import chosen_method, parent_half_of, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import (
+    call_with_cleanups,
+    chosen_method,
+    parent_half_of,
+    take_over,
+    waits_or_runs,
+)
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import notices, provider, scratch, settings
 from torch_ext.world import rank as world_rank
+from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said
@@ -34,24 +42,46 @@ __all__ = ["DEFAULT_WORLD_SIZE", "MultiProcessTestCase", "WorldFailure", "raise_
 
 DEFAULT_WORLD_SIZE = 4
 
+# Characters of a traceback that a pipe holds without a reader.
+_MOST_IN_PIPE = 1 << 14
 
-def start_ranks(module: str, ranks: Sequence[RankTask]) -> World:
-    """Start the ranks of a test class of ``module``, with the start method that the environment selects."""
+
+def start_ranks(module: str, ranks: Sequence[RankTask], test: str) -> World:
+    """Start the ranks of a test class of ``module``, with the start method that the environment selects.
+
+    A zygote that was lost since the last test is replaced, once.
+
+    Args:
+        test: id of the test that they run first.
+
+    Raises:
+        ZygoteLostError: the new zygote was lost too.
+    """
     zygote = provider.zygote_for(module)
     try:
-        world = start_world(
-            zygote,
-            ranks,
-            interpreter=settings.interpreter_wanted(),
-            spares=settings.spares_wanted(len(ranks)),
-            show=settings.show_output(),
-        )
+        world = _start(zygote, ranks, test)
     except ZygoteLostError:
         provider.forget(zygote)
-        raise
+        zygote = provider.zygote_for(module)
+        try:
+            world = _start(zygote, ranks, test)
+        except ZygoteLostError:
+            provider.forget(zygote)
+            raise
     if world.why_interpreter:
         notices.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
     return world
+
+
+def _start(zygote: Channel, ranks: Sequence[RankTask], test: str) -> World:
+    return start_world(
+        zygote,
+        ranks,
+        interpreter=settings.interpreter_wanted(),
+        spares=settings.spares_wanted(len(ranks)),
+        show=settings.show_output(),
+        test=test,
+    )
 
 
 def raise_verdict(
@@ -71,6 +101,16 @@ def raise_verdict(
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {command}", file=sys.stderr)
+
+
+def _send_trace(pipe: Connection, trace: str) -> None:
+    """Send a traceback to whoever may read it, as upstream does.
+
+    The report takes it from the receipt. Nobody has to read this pipe, so what it cannot hold is cut: a rank that
+    blocked here would never hand in its receipt.
+    """
+    with contextlib.suppress(OSError):
+        pipe.send(trace[-_MOST_IN_PIPE:])
 
 
 def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +223,7 @@ class MultiProcessTestCase(TestCase):
                 RankTask(receipts.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
                 for rank in range(size)
             ],
+            self.id(),
         )
         self.processes = self._world.processes
         self.pid_to_pipe = {
@@ -196,7 +237,7 @@ class MultiProcessTestCase(TestCase):
             )
         try:
             self._outcomes = self._world.wait(
-                Limits(test_s=timeout_of(self)),
+                Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()),
                 self.special_return_code_checks.get(fn),
                 fn in self.skip_return_code_checks,
             )
@@ -229,14 +270,14 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            getattr(self, test_name)()
+            call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             receipt = receipts.receipt_of(error)
             rank = world_rank.current()
             if receipt is None or rank is None:
                 raise
             if receipt.said is Said.FAILED:
-                parent_pipe.send(receipt.trace)
+                _send_trace(parent_pipe, receipt.trace)
             rank.hand_in(receipt)
             sys.exit(self.TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
         finally:

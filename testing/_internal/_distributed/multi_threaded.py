@@ -7,7 +7,6 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ClassVar
@@ -21,16 +20,15 @@ from torch_ext.compat.testing import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
     complete_threaded_world,
-    prepare_for_threads,
 )
-from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed import rank_threads
+from torch_ext.testing._internal._distributed.methods import call_with_cleanups, chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.calls import check_ran
+from torch_ext.world.outcome import Outcome
 
 __unittest = True
 
@@ -38,7 +36,6 @@ __all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
 
 
 _Failure = tuple[int, tuple[Any, Any, Any]]  # rank, sys.exc_info()
-_ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPPED: Ending.SKIPPED}
 
 
 def _run_rank(
@@ -53,50 +50,11 @@ def _run_rank(
     try:
         body()
     except BaseException as error:
+        rank_threads.hand_in(error)  # before the peers wake and fail because of it
         failures.put((rank, sys.exc_info()))
         ProcessLocalGroup.exception_handle(error)
     finally:
         c10d.destroy_process_group()
-
-
-def _start(world_size: int, target: Callable[[int], None]) -> list[threading.Thread]:
-    prepare_for_threads()
-    # Daemons, so that a rank that hangs does not keep the process alive.
-    threads = [
-        threading.Thread(target=target, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _stacks_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or -1)
-    if frame is None:
-        return ""
-    shown = traceback.StackSummary.extract(traceback.walk_stack(frame))
-    shown.reverse()
-    own = [number for number, each in enumerate(shown) if each.filename == __file__]
-    return "".join(traceback.StackSummary.from_list(shown[own[-1] + 1 :] if own else shown).format())
-
-
-class _TimedOut(TimeoutError):
-    """A rank's thread did not end in time; ``stacks`` shows where it was."""
-
-    def __init__(self, seconds: float, stacks: str) -> None:
-        super().__init__(f"did not end within {seconds:g} seconds")
-        self.stacks = stacks
-
-
-def _outcome(rank: int, failure: tuple[Any, Any, Any] | None) -> Outcome:
-    if failure is None:
-        return Outcome(rank, Ending.PASSED)
-    error = failure[1]
-    if isinstance(error, _TimedOut):
-        return Outcome(rank, Ending.TIMED_OUT, stacks=error.stacks)
-    # An exit with an unknown code fails like an exception, because there is no process to end.
-    receipt = receipts.receipt_of(error) or Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {error.code}")
-    return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt)
 
 
 class MultiThreadedTestCase(TestCase):
@@ -159,7 +117,7 @@ class MultiThreadedTestCase(TestCase):
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
         cls.global_store = c10d.HashStore()
-        self.threads = _start(size, lambda rank: cls._run(name, rank, size))
+        self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
     @classmethod
     def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:
@@ -178,7 +136,7 @@ class MultiThreadedTestCase(TestCase):
         def body() -> None:
             self.perThreadSetUp()
             try:
-                getattr(self, test_name)()
+                call_with_cleanups(self, getattr(self, test_name))
             finally:
                 self.perThreadTearDown()
 
@@ -188,19 +146,13 @@ class MultiThreadedTestCase(TestCase):
     def _join_threads(cls, threads: Sequence[threading.Thread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
         started = time.monotonic()
         try:
-            for rank, thread in enumerate(threads):
-                thread.join(max(0.0, started + timeout - time.monotonic()))
-                if thread.is_alive():
-                    timed_out = _TimedOut(timeout, _stacks_of(thread))
-                    cls.exception_queue.put((rank, (type(timed_out), timed_out, None)))
+            outcomes = rank_threads.wait(threads, timeout)
             ProcessLocalGroup.reset()
-            failures = dict(_drain(cls.exception_queue))
+            cls.exception_queue = queue.Queue()
         finally:
             _uninstall_threaded_pg()
             _set_thread_isolation_mode(False)
-        cls._check_return_codes(
-            [_outcome(rank, failures.get(rank)) for rank in range(len(threads))], time.monotonic() - started, fn
-        )
+        cls._check_return_codes(outcomes, time.monotonic() - started, fn)
 
     @classmethod
     def _check_return_codes(cls, outcomes: Sequence[Outcome], elapsed_time: float, fn: Any) -> None:
@@ -218,17 +170,6 @@ class MultiThreadedTestCase(TestCase):
         """The opposite of :meth:`assertEqualOnRank`."""
         if self.rank == rank:
             self.assertNotEqual(x, y, msg)
-
-
-def _drain(failures: queue.Queue[_Failure]) -> list[_Failure]:
-    """Empty the queue and return the first failure of each rank."""
-    found: dict[int, tuple[Any, Any, Any]] = {}
-    while True:
-        try:
-            rank, failure = failures.get_nowait()
-        except queue.Empty:
-            return list(found.items())
-        found.setdefault(rank, failure)
 
 
 def spawn_threads_and_init_comms(
@@ -254,8 +195,11 @@ def spawn_threads_and_init_comms(
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
         store, failures = c10d.HashStore(), MultiThreadedTestCase.exception_queue
-        threads = _start(
-            world_size, lambda rank: _run_rank(rank, world_size, store, failures, lambda: func(self, *args, **kwargs))
+        threads = rank_threads.start(
+            world_size,
+            lambda rank: _run_rank(
+                rank, world_size, store, failures, lambda: check_ran(func(self, *args, **kwargs), func.__name__)
+            ),
         )
         MultiThreadedTestCase._join_threads(threads, func, timeout)
 

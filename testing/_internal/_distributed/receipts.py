@@ -70,6 +70,7 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
     if rank.handed_in:
         return
+    rank.tell_of_globals(getattr(getattr(run, "__self__", None), "__module__", ""))
     if settings.full_teardown():
         end_group()
         rank.hand_in(passed())

@@ -1,0 +1,151 @@
+"""Who kept whom waiting: found from what each rank called, and from what its threads wait for. Pure functions.
+
+Note [Who is to blame for a hang]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that waits is rarely the one at fault. In this order:
+
+1. Ranks that create a process group need everyone: those who never came are to blame.
+2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few.
+3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
+   waits for its peer. These are the edges of a graph. Those that are waited for and wait for nobody are to blame. If
+   there are none, the ranks are in a deadlock, and its cycle is shown.
+4. Where some ranks wait for others and the rest does something else, the rest is to blame.
+
+A rank that holds the GIL or has been stopped cannot tell what it called; then the others' word counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_ext.world.collectives import Collective, Mismatch, first_mismatch, read_groups, read_record
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.phrases import ranks_phrase
+
+__all__ = ["find_blame"]
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words."""
+
+    waiting: int
+    missing: tuple[int, ...]
+    what: str
+
+
+def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
+    """Return what the ranks did not agree on, and the ranks that are to blame; None if they show nothing.
+
+    See Note [Who is to blame for a hang].
+    """
+    records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
+    return (
+        _creation(outcomes)
+        or _difference(records)
+        or _waiting(outcomes, records)
+        or first_mismatch(records)
+        or _elsewhere(outcomes)
+    )
+
+
+def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
+    creating = [o for o in outcomes if any(wait.everyone for wait in o.waits)]
+    others = [o.rank for o in outcomes if o not in creating]
+    if not creating or not others:
+        return None
+    where = next(wait.words for wait in creating[0].waits if wait.everyone)
+    who = ranks_phrase([o.rank for o in creating])
+    return Mismatch(
+        f"{who} waited in {where}, which needs every rank; {ranks_phrase(others)} never came", tuple(others)
+    )
+
+
+def _difference(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    found = first_mismatch(records)
+    return found if found is not None and found.differ else None
+
+
+def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    edges = [*_collective_edges(outcomes, records), *_peer_edges(outcomes)]
+    waiting = {edge.waiting for edge in edges}
+    missing = sorted({rank for edge in edges for rank in edge.missing})
+    roots = tuple(rank for rank in missing if rank not in waiting)
+    if roots:
+        edge = next(edge for edge in edges if set(edge.missing) & set(roots))
+        alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
+        absent = [rank for rank in edge.missing if rank in roots]
+        return Mismatch(f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called", roots)
+    return _cycle(edges) if missing else None
+
+
+def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Iterable[_Edge]:
+    groups: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        groups.update(read_groups(outcome.collectives))
+    silent = {o.rank for o in outcomes if not o.collectives and o.ending is not Ending.PASSED}
+    for rank, record in records.items():
+        for each in record:
+            if each.finished:
+                continue
+            members = _members(each, groups, outcomes, records)
+            came = {other for other in members if _has_come(records.get(other, ()), each)}
+            unknown = {other for other in members if other not in records and other not in silent}
+            absent = tuple(sorted(set(members) - came - unknown - {rank}))
+            if absent:
+                yield _Edge(rank, absent, str(each))
+
+
+def _members(
+    each: Collective,
+    groups: Mapping[str, list[int]],
+    outcomes: Sequence[Outcome],
+    records: Mapping[int, Sequence[Collective]],
+) -> list[int]:
+    name = each.group.partition(" ")[0]
+    if name in groups:
+        return groups[name]
+    if "default_pg" in each.group:
+        return [outcome.rank for outcome in outcomes]
+    return [rank for rank, record in records.items() if any(other.group == each.group for other in record)]
+
+
+def _has_come(record: Sequence[Collective], each: Collective) -> bool:
+    return max((other.sequence for other in record if other.group == each.group), default=0) >= each.sequence
+
+
+def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
+    for outcome in outcomes:
+        for wait in outcome.waits:
+            if wait.peers:
+                yield _Edge(outcome.rank, tuple(peer for peer in wait.peers if peer != outcome.rank), wait.words)
+
+
+def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
+    """Follow the edges from the first one until a rank comes up again."""
+    after = {edge.waiting: edge for edge in reversed(edges)}
+    path = [edges[0].waiting]
+    while True:
+        edge = after.get(path[-1])
+        if edge is None or not edge.missing:
+            return None
+        if edge.missing[0] in path:
+            path = path[path.index(edge.missing[0]) :]
+            break
+        path.append(edge.missing[0])
+    steps = [f"rank {rank} waits in {after[rank].what} for rank {after[rank].missing[0]}" for rank in path]
+    return Mismatch(f"a deadlock: {'; '.join(steps)}", tuple(path))
+
+
+def _elsewhere(outcomes: Sequence[Outcome]) -> Mismatch | None:
+    waiting = [o for o in outcomes if any(wait.transport for wait in o.waits)]
+    others = [o for o in outcomes if o not in waiting and o.ending is not Ending.PASSED]
+    if not waiting or not others:
+        return None
+    where = next(wait.words for wait in waiting[0].waits if wait.transport)
+    doing = "; ".join(f"rank {o.rank} was in {o.waits[0].words}" for o in others if o.waits)
+    sentence = (
+        f"{ranks_phrase([o.rank for o in waiting])} waited in {where}, {ranks_phrase([o.rank for o in others])} did not"
+    )
+    return Mismatch(f"{sentence}; {doing}" if doing else sentence, tuple(o.rank for o in others))

@@ -1,0 +1,190 @@
+"""Which operation of a process group, a store or RPC a Python frame is in. Runs in ranks; touches torch only if it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from torch_ext.world.protocol import Wait
+
+__all__ = ["Operation", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
+
+# Python files of torch whose functions call into a process group, a store or RPC, and wait there.
+_WAITING_FILES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/rpc/api.py",
+    "/torch/testing/_internal/distributed/multi_threaded_pg.py",
+    "/torch/_ops.py",
+)
+# Waiting in these is done for their caller.
+_LOCKS = ("/threading.py", "/queue.py")
+# Functions of these that only all ranks together can finish.
+_NEEDS_EVERYONE = frozenset({"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group"})
+# Functions of these that wait for one peer, and the arguments that name it.
+_PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
+# Methods by which a test waits itself, by the module of the object's type.
+_METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
+_TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed", "torch.futures", "torch._C")
+
+_began_s = time.monotonic()
+
+
+def test_began() -> None:
+    """Count time limits from now on: what a thread waits for was called after this."""
+    global _began_s
+    _began_s = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a thread is in.
+
+    Attributes:
+        wait: in words, and for whom.
+        limit_s: before when it does not end by itself, by ``time.monotonic``; None if the frame is in no operation that
+            is known to wait.
+        position: changes if the thread has moved on to another call.
+    """
+
+    wait: Wait
+    limit_s: float | None
+    position: str
+
+
+def operation_of(frame: FrameType) -> Operation:
+    """Return what a thread whose innermost Python frame is ``frame`` is in."""
+    position = f"{id(frame)}:{frame.f_lasti}"
+    while frame.f_code.co_filename.endswith(_LOCKS) and frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_code.co_filename.endswith(_WAITING_FILES):
+        return _in_torch(frame, position)
+    call = _call_at(frame)
+    receiver = _receiver(call, frame) if call is not None else None
+    if receiver is None or not type(receiver).__module__.startswith(_TYPES):
+        return Operation(Wait(_place(frame)), None, position)
+    words = f"{type(receiver).__name__}.{_method(call)}() in {_place(frame)}"
+    return Operation(Wait(words, transport=True), _limit_of(receiver, call), position)
+
+
+def _in_torch(frame: FrameType, position: str) -> Operation:
+    names, limit_s, inner = [], math.inf, frame
+    outer: FrameType | None = frame
+    while outer is not None and "/torch/" in outer.f_code.co_filename:
+        names.append(outer.f_code.co_name)
+        limit_s = min(limit_s, _seconds(outer.f_locals.get("timeout")))
+        inner, outer = outer, outer.f_back
+    if frame.f_code.co_filename.endswith("/torch/_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
+        return Operation(Wait(_place(outer or frame)), None, position)
+    peers = peers_waited_for(frame)
+    everyone = not _NEEDS_EVERYONE.isdisjoint(names)
+    public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
+    words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
+    return Operation(Wait(words, peers, everyone, transport=True), _began_s + limit_s, position)
+
+
+def peers_waited_for(frame: FrameType) -> tuple[int, ...]:
+    """Return the ranks that a point-to-point call waits for, if ``frame`` is in one of torch's."""
+    if not frame.f_code.co_filename.endswith(_WAITING_FILES[0]):
+        return ()
+    found = (frame.f_locals.get(name) for name in _PEER_ARGUMENTS.get(frame.f_code.co_name, ()))
+    return tuple(peer for peer in found if isinstance(peer, int))[:1]
+
+
+def waits_of_error(error: BaseException) -> tuple[Wait, ...]:
+    """Return the operation of torch's that raised ``error``, if one did."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES[:3]):
+            found = _in_torch(_innermost(trace), "")
+            return (found.wait,) if found.wait.transport else ()
+        trace = trace.tb_next
+    return ()
+
+
+def _innermost(trace: TracebackType) -> FrameType:
+    """Return the deepest frame of torch's below ``trace``."""
+    frame = trace.tb_frame
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES[:3]):
+            frame = trace.tb_frame
+    return frame
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if value >= 0 else 60.0  # RPC's mark for its default
+    return math.inf
+
+
+def _place(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+
+
+def _method(call: ast.Call | None) -> str:
+    return call.func.attr if call is not None and isinstance(call.func, ast.Attribute) else "?"
+
+
+def _call_at(frame: FrameType) -> ast.Call | None:
+    """Return the method call, by one of the names that wait, that ``frame`` is in."""
+    code = frame.f_code
+    where = _positions(code)
+    place = where[frame.f_lasti // 2] if frame.f_lasti // 2 < len(where) else (None, None, None, None)
+    line, last = (place[0], place[1]) if place[0] else (frame.f_lineno, frame.f_lineno)
+    text = "".join(linecache.getline(code.co_filename, number) for number in range(line or 0, (last or 0) + 1)).strip()
+    try:
+        tree = ast.parse(
+            text.removesuffix(":") if not text.startswith(("with", "if", "for", "while")) else text + " pass"
+        )
+    except (SyntaxError, ValueError):
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _method(node) in _METHODS]
+    return calls[0] if len(calls) == 1 else None
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None, int | None]]:
+    return list(code.co_positions()) if hasattr(code, "co_positions") else []
+
+
+def _receiver(call: ast.Call, frame: FrameType) -> Any:
+    """Return the object whose method is called, if that can be told without running any code."""
+    names: list[str] = []
+    node: ast.expr = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    found = frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    for name in reversed(names):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found
+
+
+def _limit_of(receiver: Any, call: ast.Call | None) -> float:
+    """Before when the call does not end by itself. A limit among its arguments is not read: then it may end at once."""
+    if call is None or len(call.args) > 1 or call.keywords or (call.args and not _is_store(receiver)):
+        return 0.0
+    if _is_store(receiver):
+        return _began_s + _seconds(receiver.timeout)
+    return math.inf
+
+
+def _is_store(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and isinstance(value, torch.distributed.Store)

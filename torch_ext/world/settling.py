@@ -1,0 +1,95 @@
+"""What a rank still owes when its body is over, and does before it hands in its receipt. Runs in the rank; standard
+library only.
+
+Note [Nothing after the receipt]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+In one process, unittest's exit code covers everything until the interpreter is gone. A rank is judged by its receipt,
+so whatever could still go wrong happens before it: the threads that the body started are joined, and the functions that
+it registered with ``atexit`` are called. An exception that escapes from either fails the test, and so does one that
+escaped from any thread earlier. What cannot be done early is finalizing module globals, since modules are still in use;
+the user is told of those that would have run code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Debts", "UnfinishedWorkError", "unfinalized_globals"]
+
+_Hook = Callable[..., Any]
+
+
+class UnfinishedWorkError(RuntimeError):
+    """A body that passed left work behind that failed."""
+
+
+class Debts:
+    """What the body of this rank leaves to be done. Make it before the body runs."""
+
+    def __init__(self) -> None:
+        # Inherited from a zygote, they are not this process's to call.
+        atexit._clear()
+        self._errors: list[tuple[str, BaseException]] = []
+        self._before = set(threading.enumerate())
+        self._hook: _Hook = threading.excepthook
+        threading.excepthook = self._note_thread
+
+    def settle(self) -> None:
+        """Join threads and call what was registered with ``atexit``. Blocks as long as they do.
+
+        Raises:
+            UnfinishedWorkError: an exception escaped from one of them, or from a thread before.
+        """
+        self._join_threads()
+        self._call_exit_functions()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has escaped from a thread so far.
+
+        Raises:
+            UnfinishedWorkError: as :meth:`settle`.
+        """
+        errors, self._errors = self._errors, []
+        if errors:
+            where, error = errors[0]
+            raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
+
+    def _join_threads(self) -> None:
+        # What the interpreter calls before it joins threads; a ThreadPoolExecutor ends its idle workers there.
+        for function in reversed(getattr(threading, "_threading_atexits", [])):
+            function()
+        for thread in threading.enumerate():
+            if thread not in self._before and not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+
+    def _call_exit_functions(self) -> None:
+        hook = sys.unraisablehook
+        sys.unraisablehook = self._note_exit_function
+        try:
+            atexit._run_exitfuncs()
+        except BaseException as error:  # a SystemExit, on some releases of Python
+            self._errors.append(("a function registered with atexit raised", error))
+        finally:
+            sys.unraisablehook = hook
+
+    def _note_thread(self, raised: Any) -> None:
+        if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):
+            name = raised.thread.name if raised.thread is not None else "?"
+            self._errors.append((f"thread {name!r} of the test ended with an exception", raised.exc_value))
+        self._hook(raised)
+
+    def _note_exit_function(self, raised: Any) -> None:
+        if raised.exc_value is not None:
+            self._errors.append(("a function registered with atexit raised", raised.exc_value))
+
+
+def unfinalized_globals(module: str) -> list[str]:
+    """Return the names of globals of ``module`` that would run code of that module when the interpreter ends."""
+    found = sys.modules.get(module)
+    values = list(vars(found).items()) if found is not None else []
+    return [name for name, value in values if type(value).__module__ == module and hasattr(type(value), "__del__")]

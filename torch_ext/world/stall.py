@@ -1,0 +1,176 @@
+"""What the threads of this process wait for, and whether any of them can go on by itself. Runs in ranks, and in the
+parent half of ranks that are threads. Standard library and own layer only; touches torch only if it is loaded. Linux
+only: elsewhere nothing is ever proven.
+
+Note [Provable hangs]
+~~~~~~~~~~~~~~~~~~~~~
+A rank that is silent may compute, sleep or wait for a timer. It hangs provably only if each of its threads is blocked
+in something that nobody can end: a lock or condition without a time limit of its own before the test's, or an operation
+of a process group, a store or RPC (which may poll). The kernel tells what a thread is blocked in and for how long
+(``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is. Threads of transports that
+sleep until the network wakes them are left out, since they only hand on what peers send. A world hangs if all of its
+live ranks are blocked in this way at two looks some seconds apart and no blocked thread has run in between (see
+``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit decides.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from torch_ext.world import flight_record
+from torch_ext.world.operations import Operation, operation_of
+from torch_ext.world.protocol import Progress
+
+__all__ = ["Task", "judge_tasks", "observe"]
+
+# Numbers of system calls, by what a thread does in them.
+_CALLS = {
+    "x86_64": {202: "lock", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll", 7: "poll", 271: "poll", 23: "poll",
+               270: "poll", 45: "poll", 47: "poll"},
+    "aarch64": {98: "lock", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll", 207: "poll", 212: "poll"},
+}.get(platform.machine(), {})  # fmt: skip
+
+_FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
+_FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
+_TIMESPEC = struct.Struct("@qq")
+# An operation that looks after its peers wakes at least this often, in seconds.
+_SLICE_S = 2.0
+# Threads without Python code that wait for the network with a time limit and start over.
+_TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "simccl")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thread, as the kernel and the interpreter see it.
+
+    Attributes:
+        tid: the kernel's id of it.
+        name: the kernel's name of it.
+        doing: ``"lock"``, ``"sleep"``, ``"poll"``, or anything else for what is not understood.
+        until_s: when its system call's own limit ends, by ``time.monotonic``; infinite if it has none.
+        switches: how often it has been scheduled.
+        operation: what its innermost Python frame is in; None for a thread without Python code.
+        sliced: whether it waits in short slices, and so is scheduled all the time.
+    """
+
+    tid: int
+    name: str
+    doing: str
+    until_s: float
+    switches: int
+    operation: Operation | None = None
+    sliced: bool = False
+
+
+def observe() -> Progress:
+    """Return what the threads of this process wait for, the calling one left out."""
+    tasks = list(_tasks())
+    return judge_tasks(tasks, flight_record.summary())
+
+
+def judge_tasks(tasks: list[Task], record: str) -> Progress:
+    """Judge one look at all threads; a pure function.
+
+    Args:
+        tasks: every thread but the one that looks.
+        record: changes whenever a collective begins or ends.
+    """
+    own = [task for task in tasks if not _hands_on(task)]
+    limits = [_blocked_until(task) for task in own]
+    waits = tuple(task.operation.wait for task in own if task.operation is not None)
+    seen = ";".join(f"{task.tid}:{_schedule(task)}" for task in sorted(own, key=lambda task: task.tid))
+    blocked = bool(own) and all(limit is not None for limit in limits)
+    until_s = min((limit for limit in limits if limit is not None), default=math.inf)
+    return Progress(blocked, until_s, f"{seen}|{record}", waits)
+
+
+def _hands_on(task: Task) -> bool:
+    return task.operation is None and (task.doing == "poll" or task.name.startswith(_TRANSPORT_THREADS))
+
+
+def _schedule(task: Task) -> str:
+    """What stays the same while the thread is blocked."""
+    if task.operation is not None and task.sliced:
+        return task.operation.position
+    return str(task.switches)
+
+
+def _blocked_until(task: Task) -> float | None:
+    """Return before when the thread's wait does not end by itself; None if it may go on at any time."""
+    known = task.operation.limit_s if task.operation is not None else None
+    if known is not None and task.doing in ("lock", "sleep", "poll"):
+        return known if task.sliced else min(known, task.until_s)
+    return task.until_s if task.doing == "lock" else None
+
+
+def _tasks() -> Iterator[Task]:
+    frames = sys._current_frames()
+    native = {thread.native_id: thread.ident for thread in threading.enumerate()}
+    own = threading.get_native_id()
+    try:
+        tids = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        tids = []
+    if not _CALLS or not tids:
+        yield Task(0, "", "unknown", math.inf, 0)
+        return
+    listening = {thread.native_id for thread in threading.enumerate() if thread.name == "torch_ext listener"}
+    for tid in tids:
+        if tid != own and tid not in listening:
+            frame = frames.get(native.get(tid) or -1)
+            task = _task(tid, frame)
+            if task is not None:
+                yield task
+
+
+def _task(tid: int, frame: FrameType | None) -> Task | None:
+    try:
+        with open(f"/proc/self/task/{tid}/comm") as stream:
+            name = stream.read().strip()
+        with open(f"/proc/self/task/{tid}/status") as stream:
+            switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
+        with open(f"/proc/self/task/{tid}/syscall") as stream:
+            call = stream.read().split()
+    except OSError:
+        return None if not os.path.exists(f"/proc/self/task/{tid}") else Task(tid, "", "unknown", math.inf, 0)
+    doing, until_s = _read_call(call)
+    operation = operation_of(frame) if frame is not None else None
+    sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S
+    return Task(tid, name, doing, until_s, switches, operation, sliced)
+
+
+def _read_call(call: list[str]) -> tuple[str, float]:
+    """Return what a line of ``syscall`` says a thread does, and until when at most."""
+    if not call[0].isdigit():
+        return "running", math.inf
+    doing = _CALLS.get(int(call[0]), "unknown")
+    if doing != "lock":
+        return doing, math.inf
+    operation, timeout = int(call[2], 16), int(call[4], 16)
+    command = operation & _FUTEX_COMMAND
+    # A futex that is not private lies in shared memory: another process may end the wait.
+    if command not in (_FUTEX_WAIT, _FUTEX_WAIT_BITSET) or not operation & _FUTEX_PRIVATE:
+        return "unknown", math.inf
+    return doing, _futex_limit(operation, timeout) if timeout else math.inf
+
+
+def _futex_limit(operation: int, timeout: int) -> float:
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            memory.seek(timeout)
+            seconds, nanoseconds = _TIMESPEC.unpack(memory.read(_TIMESPEC.size))
+    except (OSError, ValueError, struct.error):
+        return 0.0
+    at = seconds + nanoseconds * 1e-9
+    if operation & _FUTEX_COMMAND == _FUTEX_WAIT:
+        return time.monotonic() + at
+    return at if not operation & _FUTEX_REALTIME else at - time.time() + time.monotonic()

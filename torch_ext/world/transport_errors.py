@@ -1,0 +1,45 @@
+"""Whether an exception comes from what connects the ranks, or from a test's own code. Runs in the rank; touches torch
+only if it is loaded.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from types import TracebackType
+
+__all__ = ["raised_by_transport"]
+
+# Folders of torch whose Python code raises in the name of a process group, a store or RPC.
+_FOLDERS = ("/torch/distributed/", "/torch/futures/", "/multi_threaded_pg.py")
+
+
+def raised_by_transport(error: BaseException) -> bool:
+    """Whether ``error`` was raised by torch's C++ or by ``torch.distributed``, rather than by a test's own ``raise``.
+
+    Words cannot tell: a test may raise ``ValueError("unexpected EOF")`` of its own. Where it was raised can.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
+        return False
+    innermost = _innermost(error.__traceback__)
+    if innermost is None:
+        return False
+    in_torch = any(folder in innermost.tb_frame.f_code.co_filename for folder in _FOLDERS)
+    return in_torch or not _is_raise(innermost)
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_raise(trace: TracebackType) -> bool:
+    """Whether the exception was raised by a ``raise`` statement in this frame, not by what it called."""
+    code = trace.tb_frame.f_code.co_code
+    if not 0 <= trace.tb_lasti < len(code):
+        return False
+    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
