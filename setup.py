@@ -1,4 +1,4 @@
-"""Packaging of torch_ext. Imports no torch: native code is compiled on first use, never here."""
+"""Packaging of torch_ext. Never imports torch: native code is compiled on first use, not at install time."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ HERE = Path(__file__).resolve().parent
 setup(
     name="torch_ext",
     version="0.1.0",
-    description="Distributed tests for PyTorch that run on any machine, in-tree style",
+    description="Distributed tests for PyTorch that run on any machine, with the layout and names of PyTorch's own",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # No upper bound on torch: a nightly or a source build must never be replaced.
+    # No upper bound on torch, so that pip never replaces a nightly or a source build.
     install_requires=[
         "torch>=2.11",
         "numpy",
@@ -24,7 +24,7 @@ setup(
         "rich>=13",
         "ninja",
     ],
-    # torch_ext/testing is a symbolic link to testing/, so one search from the root finds both halves.
+    # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={"torch_ext.sim": ["csrc/*"], "torch_ext": ["py.typed"]},
     entry_points={"console_scripts": ["torch_ext=torch_ext.runner.cli:main"]},

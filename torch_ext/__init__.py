@@ -1,6 +1,6 @@
 """Distributed tests for PyTorch that run on any machine, and the engine that runs them.
 
-This package file imports neither torch nor a test module, so that the runner's supervising half starts at once.
+Importing it loads neither torch nor a test module, so the runner starts at once.
 """
 
 __version__ = "0.1.0"

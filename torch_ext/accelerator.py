@@ -2,13 +2,14 @@
 
 Note [Device choice]
 ~~~~~~~~~~~~~~~~~~~~
-One process knows one device type. It is chosen outside the rank and travels to it in ``TORCH_EXT_DEVICE``; where that
-variable is unset the first question asked here decides: a real accelerator if torch sees one, else the simulated one
-(compiled on the spot where that was not done before), else, where it cannot be compiled, plain ``cpu`` with a message
-on stderr that says why. A run asks in its first zygote, before any test has a time limit. The four questions are
-:func:`device_type`, :func:`device_module`, :func:`device_count` and :func:`backend`; :func:`capabilities` tells what
-the device can do. Callers ask them on use, never at import, so that a device registered later is seen; and nobody
-outside this file, ``compat`` and ``sim`` compares a device type to a name.
+A process has one device type. ``TORCH_EXT_DEVICE`` names it. If the variable is unset, the first call into this module
+decides: a real accelerator if torch sees one, otherwise the simulated one, compiled on the spot if necessary. If that
+cannot be compiled, tests run on plain ``cpu`` and a message on stderr says why. A run decides in its first zygote,
+before any test has a time limit.
+
+:func:`device_type`, :func:`device_module`, :func:`device_count` and :func:`backend` describe the device, and
+:func:`capabilities` says what it can do. Call them when you need the answer, never at import, so that a device
+registered later is seen. No code outside this file, ``compat`` and ``sim`` compares a device type to a name.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ __all__ = [
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 
-# The device type that is no accelerator.
+# The device type that is not an accelerator.
 HOST = "cpu"
 
-# Ranks of a test that names no world size: what the host carries, and where more devices only cost time.
+# Default world sizes: on the host, and the most on real devices, since beyond that more ranks only cost time.
 _HOST_RANKS, _MOST_RANKS = 4, 8
 
-# Packages that register an out-of-tree device when they are imported: torch's own backend autoload list is an
-# entry-point group (``torch.backends``) that names no device type, so the types are spelt out here.
+# Packages that register a device when they are imported. Torch's own backend autoload is an entry-point group
+# (``torch.backends``) that does not name device types, so they are listed here.
 _SIMULATED = "sim"
 _PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
@@ -57,7 +58,7 @@ _chosen: str | None = None
 
 
 class UnknownDeviceError(RuntimeError):
-    """``TORCH_EXT_DEVICE`` names a device type that this torch cannot provide."""
+    """``TORCH_EXT_DEVICE`` names a device type that is unknown to this torch or missing on this machine."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def device_type() -> str:
     """Return the device type of this process, such as ``"cpu"`` or ``"cuda"``. See Note [Device choice].
 
     Raises:
-        UnknownDeviceError: the requested type is unknown to torch, or its provider cannot be imported.
+        UnknownDeviceError: torch does not know the requested type, its package cannot be imported, or this machine has
+            no such device.
     """
     global _chosen
     if _chosen is None:
@@ -119,7 +121,7 @@ def _what_the_machine_has() -> str:
         importlib.import_module(_PROVIDERS[_SIMULATED])
     except (ImportError, OSError, RuntimeError) as error:
         print(
-            f"torch_ext: no accelerator here, nor can the simulated one be had; tests run on plain {HOST}: {error}",
+            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error}",
             file=sys.stderr,
             flush=True,
         )
@@ -128,23 +130,23 @@ def _what_the_machine_has() -> str:
 
 
 def is_accelerator() -> bool:
-    """Whether the device under test is an accelerator (simulated ones included), not the plain host."""
+    """Whether the device under test is an accelerator, real or simulated, rather than plain ``cpu``."""
     return device_type() != "cpu"
 
 
 def device_module() -> ModuleType:
-    """Return ``torch.<device type>``, the module with ``device_count``, ``current_device`` and the like."""
+    """Return ``torch.<device type>``, the module with ``device_count``, ``current_device`` and so on."""
     return torch.get_device_module(device_type())
 
 
 def device_count() -> int:
-    """Return how many devices a test may use: the accelerator's count, and 1 on plain ``cpu``."""
+    """Return how many devices a test may use: the accelerator's device count, or 1 on plain ``cpu``."""
     return int(device_module().device_count()) if is_accelerator() else 1
 
 
 def request_devices(count: int) -> None:
-    """Have at least ``count`` devices, where devices can be had for the asking: on simulated ones. See
-    ``torch.sim.request_devices``. Does nothing on others.
+    """Make at least ``count`` devices available if they are simulated, as ``torch.sim.request_devices`` does. Does
+    nothing on other device types.
     """
     ask = _ask_for_devices()
     if ask is not None:
@@ -156,8 +158,8 @@ def _ask_for_devices() -> Callable[[int], None] | None:
 
 
 def default_world_size() -> int:
-    """Return how many ranks a test gets that names no world size: one a device, at most 8; at most 4 where the host
-    carries them all, as on plain ``cpu`` and on simulated devices.
+    """Return the world size of a test that does not set one: 4 on plain ``cpu``; otherwise one rank per device, at most
+    8 on real devices and at most 4 on simulated ones.
     """
     if not is_accelerator():
         return _HOST_RANKS
@@ -165,19 +167,19 @@ def default_world_size() -> int:
 
 
 def backend() -> str:
-    """Return the c10d backend that serves the device, such as ``"gloo"`` or ``"nccl"``, from torch's own table."""
+    """Return torch's default c10d backend for the device, such as ``"gloo"`` or ``"nccl"``."""
     return dist.get_default_backend_for_device(device_type())
 
 
 def current_device(rank: int) -> torch.device:
-    """Return the device that ``rank`` works on: ranks take devices in turn, and share the host on plain ``cpu``."""
+    """Return the device of ``rank``: ``rank`` modulo the device count, or the host on plain ``cpu``."""
     if not is_accelerator():
         return torch.device("cpu")
     return torch.device(device_type(), rank % device_count())
 
 
 def set_device_index(rank: int) -> None:
-    """Make :func:`current_device` of ``rank`` current in this thread; does nothing on plain ``cpu``."""
+    """Make the device of ``rank`` current in this thread. Does nothing on plain ``cpu``."""
     if is_accelerator():
         torch.accelerator.set_device_index(rank % device_count())
 

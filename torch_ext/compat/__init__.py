@@ -1,7 +1,7 @@
-"""Private torch names that torch_ext's own code touches, one lazy module per torch area, and the tested releases.
+"""The private torch names that torch_ext uses, one lazy module per area of torch, and the tested releases.
 
-Only what is used is looked up, so a name that moved costs the one feature that needs it, and the error says which.
-Suites that mirror upstream files import torch's private names themselves, where upstream's file does.
+A name is looked up on first use, so one that has moved breaks only the feature that needs it, and the error names it.
+Suites that mirror upstream files import private names of torch directly, as upstream's files do.
 """
 
 from torch_ext.compat._lookup import MissingTorchNameError

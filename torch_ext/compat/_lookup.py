@@ -1,4 +1,4 @@
-"""Lazy lookup of private torch names that may live in different places in different releases."""
+"""Lazy lookup of private torch names, which move between releases."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["MissingTorchNameError", "lazy_names"]
 
 
 class MissingTorchNameError(ImportError):
-    """A private torch name that torch_ext needs is in none of the places where releases are known to keep it."""
+    """A private torch name that torch_ext needs is in none of its known places."""
 
 
 def lazy_names(area: str, places: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return a module ``__getattr__`` for ``area`` that looks each name up on first use and then keeps it.
+    """Return a module ``__getattr__`` for ``area`` that looks up each name on first use and caches it.
 
     Args:
         area: ``__name__`` of the compat module.
-        places: for each name, the places to try in order, newest release first, each ``"module:attribute"``.
+        places: for each name, the places to try in order, newest release first, each as ``"module:attribute"``.
 
     Raises (on use):
-        AttributeError: the area does not know the name.
+        AttributeError: the name is not in ``places``.
         MissingTorchNameError: no place has it; the message names the torch version and the places tried.
     """
 

@@ -1,6 +1,6 @@
-"""Which releases of torch this project is tested on, and what to say once where another one is installed.
+"""Which releases of torch this project is tested on, and the warning about any other, given once.
 
-Imports no torch: the runner asks before anything that is slow to load is loaded.
+Imports no torch: the runner asks before it loads anything slow.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ __all__ = ["UntestedTorchWarning", "untested_torch"]
 
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 
-# A release, with or without what its build adds ("2.13.0+cpu"); nightly and source builds have letters before the plus.
+# A release, with or without a local version ("2.13.0+cpu"). Nightly and source builds have letters before the plus.
 _RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)*(\.post\d+)?(\+.*)?")
 
-# Set once something has been said, so that the processes that this one starts do not say it again.
+# Set once the warning was given, so that child processes do not repeat it.
 _TOLD_VARIABLE = "TORCH_EXT_TOLD_VERSION"
 
 
 class UntestedTorchWarning(UserWarning):
-    """The installed torch is none of the releases that this project is tested on."""
+    """torch_ext is not tested on the installed release of torch."""
 
 
 def untested_torch() -> str:
-    """Return what to tell the user about the installed torch; empty if it is tested, not installed, or told already.
+    """Return a warning about the installed torch; empty if it is tested or not installed.
 
-    "Already" is meant for this process and those that it starts: call it where the text is shown.
+    Also empty if this process or one of its ancestors has called this before: call it where you show the text.
     """
     version = _installed()
     if not version or _is_tested(version) or os.environ.get(_TOLD_VARIABLE):
@@ -37,7 +37,7 @@ def untested_torch() -> str:
     oldest, newest = (".".join(map(str, bound)) for bound in (_OLDEST, _NEWEST))
     return (
         f"torch {version} is untested: torch_ext is tested on the releases {oldest} to {newest}. "
-        "Private names of torch may have moved; an error about one says where it was looked for."
+        "Private names of torch may have moved; an error about one lists the places that were tried."
     )
 
 

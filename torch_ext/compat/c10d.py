@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed`` that torch_ext's own code touches."""
+"""Private names of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import _get_default_group
 
-    # Torch's stubs do not list these.
+    # Missing from torch's stubs.
     _dump_fr_trace_json: Callable[[bool, bool], bytes]
     _set_thread_isolation_mode: Callable[[bool], None]
 

@@ -1,4 +1,4 @@
-"""Distributed autograd: its public functions, which torch's type stubs do not export, and the private ones."""
+"""Distributed autograd: private functions, and public ones that torch's type stubs lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler that torch_ext's own code touches."""
+"""Private names of ``torch._dynamo``."""
 
 from __future__ import annotations
 

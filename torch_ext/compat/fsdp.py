@@ -1,7 +1,7 @@
-"""Private names of ``torch.distributed.fsdp`` and its neighbours.
+"""Private names of ``torch.distributed.fsdp`` and of what it builds on.
 
-``runtime_utils`` and ``param_group`` are modules because a helper replaces some of their globals: a function imported
-from them would not be the one that FSDP calls.
+``runtime_utils`` and ``param_group`` are whole modules because helpers patch their globals: a function imported from
+them would not be the one that FSDP calls.
 """
 
 from __future__ import annotations

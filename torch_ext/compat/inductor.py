@@ -1,4 +1,4 @@
-"""Private parts of Inductor; importing their homes takes seconds, so each is looked up when it is used."""
+"""Private names of Inductor, whose modules take seconds to import."""
 
 from __future__ import annotations
 

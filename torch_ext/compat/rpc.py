@@ -1,4 +1,4 @@
-"""Private names of torch's RPC, and public ones that its type stubs do not export."""
+"""RPC: private names, and public ones that torch's type stubs lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch's test utilities that torch_ext's own code touches."""
+"""Private names of torch's test utilities."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _kept: dict[str, ModuleType] = {}
 
 
 def upstream_module(name: str) -> ModuleType:
-    """Return torch's own ``torch.testing._internal.<name>``, also where ours has taken its name."""
+    """Return torch's own ``torch.testing._internal.<name>``, even if ours has replaced it in ``sys.modules``."""
     return _kept[name] if name in _kept else importlib.import_module(f"torch.testing._internal.{name}")
 
 
 def keep_upstream(name: str) -> None:
-    """Remember torch's own module, and what we take from it, before another takes its name."""
+    """Remember torch's own module, and the names we take from it, before another module replaces it."""
     _kept[name] = upstream_module(name)
     for each, places in _PLACES.items():
         if any(place.startswith(f"torch.testing._internal.{name}:") for place in places):
@@ -65,17 +65,17 @@ def keep_upstream(name: str) -> None:
 
 
 def complete_threaded_world() -> None:
-    """Give torch's threaded world the list of communicators that destroying a group clears: torch 2.11 forgot it."""
+    """Add ``comms``, which ``destroy_process_group`` clears, to torch's threaded world. torch 2.11 lacks it."""
     world = importlib.import_module(_THREADED).ThreadLocalWorld
     if not hasattr(world, "comms"):
-        world.comms = property(lambda _: [])  # such groups have none
+        world.comms = property(lambda _: [])  # threaded groups have no communicators
 
 
 def prepare_for_threads() -> None:
-    """Let what torch's fake tensors exchange for the whole process be exchanged before there are threads.
+    """Replace CUDA's device guard before there are threads, if torch's fake tensors would replace it later.
 
-    Without a GPU every fake mode puts a guard that does nothing in the place of CUDA's; two that do so at the same time
-    end the process (seen with a build for CUDA of torch 2.11).
+    On a machine without a GPU, every fake mode replaces the process's CUDA guard by one that does nothing. Two threads
+    that do so at the same time crash the process (seen with a CUDA build of torch 2.11).
     """
     torch = importlib.import_module("torch")
     exchange = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)

@@ -1,3 +1,1 @@
-"""Unmodified upstream test files on our world: what ``run_test.py --upstream FILE`` loads in place of torch's own
-harness.
-"""
+"""Runs an unmodified upstream test file with our harness in place of torch's: ``run_test.py --upstream FILE``."""

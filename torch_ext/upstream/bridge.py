@@ -1,9 +1,9 @@
-"""Importing this module puts our harness in the place of torch's, for every import that follows in this process.
+"""Replaces torch's harness by ours, when imported, for all later imports of this process.
 
-Runs in zygotes that serve ``--upstream``, before the test file is imported. Afterwards
-``torch.testing._internal.common_distributed`` *is* our module of that name, and so on: the base classes, skip
-decorators and device constants that a file imports are ours, and so is the harness beneath torch's own helper classes
-that derive from them. A name that we do not define stays torch's.
+Imported by zygotes that serve ``--upstream``, before the test file. From then on
+``torch.testing._internal.common_distributed`` *is* our module of that name, and likewise for the others: a test file
+imports our base classes, skip decorators and device constants, and torch's own helper classes derive from ours. Names
+that we do not define are still torch's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_ext.upstream import devices
 
 __all__ = ["REPLACED"]
 
-# Ours by torch's name; in the order of their dependence.
+# In dependency order.
 REPLACED = ("common_distributed", "common_fsdp", "dist_utils")
 
 _TORCH = "torch.testing._internal"
@@ -27,7 +27,7 @@ def _replace(name: str) -> None:
     try:
         ours = importlib.import_module(f"{_OURS}.{name}")
     except ModuleNotFoundError:
-        return  # a part of the library that this build leaves out
+        return  # this build leaves that module out
     keep_upstream(name)
     sys.modules[f"{_TORCH}.{name}"] = ours
     setattr(importlib.import_module(_TORCH), name, ours)

@@ -1,9 +1,8 @@
-"""What in torch's own test helpers goes by the names of devices and backends, and so leaves out an accelerator that is
-younger than the list.
+"""Adds the device under test to the device and backend lists that are hard-coded in torch's test helpers.
 
-Upstream's files end in ``instantiate_device_type_tests(TestX, globals(), only_for=("cuda", "hpu"))``: the list is what
-their authors had at hand, and an accelerator that is not on it would find no test at all. ``DTensorTestBase`` refuses
-backends that it does not know, unless host and device have one each.
+Upstream's files end in ``instantiate_device_type_tests(TestX, globals(), only_for=("cuda", "hpu"))``. An accelerator
+that is not on such a list would get no tests. ``DTensorTestBase`` rejects backends it does not know, unless it is given
+one for the host and one for the device.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch_ext.compat.testing import upstream_module
 
 __all__ = ["install", "with_device_under_test"]
 
-# Torch's name for the place that an out-of-tree device takes.
+# Torch's name for the slot of an out-of-tree device.
 _SLOT = "privateuse1"
 
 
 def install() -> None:
-    """Have torch's helpers serve the accelerator under test wherever they list some; does nothing on the host."""
+    """Add the accelerator under test to the lists of torch's helpers. Does nothing on plain ``cpu``."""
     if not accelerator.is_accelerator():
         return
     module = upstream_module("common_device_type")
@@ -54,8 +53,8 @@ def _for_device_under_test(instantiate: Any, bases: Sequence[Any]) -> Any:
     def wrapper(
         generic_test_class: type, scope: dict[str, Any], except_for: Any = None, only_for: Any = None, **options: Any
     ) -> None:
-        # Torch names the base after the device only when its class is set up. Lists are compared with the old name,
-        # ranks, which set no class up, read the new one.
+        # Torch renames the base after the device in setUpClass only. It compares lists with the old name; ranks, which
+        # never run setUpClass, need the new one.
         name_slot(_SLOT)
         instantiate(generic_test_class, scope, except_for, with_device_under_test(only_for, own), **options)
         name_slot(own)
@@ -64,7 +63,7 @@ def _for_device_under_test(instantiate: Any, bases: Sequence[Any]) -> Any:
 
 
 def with_device_under_test(only_for: str | Sequence[str] | None, device: str) -> tuple[str, ...] | None:
-    """Return ``only_for`` with ``device`` added if it names an accelerator; ``None`` stands for every device type.
+    """Return ``only_for`` as a tuple, with ``device`` added if it names any accelerator. ``None`` means all devices.
 
     >>> with_device_under_test(("cuda", "hpu"), "sim")
     ('cuda', 'hpu', 'sim')

@@ -1,0 +1,103 @@
+"""Every environment variable of ours that code reads is documented, and every one that is mentioned is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.house.source import CHECKOUT, python_files, shown
+
+NAME = re.compile(r"TORCH_EXT_[A-Z_]*[A-Z]")
+
+NATIVE = [path for path in (CHECKOUT / "torch_ext").rglob("*") if path.suffix in (".cpp", ".h")]
+PACKAGE = [path for folder in ("torch_ext", "testing") for path in python_files(folder)]
+OTHERS = [path for folder in ("test", "benchmarks", ".ci") for path in python_files(folder)]
+PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
+
+# Where a user looks: the pages, and the docstrings of these two.
+DOCUMENTED_IN = [CHECKOUT / "torch_ext/world/settings.py", CHECKOUT / "torch_ext/sim/__init__.py"]
+
+
+def read_by(source: str) -> set[str]:
+    """Return our variables that Python code reads from the environment, by a literal or by a constant of the file."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    names = (constants.get(key.id) if isinstance(key, ast.Name) else _literal(key) for key in _keys_read(tree))
+    return {name for name in names if name and NAME.fullmatch(name)}
+
+
+def _keys_read(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and _called(node) in ("get", "getenv", "pop"):
+            yield node.args[0]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            yield node.slice
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            yield node.left
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _literal(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def read_natively(source: str) -> set[str]:
+    """Return our variables that are string literals of a C++ source."""
+    return set(re.findall(rf'"({NAME.pattern})"', source))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _read_in(files: list[Path]) -> set[str]:
+    return {name for path in files for name in (read_by if path.suffix == ".py" else read_natively)(_text(path))}
+
+
+def test_every_variable_that_is_read_is_documented() -> None:
+    read = _read_in([*PACKAGE, *NATIVE])
+    assert {"TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT", "TORCH_EXT_SIM_DEVICES", "TORCH_EXT_SIM_SANITIZE"} <= read
+    documents = [*map(_text, PAGES), *(ast.get_docstring(ast.parse(_text(path))) or "" for path in DOCUMENTED_IN)]
+    documented = {name for document in documents for name in NAME.findall(document)}
+    assert sorted(read - documented) == [], "add a line to the table in torch_ext/world/settings.py or to a page"
+
+
+def test_every_variable_that_is_mentioned_is_read() -> None:
+    read = _read_in([*PACKAGE, *NATIVE, *OTHERS])
+    mentioned = {(name, shown(path)) for path in [*PAGES, *PACKAGE, *NATIVE] for name in NAME.findall(_text(path))}
+    assert sorted((name, path) for name, path in mentioned if name not in read) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'os.environ.get("TORCH_EXT_X", "")',
+        'os.environ["TORCH_EXT_X"]',
+        'os.getenv("TORCH_EXT_X")',
+        '"TORCH_EXT_X" in os.environ',
+        'NAME = "TORCH_EXT_X"\nos.environ.get(NAME)',
+    ],
+)
+def test_a_reader_is_seen(source: str) -> None:
+    assert read_by(source) == {"TORCH_EXT_X"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""TORCH_EXT_X"""', 'environment["TORCH_EXT_X"] = "1"', 'NAME = "TORCH_EXT_X"', 'os.environ.get("OTHER")'],
+)
+def test_others_are_no_readers(source: str) -> None:
+    assert read_by(source) == set()
