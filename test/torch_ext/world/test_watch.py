@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext.world.outcome import Ending, Receipt, Said
+from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Limits, Step, Watch
 
@@ -233,4 +235,21 @@ def test_failure_names_a_culprit_and_never_one_that_was_stopped(scripts: list[Sc
     by_themselves = {o.rank for o in outcomes if o.ending in (Ending.KILLED, Ending.EXITED, Ending.SILENT)}
     if by_themselves:
         assert by_themselves <= set(verdict.culprits)
-    assert f"rank {verdict.culprits[0]}" in verdict.summary or "ranks " in verdict.summary
+    phrases = ranks_named(verdict.summary)
+    assert verdict.culprits[0] in phrases[0]
+    assert set(verdict.culprits) <= set().union(*phrases)
+    assert not set(verdict.victims) & set().union(*phrases)
+
+
+def ranks_named(summary: str) -> list[set[int]]:
+    """Return the ranks that each ``rank 2`` or ``ranks 0-3, 6`` in ``summary`` stands for."""
+    found = []
+    for phrase in re.findall(r"\branks? (\d[\d, -]*)", summary):
+        ends = [[int(end) for end in part.split("-")] for part in phrase.rstrip(" ,").split(", ")]
+        found.append({rank for first, *last in ends for rank in range(first, (last or [first])[0] + 1)})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
+def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
+    assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
