@@ -1,4 +1,4 @@
-"""What RPC tests tell about a worker that fails: before it joins, in a remote call, and in the generated classes."""
+"""What RPC tests report when a worker fails before it joins or in a remote call, and the classes they generate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixtu
 from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
 
 NAMES = ["worker0", "worker1", "worker2"]
-# A roll call that waited this long did not notice the failure.
+# A roll call that takes this long has missed the failure.
 HANG = timedelta(minutes=2)
 
 
 def answer(path: str, name: str, fails: bool, answers: Any) -> None:
-    """Take part in a roll call and put what became of it into ``answers``."""
+    """Take part in a roll call and put the result into ``answers``."""
     try:
         with roll_call(path, name, NAMES, HANG):
             if fails:

@@ -1,4 +1,4 @@
-"""What torch starts beside a rank ends with it, cleans up, and is no process that a test left behind."""
+"""Helpers that torch starts for a rank end with it, clean up, and are not reported as left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom to release, inspect and stop, and what became of whom: scripted events, no process and no clock."""
+"""Which ranks to release, inspect and stop, and how each one ended: scripted events, no processes and no clock."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_ranks_that_live_on_are_stopped_only_if_they_still_run_the_test() -> Non
 
 @dataclass(frozen=True)
 class Script:
-    """What one rank will do if it is not stopped: what it says, when (seconds), and how and when its process ends."""
+    """What a rank does unless it is stopped: its receipt, its exit code, and the seconds at which they come."""
 
     said: Said | None
     says_s: float
@@ -164,7 +164,7 @@ SCRIPTS = st.builds(
 
 
 def play(scripts: list[Script], seed: int) -> Watch:
-    """Play the scripts against a watch as a world would, with the clock jumping from event to event."""
+    """Drive a watch with the scripts as a world would; the clock jumps from event to event."""
     watch = Watch(len(scripts), LIMITS, 0.0)
     events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.said is not None]
     events += [(s.says_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
@@ -193,7 +193,7 @@ def play(scripts: list[Script], seed: int) -> Watch:
                 gone.add(rank)
                 watch.ended(rank, script.code, now_s)
         else:
-            assert watch.deadline_s != float("inf"), "the watch waits for something that will not come"
+            assert watch.deadline_s != float("inf"), "the watch waits for an event that never comes"
             now_s = watch.deadline_s
     return watch
 
@@ -242,7 +242,7 @@ def test_failure_names_a_culprit_and_never_one_that_was_stopped(scripts: list[Sc
 
 
 def ranks_named(summary: str) -> list[set[int]]:
-    """Return the ranks that each ``rank 2`` or ``ranks 0-3, 6`` in ``summary`` stands for."""
+    """Return the ranks behind each ``rank 2`` or ``ranks 0-3, 6`` in ``summary``."""
     found = []
     for phrase in re.findall(r"\branks? (\d[\d, -]*)", summary):
         ends = [[int(end) for end in part.split("-")] for part in phrase.rstrip(" ,").split(", ")]
