@@ -5,7 +5,7 @@ Usage: .ci/versions.py [--keep] [VERSION...] [-- COMMAND...]
 
 Each release gets a temporary environment (about 5 GB where pip finds no CPU-only build) with the pinned versions of
 everything else, and a build of the simulator. The commands then run in the tree with the environment's programs first
-on the path. A COMMAND is one shell line. Environment and build are removed however the run ends, unless --keep is given.
+on the path. A COMMAND is one shell line. Environment and build are removed however the run ends, except with --keep.
 
 Exits 0 if every step of every release passed, 1 if not, 130 if interrupted.
 """

@@ -96,7 +96,7 @@ def run(folder: Path, *arguments: str) -> Done:
         "TORCH_EXT_CACHE": str(folder / "cache"), "PYTEST_ADDOPTS": "-p no:cacheprovider",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=300,
+        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=600,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     names = seen.read_text().split() if seen.exists() else []

@@ -135,7 +135,7 @@ if __name__ == "__main__":
 def run(*arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TORCH_EXT_DEVICE": device}
     command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_unmodified_file_runs_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:

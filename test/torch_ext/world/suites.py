@@ -20,7 +20,7 @@ __all__ = ["CHECKOUT", "DEADLINE_S", "HEADER", "Run", "Suite", "parse_pytest", "
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 # Seconds, far above what any run takes: a hang must fail its test, not block the whole run.
-DEADLINE_S = 240
+DEADLINE_S = 600
 
 HEADER = '''
 import os, signal, sys, time, unittest
