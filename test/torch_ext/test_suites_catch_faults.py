@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,37 @@ def test_without_the_mistake_they_pass(report_of: ReportOf, shard: Shard, target
         pytest.skip(f"this torch can make none of {mistakes}")
     test, report = sound_test(target), report_of(shard)
     assert report.endings.get(test) == "passed", report.texts.get(test, report.output[-4000:])
+
+
+def test_what_is_on_record_runs_again_only_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "wrong_divisor"
+    faulty, sound = faulty_test(name), sound_test(TARGETS[name])
+    kept: dict[str, Any] = {}
+    state, selected = ["first"], []
+
+    def pretend(folder: Path, device: str, tests: Sequence[str]) -> Report:
+        selected.append(set(tests))
+        state[0] = state[0].removesuffix(", and edited meanwhile")
+        return Report("", {test: "failed" if test == faulty else "passed" for test in tests}, {})
+
+    monkeypatch.setitem(globals(), "run", pretend)
+    monkeypatch.setitem(globals(), "state_of_the_machine", lambda: state[0])
+
+    def go() -> Report:
+        return run_faulty(tmp_path, Shard.of(name), [name], types.SimpleNamespace(get=kept.get, set=kept.__setitem__))
+
+    both = {faulty: "failed", sound: "passed"}
+    assert [go().endings, go().endings] == [both, both]
+    assert selected == [{faulty, sound}, {faulty}]
+    state[0] = "second, and edited meanwhile"  # its result belongs to no state, so nothing is kept
+    go()
+    state[0] = "second, and edited meanwhile"
+    go()
+    state[0] = "first"
+    go()
+    assert selected[2:] == [{faulty, sound}, {faulty, sound}, {faulty}]
 
 
 def test_there_are_enough_and_both_fsdps_have_theirs() -> None:
