@@ -1,6 +1,4 @@
-"""Print the commands that the README tells a newcomer to type: the ``bash`` blocks marked ``<!-- command -->``, a line
-each.
-"""
+"""Print the README's commands for newcomers, one a line: the ``bash`` blocks marked ``<!-- command -->``."""
 
 import re
 import sys

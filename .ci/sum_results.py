@@ -1,4 +1,4 @@
-"""Add up the closing lines of our runner and of pytest in a log, print the sum, and fail if anything did.
+"""Add up the result lines of our runner and of pytest in a log, print the sum, and exit with 1 if anything failed.
 
 Usage: sum_results.py LOG BROKEN_STEPS
 """

@@ -3,10 +3,9 @@
 
 Usage: .ci/versions.py [--keep] [VERSION...] [-- COMMAND...]
 
-Each release gets a temporary environment of its own (about 5 GB where pip finds no build for plain CPUs) with the
-pinned versions of everything else, and a build of the simulator; then the commands run in the tree with the
-environment's programs first on the path. A COMMAND is one shell line. Environment and build are gone afterwards,
-however the run ends, unless --keep says otherwise.
+Each release gets a temporary environment (about 5 GB where pip finds no CPU-only build) with the pinned versions of
+everything else, and a build of the simulator. The commands then run in the tree with the environment's programs first
+on the path. A COMMAND is one shell line. Environment and build are removed however the run ends, except with --keep.
 
 Exits 0 if every step of every release passed, 1 if not, 130 if interrupted.
 """
@@ -37,15 +36,15 @@ TESTS = [
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
 PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "ninja", "pytest"]
-# How long the programs of an interrupted run have to end their own children.
+# How long the programs of an interrupted run may take to end their children.
 GRACE_S = 20
 HEADER = f"{'torch':<10}{'passed':>8}{'failed':>8}{'skipped':>9}{'build, CPU s':>14}{'in all, s':>11}"
 
 
 class _Signals:
-    """Hands a signal to the step that runs, so that its programs clean up first, and kills them if they take too long.
+    """Forwards a signal to the running step, so that its programs can clean up, and kills them if they take too long.
 
-    Nothing is raised where the signal arrives: a step that is being started is not lost, a removal not cut short.
+    Raises nothing where the signal arrives, so no step is lost while it starts, and no removal is cut short.
     """
 
     def __init__(self) -> None:
@@ -104,7 +103,7 @@ def main(arguments: list[str]) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, usage="%(prog)s [--keep] [VERSION...] [-- COMMAND...]")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {' '.join(RELEASES)}")
-    parser.add_argument("--keep", action="store_true", help="leave the environments where they are, and say where")
+    parser.add_argument("--keep", action="store_true", help="keep the environments, and print where they are")
     options = parser.parse_args(arguments[:end])
     signals = _Signals()
     signals.listen()
@@ -147,17 +146,17 @@ def _folder(version: str, *, keep: bool) -> Iterator[Path]:
 
 
 def _install(version: str, folder: Path) -> str:
-    """The command that makes the environment, with the versions that CI pins apart from torch's."""
+    """Return the command that makes the environment, with CI's pinned versions of all but torch."""
     pins = [line for name in ("requirements.txt", "requirements-dev.txt") for line in (ROOT / name).read_text().split()]
     packages = [pin for pin in pins if pin.partition("==")[0] in PACKAGES]
-    # Without pip's cache, which would keep gigabytes outside the folder.
+    # pip's cache would keep gigabytes outside the folder.
     return (
         f"{sys.executable} -m venv {folder}/env && pip install -q --no-cache-dir torch=={version} {' '.join(packages)}"
     )
 
 
 def _step(outcome: _Outcome, folder: Path, command: str, signals: _Signals) -> bool:
-    """Run ``command``, show what it prints and add it to the log; whether it ended well.
+    """Run ``command``, show its output and add it to the log. Return whether it succeeded.
 
     Starts nothing once asked to end.
     """
@@ -188,7 +187,7 @@ def _environment(folder: Path) -> dict[str, str]:
         **inherited,
         "PATH": os.pathsep.join([str(folder / "env" / "bin"), os.environ.get("PATH", os.defpath)]),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        # The tree itself, not installed: an editable install would leave its folder of metadata in the tree.
+        # The tree itself: an editable install would leave a folder of metadata in it.
         "PYTHONPATH": str(ROOT),
         "TORCH_EXT_CACHE": str(folder / "cache"),
     }

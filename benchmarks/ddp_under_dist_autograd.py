@@ -1,12 +1,12 @@
-"""The eight DDP-under-distributed-autograd tests of the host: torch's own copy and ours, side by side.
+"""The eight DDP-under-distributed-autograd tests on plain cpu: torch's own copy and ours, side by side.
 
     python benchmarks/ddp_under_dist_autograd.py [--repeats 3]
     python benchmarks/ddp_under_dist_autograd.py --soak 100 [--busy 4]
 
-The first form prints, for each row, the median over its repeats of the seconds that unittest takes for the eight tests,
-and the ratio to torch's copy under torch's harness, which is run once. The second form repeats ours and counts the
-runs with a failure, with as many busy loops beside it as asked for. Every run is a process of its own, on plain cpu.
-Rows check different things: ours compares every gradient with a model in one process, torch's copy fewer.
+The first form prints, for each row, the median seconds of the eight tests over its repeats, and the ratio to torch's
+copy under torch's harness, which runs once. The second form repeats ours, beside that many busy loops, and counts the
+runs with a failure. Every run is its own process. The rows do not check the same: ours compares every gradient with a
+model in one process, torch's copy compares fewer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SUITES = ("DdpUnderDistAutogradTest", "DdpComparisonTest")
 TESTS = 8
 
 if ROW_VARIABLE in os.environ:
-    # Under `python benchmarks/...` only this folder is on the path.
+    # `python benchmarks/...` puts only this folder on the path.
     sys.path.insert(0, str(REPOSITORY))
 
 
 def classes_of(row: str) -> dict[str, type]:
-    """Return the row's test classes, for the namespace of this module, where ranks look for them."""
+    """Return the row's test classes. They go into this module's namespace, where ranks look for them."""
     if row == "ours":
         from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ours
         from torch_ext.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as our_agent
@@ -60,7 +60,7 @@ def classes_of(row: str) -> dict[str, type]:
 
 
 if ROW_VARIABLE in os.environ:
-    # At module level: ranks that the released harness spawns import this file to find the classes.
+    # At module level, because ranks that the released harness spawns import this file to find the classes.
     globals().update(classes_of(os.environ[ROW_VARIABLE]))
 
 
@@ -76,7 +76,7 @@ def run_row() -> None:
 
 
 def measure(row: str) -> dict[str, float]:
-    """Run ``row`` in a fresh process and return what it printed; what its tests print is shown if one failed."""
+    """Run ``row`` in a fresh process and return its result; show the tests' output if one failed."""
     environment = os.environ | {ROW_VARIABLE: row, "TORCH_EXT_DEVICE": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     last = done.stdout.strip().rpartition("\n")[2]
@@ -105,7 +105,7 @@ def soak(times: int, busy: int) -> int:
     try:
         for number in range(1, times + 1):
             runs.append(measure("ours"))
-            if number % 10 == 0:  # a soak that is cut short has told something
+            if number % 10 == 0:  # so that an interrupted soak has reported something
                 print(f"{number} runs, {sum(bool(run['bad']) for run in runs)} with a failure", flush=True)
     finally:
         for loop in loops:

@@ -1,10 +1,9 @@
-"""What a harness costs a test: one process group and one barrier per test, nothing else.
+"""What a harness adds to a test: each test creates one process group and calls one barrier.
 
     python benchmarks/harness_overhead.py [--tests 40] [--released-tests 3]
 
-Compares, in one run on one machine, the installed torch's own classes with ours, at world sizes 2, 4 and 8. Prints
-medians per test and ratios, with the isolation level beside each figure. Every row runs in a process of its own, so
-that none inherits another's state.
+Compares the installed torch's classes with ours at world sizes 2, 4 and 8, in one run on one machine. Prints medians
+per test and ratios, each with its isolation level. Every row runs in its own process, so none inherits another's state.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ROW_VARIABLE = "TORCH_EXT_BENCHMARK_ROW"
 
 
 def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
-    """Return a test case class of ``tests`` equal tests on the named harness."""
+    """Return a test case class with ``tests`` identical tests on the named harness."""
     import torch.distributed as dist
 
     if base.startswith("ours"):
@@ -58,21 +57,21 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
 
 
 if ROW_VARIABLE in os.environ and "bare" not in os.environ[ROW_VARIABLE]:
-    # At module level: ranks that the released harness spawns import this file to find the class.
+    # At module level, because ranks that the released harness spawns import this file to find the class.
     Suite = suite(**json.loads(os.environ[ROW_VARIABLE]))
 
 
 def bare_fork(world_size: int, tests: int) -> None:
-    """Fork, rendezvous, barrier, exit, with no harness around it: what this machine charges for fresh processes.
+    """Fork, rendezvous, barrier and exit without a harness: what fresh processes cost on this machine.
 
-    Prints as run_row().
+    Prints what run_row() prints.
     """
     import tempfile
 
     import torch
     import torch.distributed as dist
 
-    from torch_ext.testing._internal import common_distributed  # noqa: F401  # as much to fork as the other rows have
+    from torch_ext.testing._internal import common_distributed  # noqa: F401  # as much memory to fork as in the other rows
 
     torch.set_num_threads(1)
     seconds = []
@@ -109,7 +108,7 @@ class _Timed(unittest.TestResult):
 
 
 def run_row() -> None:
-    """Run this process's suite and print seconds per test, and for the whole class, as JSON."""
+    """Run this process's suite; print the seconds of each test and of the class as JSON."""
     result, started = _Timed(), time.perf_counter()
     unittest.defaultTestLoader.loadTestsFromTestCase(Suite).run(result)
     whole = time.perf_counter() - started
@@ -119,7 +118,7 @@ def run_row() -> None:
 
 
 def measure(base: str, world_size: int, tests: int) -> dict[str, float]:
-    """Return the median, the worst and the amortized milliseconds per test of one row."""
+    """Return the median, worst and amortized milliseconds per test of one row."""
     row = json.dumps({"base": base, "world_size": world_size, "tests": tests})
     environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OPENBLAS_NUM_THREADS"] = "1"

@@ -1,10 +1,10 @@
-"""What the simulated accelerator costs over plain host execution.
+"""What the simulated accelerator costs compared with the host.
 
     python benchmarks/sim_overhead.py
 
-Each figure compares the two sides in one run, alternating between them, and takes the median over rounds, so that a
-busy machine slows both alike. Targets: a small operator at most 8 microseconds over the host's, a training step of a
-two-layer transformer at most 1.3 times the host's, an all-reduce of 16 MiB over two ranks at most 1.15 times gloo's.
+Each figure alternates between the two sides in one run and takes the median over rounds, so that a busy machine slows
+both alike. Targets: at most 8 microseconds more than the host for a small operator, 1.3 times the host for a training
+step of a two-layer transformer, and 1.15 times gloo for an all-reduce of 16 MiB over two ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _seconds(body: Callable[[], object], repeat: int) -> float:
 
 
 def _side_by_side(host: Callable[[], object], device: Callable[[], object], repeat: int) -> tuple[float, float]:
-    """Return the median seconds of one call of each side."""
+    """Return the median seconds of one call on each side."""
     _seconds(host, repeat), _seconds(device, repeat)  # the first calls fill caches
     rounds = [(_seconds(host, repeat), _seconds(device, repeat)) for _ in range(ROUNDS)]
     return statistics.median(a for a, _ in rounds), statistics.median(b for _, b in rounds)

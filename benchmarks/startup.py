@@ -2,10 +2,8 @@
 
     python benchmarks/startup.py [--repeats 5] [-i PATTERN ...]
 
-Measures, side by side in one run and each as a fresh command: ``--list`` with remembered names, ``--list`` without,
-    importing the same
-suite in a plain interpreter, and the time from pressing enter to the first test's start. Prints medians in seconds, and
-ratios.
+Runs each of these as a fresh command, in turns: ``--list`` with remembered names, ``--list`` without, importing the
+same suite in a plain interpreter, and a run up to its first test. Prints medians in seconds, and a ratio.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# A test whose body tells when it began; the clock is shared by all processes of a machine.
+# A test that prints when it began. All processes of a machine share this clock.
 PROBE = """
 import time
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
@@ -41,7 +39,7 @@ class TestProbe(MultiProcessTestCase):
 
 
 def seconds(command: list[str], environment: dict[str, str]) -> float:
-    """Return how long a command takes that must succeed."""
+    """Return how long a command takes; exit if it fails."""
     started = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -50,7 +48,7 @@ def seconds(command: list[str], environment: dict[str, str]) -> float:
 
 
 def to_first_test(environment: dict[str, str]) -> tuple[float, float]:
-    """Return the seconds from starting the command to the first test's parent half and to its first rank's body."""
+    """Return the seconds from the command's start to the first test's parent half, and to its first rank's body."""
     with tempfile.TemporaryDirectory() as root:
         Path(root, "test_probe.py").write_text(PROBE)
         command = [sys.executable, str(REPOSITORY / "run_test.py"), "--root", root]

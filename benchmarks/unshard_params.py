@@ -1,13 +1,13 @@
-"""What the harness costs a real suite: test_fsdp_unshard_params.py, the same file, on the released harness and on ours.
+"""What the harness adds to a real suite: test_fsdp_unshard_params.py on the released harness and on ours.
 
     python benchmarks/unshard_params.py [--only TestUnshardParamsErrors] [--repeat 3]
 
-Each row is a process of its own. In the row of the released harness the installed torch's ``common_distributed`` takes
-the place of ours before the suite is imported, so helpers, models and bodies are the same objects in both. Both rows
-start fresh processes for the ranks of every test. Prints the seconds per test, the ratio, and the sum.
+Each row is its own process. For the released harness, torch's ``common_distributed`` replaces ours before the suite is
+imported, so helpers, models and test bodies are the same on both sides. Both start fresh processes for the ranks of
+every test. Prints the seconds per test, the ratio, and the sums.
 
-Small ratios are bodies that are long themselves: tests that run dozens of sub-cases. The body's own part is what a test
-costs under ours, since that is starting its ranks (some 0.05 s) and little else.
+A small ratio means a long body: such tests run dozens of sub-cases. Nearly all of a test's time on ours is its body,
+since starting its ranks takes about 0.05 s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUITE = "test.distributed.fsdp.test_fsdp_unshard_params"
 ROW_VARIABLE = "TORCH_EXT_BENCHMARK_ROW"
 CLASSES = ("TestUnshardParams", "TestUnshardParamsNoShard", "TestUnshardParamsErrors")
 
-# At module level: ranks that the released harness spawns import this file, and must find the same classes.
+# At module level, because ranks that the released harness spawns import this file and must find the same classes.
 if os.environ.get(ROW_VARIABLE) == "released":
     import torch.testing._internal.common_distributed
 
@@ -36,7 +36,7 @@ if os.environ.get(ROW_VARIABLE) == "released":
 
 
 class TimedResult(unittest.TestResult):
-    """Keeps the wall time of each test, its ``setUp`` and ``tearDown`` included."""
+    """Records the wall time of each test, ``setUp`` and ``tearDown`` included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,19 +52,19 @@ class TimedResult(unittest.TestResult):
 
 
 def run_row(only: list[str]) -> None:
-    """Run the suite on the harness that this process was started for; print what each test took, as JSON."""
+    """Run the suite on this process's harness; print the seconds of each test as JSON."""
     loader = unittest.TestLoader()
     result = TimedResult()
     loader.loadTestsFromNames([f"{SUITE}.{name}" for name in only]).run(result)
     for test, trace in (*result.failures, *result.errors):
         print(f"{test}\n{trace}", file=sys.stderr)
     if result.failures or result.errors or result.skipped:
-        raise SystemExit(f"not all tests passed: {len(result.skipped)} were skipped, others are told of above")
+        raise SystemExit(f"not all tests passed: {len(result.skipped)} were skipped, failures are shown above")
     print(json.dumps(result.seconds))
 
 
 def row(harness: str, only: list[str]) -> dict[str, float]:
-    """Return the seconds of each test on ``harness``, from a process of its own."""
+    """Return the seconds of each test on ``harness``, measured in its own process."""
     environment = os.environ | {ROW_VARIABLE: harness, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, __file__, *(f"--only={name}" for name in only)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True)

@@ -1,11 +1,16 @@
-"""Keeps the simulated accelerator out of processes that test anything else."""
+"""Keeps the simulated accelerator out of processes that test anything else, spreads the tests over processes of
+pytest-xdist, and adds ``--long``.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from test.torch_ext import parallel
 
 _SIM = Path(__file__).resolve().parent / "sim"
 
@@ -15,10 +20,36 @@ def _asked_for(config: pytest.Config) -> bool:
     return any(path == _SIM or _SIM in path.parents for path in named)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Else the first question after the device would register it, for all tests that follow in the process.
     if not _asked_for(config):
         os.environ.setdefault("TORCH_EXT_DEVICE", "cpu")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With ``-n`` alone, keep together what shares something; ``--dist`` chooses another way."""
+    if _asked_for(config) or config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        # Groups of pytest-xdist's own would do, but 3.8 writes them into a field of items that pytest 9.2 has not.
+        def _split_scope(self, nodeid: str) -> str:
+            return parallel.scope(nodeid)
+
+    config.option.loadscopereorder = False  # our order is by time, not by number
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run what takes long last, or first where processes share the tests."""
+    direction = 1 if hasattr(config, "workerinput") else -1
+    items.sort(key=lambda item: direction * parallel.place_in_queue(item.path.name))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,4 @@
-"""Every name of upstream's ``ddp_under_dist_autograd_test`` is here: several are RPC targets, found by name."""
+"""Every name in upstream's ``ddp_under_dist_autograd_test`` exists here. RPC looks several of them up by name."""
 
 import pytest
 

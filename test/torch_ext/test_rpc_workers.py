@@ -1,4 +1,4 @@
-"""RPC tests name the worker that failed, before it joined or in a remote call; and the classes that they generate."""
+"""What RPC tests report when a worker fails before it joins or in a remote call, and the classes they generate."""
 
 from __future__ import annotations
 

@@ -1,30 +1,37 @@
 """The suites are worth running: for every mistake in a list, made in torch's FSDP, a test of theirs fails and says why.
 
-One run of the runner for each device serves all: it gets a folder with a file for each suite, which holds a class for
-each mistake that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the
-suite's own class.
+A few runs of the runner serve all. Each gets a folder with a file for each suite, which holds a class for each mistake
+that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the suite's own
+class: in the same run, or in an earlier one if nothing that they depend on has changed since (``--long`` does not look
+there).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from test.torch_ext.suite_faults.mutation import Edit, OtherTorchError
+from test.torch_ext.suite_faults.record import Record, Store, fingerprint
 from test.torch_ext.suite_faults.table import FAULTS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Far above what all of it takes.
+# Far above what any run takes.
 DEADLINE_S = 900
+
+# What the tests without a mistake, and how they are run here, depend on.
+OURS = [CHECKOUT / name for name in ("torch_ext", "testing", "test/distributed", "test/torch_ext/suite_faults")]
 
 # The same examples in every run; and none is shrunk, which would take most of the time and show nothing more.
 BEGINNING = """\
@@ -114,61 +121,152 @@ class Report:
     texts: Mapping[str, str]
 
 
+class Shard(NamedTuple):
+    """Mistakes that one run of the runner makes; the runs take about equally long and need nothing of each other."""
+
+    device: str
+    part: str
+
+    @classmethod
+    def of(cls, name: str) -> Shard:
+        device, module = FAULTS[name].device, TARGETS[name].module
+        if device != "cpu":
+            return cls(device, "all")
+        return cls(device, "properties" if module.endswith("_properties") else module.partition(".")[0])
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.part}"
+
+
+ReportOf = Callable[[Shard], Report]
+
+
 @pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Report]:
-    """One for each device, of the mistakes that this run of pytest asks for: all take minutes, one alone seconds."""
-    possible = defaultdict(list)
-    for name in sorted(asked_for(request.session.items)):
-        if not missing(name):
-            possible[FAULTS[name].device].append(name)
-    return {device: run_faulty(tmp_path_factory.mktemp(device), device, names) for device, names in possible.items()}
+def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
+    """Runs the mistakes of a shard that this run of pytest asks for: all take minutes, one alone seconds."""
+    asked = sorted(name for name in asked_for(request.session.items) if not missing(name))
+    store = None if request.config.getoption("--long", default=False) else getattr(request.config, "cache", None)
+
+    @functools.cache
+    def report_of(shard: Shard) -> Report:
+        names = [name for name in asked if Shard.of(name) == shard]
+        return run_faulty(tmp_path_factory.mktemp(str(shard)), shard, names, store)
+
+    return report_of
 
 
 def asked_for(items: Sequence[pytest.Item]) -> set[str]:
     """Return the mistakes whose tests, or whose sound counterparts, are among ``items``."""
     noticed = {params["name"] for params in _params(items, test_the_suites_notice)}
-    sound = [(params["device"], params["target"]) for params in _params(items, test_without_the_mistake_they_pass)]
-    return noticed | {name for name, target in TARGETS.items() if (FAULTS[name].device, target) in sound}
+    sound = [(params["shard"], params["target"]) for params in _params(items, test_without_the_mistake_they_pass)]
+    return noticed | {name for name, target in TARGETS.items() if (Shard.of(name), target) in sound}
 
 
 def _params(items: Sequence[pytest.Item], test: Callable[..., None]) -> list[dict[str, Any]]:
     return [item.callspec.params for item in items if isinstance(item, pytest.Function) and item.function is test]
 
 
-def run_faulty(folder: Path, device: str, faults: Sequence[str]) -> Report:
+def state_of_the_machine() -> str:
+    import torch
+
+    return fingerprint([*OURS, Path(__file__)], [Path(torch.__file__).parent], environment())
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
+    return kept | {"PYTHONPATH": str(CHECKOUT)}
+
+
+def run_faulty(folder: Path, shard: Shard, faults: Sequence[str], store: Store | None) -> Report:
+    """Run the tests with the mistakes, and without those that are not on record."""
     by_module = defaultdict(list)
     for fault in faults:
         by_module[TARGETS[fault].module].append(fault)
     for module, those in by_module.items():
         write(folder, module, those)
-    selected = sorted({*map(faulty_test, faults), *(sound_test(TARGETS[fault]) for fault in faults)})
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_EXT_")}
+    before = state_of_the_machine()
+    record = Record(store, str(shard), before)
+    on_record = record.passed()
+    sound = {sound_test(TARGETS[fault]) for fault in faults} - on_record
+    report = run(folder, shard.device, sorted({*map(faulty_test, faults), *sound}))
+    if state_of_the_machine() == before:
+        record.add(report.endings, sound)
+    return Report(report.output, {**dict.fromkeys(on_record, "passed"), **report.endings}, report.texts)
+
+
+def run(folder: Path, device: str, selected: Sequence[str]) -> Report:
     command = [str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", device, "-v", "-i", *selected]
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=environment | {"PYTHONPATH": str(CHECKOUT)}, cwd=folder, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEADLINE_S,
-    )  # fmt: skip
-    endings = dict(re.findall(r"^(test_\S+::\w+::\w+)  (\w+)  [\d.]+ s", done.stdout, re.MULTILINE))
-    texts = dict(re.findall(r"^FAILED (\S+?)  [\d.]+ s\n(.*?)^rerun: ", done.stdout, re.MULTILINE | re.DOTALL))
-    return Report(done.stdout, endings, texts)
+    try:
+        output = subprocess.run(
+            [sys.executable, *command],
+            env=environment(), cwd=folder, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEADLINE_S,
+        ).stdout  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return Report(f"{error}\n{(error.stdout or b'').decode(errors='replace')}", {}, {})
+    endings = dict(re.findall(r"^(test_\S+::\w+::\w+)  (\w+)  [\d.]+ s", output, re.MULTILINE))
+    texts = dict(re.findall(r"^FAILED (\S+?)  [\d.]+ s\n(.*?)^rerun: ", output, re.MULTILINE | re.DOTALL))
+    return Report(output, endings, texts)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_suites_notice(reports: Mapping[str, Report], name: str) -> None:
+def of_shard(shard: Shard, *values: object, id: str) -> Any:
+    """The tests of a shard are named so that they run in one process: see ``parallel.scope``."""
+    return pytest.param(shard, *values, id=f"{shard}/{id}")
+
+
+@pytest.mark.parametrize(("shard", "name"), [of_shard(Shard.of(name), name, id=name) for name in FAULTS])
+def test_the_suites_notice(report_of: ReportOf, shard: Shard, name: str) -> None:
     if why := missing(name):
         pytest.skip(f"this torch words it in another way: {why}")
-    test, report = faulty_test(name), reports[FAULTS[name].device]
+    test, report = faulty_test(name), report_of(shard)
     assert report.endings.get(test) == "failed", report.output[-4000:]
     assert re.search(FAULTS[name].says, report.texts[test]), report.texts[test]
 
 
+SOUND = sorted({(Shard.of(name), target) for name, target in TARGETS.items()}, key=str)
+
+
 @pytest.mark.parametrize(
-    ("device", "target"), sorted({(FAULTS[name].device, target) for name, target in TARGETS.items()}, key=str)
+    ("shard", "target"),
+    [of_shard(shard, target, id=f"{target.cls}.{target.method}") for shard, target in SOUND],
 )
-def test_without_the_mistake_they_pass(reports: Mapping[str, Report], device: str, target: Target) -> None:
-    test, report = sound_test(target), reports[device]
+def test_without_the_mistake_they_pass(report_of: ReportOf, shard: Shard, target: Target) -> None:
+    mistakes = [name for name, each in TARGETS.items() if (Shard.of(name), each) == (shard, target)]
+    if all(map(missing, mistakes)):
+        pytest.skip(f"this torch can make none of {mistakes}")
+    test, report = sound_test(target), report_of(shard)
     assert report.endings.get(test) == "passed", report.texts.get(test, report.output[-4000:])
+
+
+def test_what_is_on_record_runs_again_only_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "wrong_divisor"
+    faulty, sound = faulty_test(name), sound_test(TARGETS[name])
+    kept: dict[str, Any] = {}
+    state, selected = ["first"], []
+
+    def pretend(folder: Path, device: str, tests: Sequence[str]) -> Report:
+        selected.append(set(tests))
+        state[0] = state[0].removesuffix(", and edited meanwhile")
+        return Report("", {test: "failed" if test == faulty else "passed" for test in tests}, {})
+
+    monkeypatch.setitem(globals(), "run", pretend)
+    monkeypatch.setitem(globals(), "state_of_the_machine", lambda: state[0])
+
+    def go() -> Report:
+        return run_faulty(tmp_path, Shard.of(name), [name], types.SimpleNamespace(get=kept.get, set=kept.__setitem__))
+
+    both = {faulty: "failed", sound: "passed"}
+    assert [go().endings, go().endings] == [both, both]
+    assert selected == [{faulty, sound}, {faulty}]
+    state[0] = "second, and edited meanwhile"  # its result belongs to no state, so nothing is kept
+    go()
+    state[0] = "second, and edited meanwhile"
+    go()
+    state[0] = "first"
+    go()
+    assert selected[2:] == [{faulty, sound}, {faulty, sound}, {faulty}]
 
 
 def test_there_are_enough_and_both_fsdps_have_theirs() -> None:

@@ -1,4 +1,4 @@
-"""What the source of a file says without running it: imports, private names of torch, literal device types."""
+"""Reads imports, private torch names and literal device types from source, without running it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
-# What torch can call a device that a test may run on. "meta" is left out: nothing runs there, and asking for it is no
-# choice between machines.
+# Device types that a test may run on. "meta" is left out: nothing runs there, so comparing to it chooses no device.
 DEVICE_TYPES = frozenset(
     {"cpu", "cuda", "fpga", "hip", "hpu", "ipu", "maia", "mps", "mtia", "npu", "privateuseone", "sim", "tpu", "ve",
      "vulkan", "xla", "xpu"}
 )  # fmt: skip
 
-# Torch's own test utilities, which this project builds on; only what is private below them counts.
+# Torch's test utilities, which this project builds on: only private names below them count.
 _TEST_UTILITIES = ("torch", "testing", "_internal")
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: ``name`` is dotted and absolute; ``lazy`` if only a function that is called imports it."""
+    """One imported name, dotted and absolute; ``lazy`` if the import is inside a function."""
 
     name: str
     line: int
@@ -30,13 +29,13 @@ class Import:
 
 
 def python_files(folder: str) -> list[Path]:
-    """Return the Python files below ``folder`` of the checkout, sorted; links to folders are not followed."""
+    """Return the Python files below ``folder`` of the checkout, sorted. Links to folders are not followed."""
     found = (CHECKOUT / folder).rglob("*.py")
     return sorted(path for path in found if not any(parent.is_symlink() for parent in path.parents))
 
 
 def shown(path: Path) -> str:
-    """Return ``path`` as seen from the checkout, with forward slashes."""
+    """Return ``path`` relative to the checkout, with forward slashes."""
     return path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
 
 
@@ -94,7 +93,7 @@ def _torch_aliases(tree: ast.AST) -> dict[str, str]:
                 if name.split(".")[0] == "torch":
                     bound = alias.asname or alias.name.split(".")[0]
                     aliases[bound] = name if alias.asname or origin else "torch"
-    # A module that looks torch up where it is loaded, to import it nowhere.
+    # A module that takes torch from sys.modules to avoid importing it.
     return aliases if "torch" in aliases else {**aliases, "torch": "torch"}
 
 
@@ -118,7 +117,7 @@ def _is_private(name: str) -> bool:
 
 
 def device_literals(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return ``(line, source)`` of everything that chooses by a literal device type.
+    """Return ``(line, source)`` of every expression that branches on a literal device type.
 
     That is a comparison (``==``, ``!=``, ``in``, ``not in``), a test of the beginning of a string, a ``case``, and a
     dictionary keyed by device types.

@@ -1,4 +1,4 @@
-"""A suite in a folder of its own, and the ways to run it: a test passes, one fails on one rank, one is skipped."""
+"""A suite in its own folder, and how to run it: one test passes, one fails on one rank, one is skipped."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Done:
-    """What became of one run: exit code, how each test ended, and the module names that the ranks saw."""
+    """The result of one run: exit code, status of each test, and the module names that ranks saw."""
 
     code: int
     output: str
@@ -86,7 +86,7 @@ def line_of(comment: str) -> int:
 
 
 def run(folder: Path, *arguments: str) -> Done:
-    """Run ``python arguments...`` in ``folder``, a fresh one, on plain cpu, whatever measures this test run."""
+    """Run ``python arguments...`` in a fresh ``folder``, on plain cpu, without this run's coverage settings."""
     seen = folder / "seen"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE_", "TORCH_EXT_"))
@@ -96,7 +96,7 @@ def run(folder: Path, *arguments: str) -> Done:
         "TORCH_EXT_CACHE": str(folder / "cache"), "PYTEST_ADDOPTS": "-p no:cacheprovider",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=300,
+        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=600,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     names = seen.read_text().split() if seen.exists() else []
@@ -111,6 +111,6 @@ _WORDS = {"ok": "passed", "ERROR": "failed"}
 
 
 def _endings(lines: Sequence[str]) -> dict[str, str]:
-    """Read off the verbose lines of our runner, of unittest and of pytest how each test ended."""
+    """Parse the status of each test from the verbose output of our runner, unittest or pytest."""
     found = [match for line in lines if (match := _LINE.match(line))]
     return {match[1]: _WORDS.get(match[2], match[2].lower()) for match in found}

@@ -1,4 +1,4 @@
-"""Lines of ranks, and of the parent half beside them, count under ``coverage``."""
+"""``coverage`` counts lines that run in ranks and in the parent half."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_PARENT = line_of("line of the parent half")
 
 
 def covered(suite: Path, settings: Path, *arguments: str) -> set[int]:
-    """Run the suite under coverage, combine what its processes left, and return the lines that ran."""
+    """Run the suite under coverage, combine the data of its processes, and return the lines that ran."""
     write_suite(suite)
     rcfile = f"--rcfile={settings}"
     done = run(suite, "-m", "coverage", "run", rcfile, *arguments)
@@ -31,7 +31,7 @@ def covered(suite: Path, settings: Path, *arguments: str) -> set[int]:
 
 
 def test_ranks_count_with_the_settings_that_multiprocessing_asks_for(tmp_path: Path) -> None:
-    """Those of many a project: coverage then saves what ends through multiprocessing's own bootstrap."""
+    """Many projects have these: coverage then saves data in processes that end through multiprocessing's bootstrap."""
     settings = tmp_path / "settings"
     settings.write_text("[run]\nparallel = true\nconcurrency = multiprocessing\n")
     assert covered(tmp_path / "suite", settings, "test_suite.py") >= IN_RANKS

@@ -1,10 +1,9 @@
-"""One file, run by our runner, by itself, by unittest in both spellings and by pytest, says the same each time."""
+"""A test file gives the same results under our runner, by itself, under unittest in two spellings, and under pytest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import functools
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +14,7 @@ WAYS = {
     "python file.py": ("test_suite.py", "-v"),
     "unittest module": ("-m", "unittest", "-v", "test_suite"),
     "unittest path": ("-m", "unittest", "-v", "./test_suite.py"),
-    "pytest": ("-m", "pytest", "-v", "test_suite.py"),
+    "pytest": ("-m", "pytest", "-v", "-rs", "test_suite.py"),
 }
 NARROWED = {
     "run_test.py, one test": (RUN_TEST, "--root", ".", "-v", "-i", "TestRanks.test_functions_travel"),
@@ -27,58 +26,57 @@ MISTYPED = {
 }
 
 
+DoneBy = Callable[[str], Done]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
-    """Every way, run once, two at a time: most of the time goes into importing torch."""
-    folder = tmp_path_factory.mktemp("ways")
+def done_by(tmp_path_factory: pytest.TempPathFactory) -> DoneBy:
+    """Run each way at most once, when a test first asks for it."""
 
-    def one(way: str, arguments: tuple[str, ...], place: Path) -> tuple[str, Done]:
+    @functools.cache
+    def done_by(way: str) -> Done:
+        place = tmp_path_factory.mktemp("way") / "suite"
         write_suite(place)
-        return way, run(place, *arguments)
+        return run(place, *(WAYS | NARROWED | MISTYPED)[way])
 
-    with ThreadPoolExecutor(2) as pool:
-        started = [
-            pool.submit(one, way, arguments, folder / str(number))
-            for number, (way, arguments) in enumerate((WAYS | NARROWED | MISTYPED).items())
-        ]
-        return dict(each.result() for each in started)
+    return done_by
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_tests_pass_fail_and_skip(runs: Mapping[str, Done], way: str) -> None:
-    done = runs[way]
+def test_the_same_tests_pass_fail_and_skip(done_by: DoneBy, way: str) -> None:
+    done = done_by(way)
     endings = {"test_functions_travel": "passed", "test_one_rank_fails": "failed", "test_wants_devices": "skipped"}
     assert done.endings == endings, done.output
     assert done.code == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_failure_says_which_rank_raised_what(runs: Mapping[str, Done], way: str) -> None:
-    assert "rank 1 of 2 failed with ValueError: this is rank 1" in runs[way].output
-    assert "rank 0 passed" in runs[way].output
-    assert "Needs 8 accelerator devices." in runs[way].output or way == "pytest"
+def test_a_failure_says_which_rank_raised_what_and_a_skip_its_reason(done_by: DoneBy, way: str) -> None:
+    assert "rank 1 of 2 failed with ValueError: this is rank 1" in done_by(way).output
+    assert "rank 0 passed" in done_by(way).output
+    assert "Needs 8 accelerator devices." in done_by(way).output
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_module_keeps_its_name_in_the_ranks(runs: Mapping[str, Done], way: str) -> None:
-    """Functions that travel by reference, pickled or in an RPC, resolve only then."""
-    assert runs[way].names == {"__main__" if way == "python file.py" else "test_suite"}
+def test_the_module_keeps_its_name_in_the_ranks(done_by: DoneBy, way: str) -> None:
+    """Otherwise functions that are pickled or sent in an RPC by reference would not resolve."""
+    assert done_by(way).names == {"__main__" if way == "python file.py" else "test_suite"}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_are_forked(runs: Mapping[str, Done], way: str) -> None:
-    """A fresh interpreter a rank would pass as well, seconds later, and be announced."""
-    assert "fresh interpreter" not in runs[way].output
+def test_ranks_are_forked(done_by: DoneBy, way: str) -> None:
+    """With a fresh interpreter for each rank the tests would pass too, seconds later, with a message."""
+    assert "fresh interpreter" not in done_by(way).output
 
 
 @pytest.mark.parametrize("way", NARROWED)
-def test_what_passes_is_exit_code_0(runs: Mapping[str, Done], way: str) -> None:
-    assert runs[way].endings == {"test_functions_travel": "passed"}, runs[way].output
-    assert runs[way].code == 0
+def test_what_passes_is_exit_code_0(done_by: DoneBy, way: str) -> None:
+    assert done_by(way).endings == {"test_functions_travel": "passed"}, done_by(way).output
+    assert done_by(way).code == 0
 
 
 @pytest.mark.parametrize("way", MISTYPED)
-def test_a_mistyped_name_is_exit_code_2_with_the_nearest(runs: Mapping[str, Done], way: str) -> None:
-    assert runs[way].code == 2
-    assert "nearest: " in runs[way].output
-    assert runs[way].endings == {}
+def test_a_mistyped_name_is_exit_code_2_with_the_nearest(done_by: DoneBy, way: str) -> None:
+    assert done_by(way).code == 2
+    assert "nearest: " in done_by(way).output
+    assert done_by(way).endings == {}

@@ -1,4 +1,4 @@
-"""Arrows point down only: who may import whom, read off every file and then off running interpreters."""
+"""Imports point down: checked in every source file, then in running interpreters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch_ext.runner
 import torch_ext.world
 from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
 
-# What each layer may import of this project, beside itself.
+# What each layer may import from this project, besides itself.
 LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
     "torch_ext.sim": frozenset(),
@@ -38,7 +38,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "run_test": frozenset({"torch_ext.__main__"}),
 }
 
-# The one arrow that points up: a test file that is started by itself calls the runner, and nobody else pays for it.
+# The one import that points up: a test file run by itself calls the runner. It is lazy, so nothing else pays for it.
 _UP = {("torch_ext.testing._internal.common_utils", "torch_ext.runner.cli.main_for_file")}
 
 # Suites go upstream, so they import helpers from where upstream has them.
@@ -61,7 +61,7 @@ def tree_of(path: Path) -> ast.AST:
 
 
 def layer_of(name: str) -> str:
-    """Return the longest name of the table that ``name`` lies in; empty if it is not ours."""
+    """Return the longest layer that contains ``name``, or an empty string if it is not ours."""
     return max((layer for layer in LAYERS if below(name, [layer])), key=len, default="")
 
 
@@ -72,7 +72,7 @@ def wrong_imports(path: Path) -> list[str]:
     found = []
     for each in imports(tree_of(path), package):
         target = layer_of(each.name)
-        # The package file holds the version and nothing else, so that taking a name of it takes no layer.
+        # The package file only holds the version, so importing from it depends on no layer.
         if not target or target == layer or each.name in ("torch_ext", "torch_ext.__version__"):
             continue
         if not below(each.name, LAYERS[layer]) and not (each.lazy and (name, each.name) in _UP):

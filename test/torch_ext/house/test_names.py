@@ -1,4 +1,4 @@
-"""The names that people import: upstream's are here, what is not defined here is torch's, and compat keeps its word."""
+"""Public names: upstream's are defined here, all others resolve to torch's, and compat finds what it promises."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_name_that_nobody_defines_is_no_attribute(module: ModuleType) -> None:
 
 
 def places_of(area: str) -> dict[str, tuple[str, ...]]:
-    """Return the places that an area hands to ``lazy_names``."""
+    """Return the places that an area passes to ``lazy_names``."""
     lookup = vars(importlib.import_module(area))["__getattr__"]
     closure = dict(zip(lookup.__code__.co_freevars, lookup.__closure__, strict=True))
     places: dict[str, tuple[str, ...]] = closure["places"].cell_contents
@@ -93,7 +93,7 @@ def places_of(area: str) -> dict[str, tuple[str, ...]]:
 
 
 def names_for_type_checkers(area: str) -> set[str]:
-    """Return what the area defines where type checkers look and nobody else does."""
+    """Return the names that the area defines under ``TYPE_CHECKING``."""
     tree = ast.parse(Path(str(importlib.import_module(area).__file__)).read_text(encoding="utf-8"))
     found: set[str] = set()
     for block in (node for node in tree.body if isinstance(node, ast.If)):

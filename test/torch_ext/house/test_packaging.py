@@ -1,4 +1,4 @@
-"""What is installed, and that building it needs no torch."""
+"""What gets installed, and that building needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch_ext
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
 
-# Importing torch fails in it; prints what setup() was told.
+# Prints what setup() receives, with torch made unimportable.
 _DESCRIBE = """
 import json, sys
 sys.modules["torch"] = None
@@ -41,7 +41,7 @@ def test_metadata_needs_no_torch_and_has_one_version(told: dict[str, Any]) -> No
 
 
 def test_any_torch_from_2_11_on_satisfies_the_package(told: dict[str, Any]) -> None:
-    """With an upper bound pip would replace a nightly or a source build."""
+    """With an upper bound, pip would replace a nightly or a source build."""
     assert [each for each in told["requires"] if re.match(r"torch\b", each)] == ["torch>=2.11"]
 
 
@@ -62,7 +62,7 @@ def test_every_package_is_found(told: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel of a copy of the checkout, since building leaves files beside the sources. Needs no network."""
+    """Build a wheel from a copy of the checkout, since building leaves files beside the sources. Needs no network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     ours = [*CHECKOUT.glob("*.*"), CHECKOUT / "LICENSE"]

@@ -1,9 +1,10 @@
-"""Names that only some files may use, and the shape of the tree."""
+"""Names reserved for certain files, and the layout of the tree."""
 
 from __future__ import annotations
 
 import ast
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def read(path: Path) -> ast.AST:
 
 
 def test_devices_are_chosen_by_accelerator_alone() -> None:
-    """Tests of torch_ext itself are free to say which device they expect."""
+    """Tests of torch_ext itself may name the device they expect."""
     files = files_of(("torch_ext", "testing", "test/distributed", "benchmarks"), _KNOW_DEVICES)
     found = [f"{shown(path)}:{line} {source}" for path in files for line, source in device_literals(read(path))]
     assert found == [], "ask torch_ext.accelerator instead"
@@ -49,7 +50,7 @@ def test_only_the_helpers_for_test_files_build_on_torchs_test_utilities() -> Non
 
 
 def test_every_folder_of_tests_is_a_package() -> None:
-    """Else the standard library's own ``test`` package wins under ``python -m unittest``."""
+    """Without it, ``python -m unittest`` finds the standard library's ``test`` package first."""
     folders = {path.parent for path in python_files("test")}
     folders |= {parent for folder in folders for parent in folder.parents if parent.is_relative_to(CHECKOUT / "test")}
     assert len(folders) > 3
@@ -64,7 +65,18 @@ def test_testing_is_reached_through_a_link() -> None:
 
 @pytest.mark.parametrize("folder", ["torch_ext", "testing", "test", "benchmarks"])
 def test_a_bare_assert_is_for_tests(folder: str) -> None:
-    """``python -O`` removes it; broken invariants raise AssertionError."""
+    """``python -O`` removes it. Broken invariants raise AssertionError."""
     files = [path for path in python_files(folder) if not shown(path).startswith("test/")]
     found = [f"{shown(p)}:{node.lineno}" for p in files for node in ast.walk(read(p)) if isinstance(node, ast.Assert)]
     assert found == []
+
+
+@pytest.mark.parametrize("module", ["torch_ext.world.tree", "torch_ext.testing.common", "test.a.test_b"])
+def test_a_warning_of_ours_is_an_error(module: str) -> None:
+    with pytest.raises(FutureWarning, match="something new"):
+        warnings.warn_explicit("something new", FutureWarning, "file.py", 1, module=module)
+
+
+def test_a_warning_of_torchs_is_none() -> None:
+    with pytest.warns(FutureWarning, match="something new"):
+        warnings.warn_explicit("something new", FutureWarning, "file.py", 1, module="torch.nn")

@@ -1,4 +1,4 @@
-"""The rules' own eyes: what the readers of source see, and what they let pass."""
+"""What the source checks behind the rules report, and what they let pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the half of the runner that starts processes, and a suite for them to run."""
+"""Fakes for the half of the runner that starts processes, and a suite for them to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Layout = Mapping[str, Sequence[str]]
 
 
 class FakeCollector:
-    """Answers from a table of file name to ``Class.method``; records every file that it was asked for."""
+    """Answers from a table of file name to ``Class.method``, and records which files were asked for."""
 
     def __init__(self, layout: Layout, errors: Mapping[str, str] = {}, imported: Sequence[str] = ()) -> None:
         self.layout = layout
@@ -78,7 +78,7 @@ class FakeExecutor:
 
 
 def write_suite(root: Path, layout: Layout) -> Path:
-    """Create the files of ``layout`` below ``root``. Nothing imports them, so that they hold only a comment."""
+    """Create the files of ``layout`` below ``root``. Nothing imports them, so they hold only a comment."""
     for name in layout:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A suite, seen from the folder that holds it, with a cache of its own."""
+    """A suite in the working directory, with its own cache."""
     monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCH_EXT_DEVICE", raising=False)
     monkeypatch.chdir(tmp_path)

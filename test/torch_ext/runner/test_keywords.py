@@ -1,4 +1,4 @@
-"""The -k option, against Python's own evaluation of the same expression."""
+"""The -k option, checked against Python's evaluation of the same expression."""
 
 from __future__ import annotations
 

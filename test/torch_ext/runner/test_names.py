@@ -1,4 +1,4 @@
-"""Remembered names: used only while they are true, and never in the way.
+"""Remembered test names are used only while they are valid, and never get in the way.
 
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def age(path: Path) -> None:
-    """Let ``path`` look as if it was written a minute ago, as a file that nobody is editing does."""
+    """Backdate ``path`` by a minute, like a file that nobody is editing."""
     then = time.time() - 60
     os.utime(path, (then, then))
 
@@ -56,7 +56,7 @@ def age(path: Path) -> None:
 def names(
     files: tuple[TestFile, ...], folder: Path | None, collector: FakeCollector, around: dict[str, str] | None = AROUND
 ) -> list[list[str]]:
-    """One run: the ids of each file, asking the collector where nothing is remembered."""
+    """Return each file's ids as one run would, asking the collector where nothing is remembered."""
     collector.asked.clear()
     answers = collect_names(files, NameCache(folder, around), lambda: collector)
     return [answer.error.splitlines() or [test.id for test in answer.tests] for answer in answers]

@@ -1,4 +1,4 @@
-"""What a user reads: on a pipe, character by character; on a terminal, that colours are all that is added."""
+"""What a user reads: exact text on a pipe; on a terminal the same text with colours."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def report(
     interrupted: bool = False,
     **options: object,
 ) -> str:
-    """Everything that is printed for ``results``; the total time reads ``T s``, being the only one that varies."""
+    """Return all output for ``results``, with ``T s`` for the total time, the only thing that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
     made = TextReporter(plan, Options(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand

@@ -1,4 +1,4 @@
-"""What patterns mean, against hand-written cases and against a naive reference.
+"""What patterns select, checked against handwritten cases and a naive reference.
 
 A failure here means that a user runs other tests than the ones named, or none without being told.
 """
@@ -36,7 +36,7 @@ FILES = [INPUT, OTHER, RPC_INPUT, RPC, TOP]
 def choose(
     include: Sequence[str] = (), exclude: Sequence[str] = (), tests: Sequence[TestName] = TESTS
 ) -> tuple[list[str], list[str]]:
-    """The files that are imported, and the ids that are selected."""
+    """Return the files that are imported and the ids that are selected."""
     files = sorted({test.file for test in tests})
     selection = select_files(files, include, exclude, PREFIXES)
     known = [test for test in tests if test.file in selection.files]
@@ -70,7 +70,7 @@ def test_no_pattern_selects_everything() -> None:
         (f"{INPUT}::TestInput::test_dict", (0,)),
         (f"test/{INPUT}::TestInput.test_dict", (0,)),
         ("test.distributed.fsdp.test_fsdp_input.TestInput.test_dict", (0,)),
-        # A file wins over a test of the same name; its test is still within reach.
+        # A file wins over a test of the same name, which can still be selected with its file.
         ("test_other", (3,)),
         ("TestTop.test_top", (6,)),
     ],
@@ -171,7 +171,7 @@ def test_a_broken_file_counts_only_where_it_could_hold_what_was_asked_for(includ
 
 
 # --- a naive reference ------------------------------------------------------------------------------------------------
-# Names of one kind never look like names of another here, so that each spelling has one meaning to check against.
+# No name here is of two kinds, so each spelling has one meaning to check against.
 
 FOLDERS = st.lists(st.sampled_from(["f", "g", "f.x"]), max_size=3).map("/".join)
 STEMS = st.sampled_from(["test_m", "test_n", "test_long_m"])
@@ -191,7 +191,7 @@ Case = tuple[str, Callable[[TestName], bool]]
 
 
 def spellings(test: TestName, files: set[str]) -> list[Case]:
-    """Patterns that name ``test`` or something around it, each with what it means."""
+    """Return patterns that name ``test`` or something that contains it, each with what it selects."""
     folder, _, base = test.file.rpartition("/")
     path = test.file.removesuffix(".py")
     dotted = path.replace("/", ".")
@@ -252,7 +252,7 @@ def test_selection_agrees_with_a_naive_reference(tests: list[TestName], data: st
         assert chosen == expected
 
 
-# Files, folders, classes and tests that share their names, as hard to tell apart as can be.
+# Files, folders, classes and tests that share names.
 SAME = st.sampled_from(["test_a", "test_b"])
 TANGLES = st.sets(
     st.builds(

@@ -1,4 +1,4 @@
-"""``--upstream``: a file that imports torch's own harness, as upstream's files do, runs on ours without a change."""
+"""``--upstream`` runs an unmodified file that imports torch's own harness on ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-# Imports what upstream's files import; DTensorTestBase is torch's class on top of torch's harness.
+# Imports what upstream's files import.
 FILE = """
 import os
 import sys
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     run_tests()
 """
 
-# What upstream's files for accelerators do. None of the lists in it, nor in torch's helpers, names our accelerator.
+# Does what upstream's files for accelerators do. No list in it or in torch's helpers names our accelerator.
 DEVICE_FILE = """
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ if __name__ == "__main__":
 def run(*arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TORCH_EXT_DEVICE": device}
     command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_unmodified_file_runs_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The injector: every fault that the world must survive, by name. Runs in ranks; imports the standard library only.
+"""Injects, by name, every fault that the world must survive. Runs in ranks; imports the standard library only.
 
 Suites that the tests write call :func:`inject`, and :class:`Census` counts what is left behind after each test.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 __all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes"]
 
-# Set in the environment of a suite's processes, so that whatever they leave behind is known by it.
+# Set in the environment of a suite's processes, to recognise anything they leave behind.
 MARK = "TORCH_EXT_TEST_MARK"
 
 
@@ -74,13 +74,13 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def inject(fault: str, *, rank: int, at: int) -> None:
-    """Do ``fault`` if ``rank`` is the one that it is meant for."""
+    """Trigger ``fault`` if ``rank`` is ``at``."""
     if rank == at:
         FAULTS[fault]()
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Return pid and command line of every process that carries ``mark``, zombies excluded: they carry nothing."""
+    """Return the pid and command line of every process that carries ``mark``. Zombies, without environment, do not."""
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -125,7 +125,7 @@ def _count() -> dict[str, int]:
 
 
 def ancestors() -> list[int]:
-    """This process and those above it that carry the mark."""
+    """Return the pids of this process and of its ancestors that carry the mark, from the bottom up."""
     marked = marked_processes(os.environ[MARK])
     found = [os.getpid()]
     while (parent := int(_stat(found[-1])[1])) in marked:
@@ -134,7 +134,7 @@ def ancestors() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on: what follows the command's name, which may hold anything."""
+    """Return the fields of ``/proc/PID/stat`` after the command name, which may contain anything: state, parent, ..."""
     try:
         with open(f"/proc/{pid}/stat") as stream:
             return stream.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Suites written for one test, and what became of their tests when they were run from outside."""
+"""Writes a suite for one test, runs it in a subprocess, and parses the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from test.torch_ext.world.faults import MARK, marked_processes
 __all__ = ["CHECKOUT", "DEADLINE_S", "HEADER", "Run", "Suite", "parse_pytest", "parse_runner", "parse_unittest"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-# Far above what any run takes; what hangs is to fail a test, not to hold up all.
-DEADLINE_S = 240
+# Seconds, far above what any run takes: a hang must fail its test, not block the whole run.
+DEADLINE_S = 600
 
 HEADER = '''
 import os, signal, sys, time, unittest
@@ -58,7 +58,7 @@ class Case(MultiProcessTestCase):
 
 @dataclass
 class Run:
-    """A suite's run: exit code, output, the status and the text of each test by its name without file and class."""
+    """One run of a suite: exit code, output, and the status and report of each test by its bare name."""
 
     code: int
     out: str
@@ -73,7 +73,7 @@ class Run:
 
 
 class Suite:
-    """A file of tests in a folder of its own, with its own temporary folder and a mark on its processes."""
+    """A test file in its own folder, with its own temporary folder and a mark on its processes."""
 
     def __init__(self, folder: Path, source: str, name: str = "test_suite.py") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,14 +107,14 @@ class Suite:
         return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra)
 
     def finish(self, process: subprocess.Popen[str], parse: Callable[[Run], None]) -> Run:
-        """Wait for the end; the run, if it takes for ever, is ended and fails by its exit code."""
+        """Wait for the process. A run past the deadline is killed, and fails through its exit code."""
         start_s = time.monotonic()
         try:
             out, err = process.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            err += "\nended by the test: it did not end by itself"
+            err += "\nkilled by the test: it ran past its deadline"
         run = Run(process.returncode, out, err, time.monotonic() - start_s)
         parse(run)
         if self.census_file.exists():
@@ -135,18 +135,18 @@ class Suite:
         return self.finish(self.start(command, extra), parse_pytest)
 
     def survivors(self) -> dict[int, str]:
-        """Processes of the suite that still run after it had five seconds to end them."""
+        """Return the suite's processes that are still running after five seconds."""
         end = time.monotonic() + 5
         while (found := marked_processes(self.mark)) and time.monotonic() < end:
             time.sleep(0.05)
         return found
 
     def files_left(self) -> list[str]:
-        # The cache folder is Inductor's: importing torch._dynamo makes it, by whomever.
+        # Importing torch._dynamo creates Inductor's cache folder.
         return [str(path) for path in self.temporary.rglob("*") if not path.name.startswith("torchinductor_")]
 
     def end_survivors(self) -> None:
-        """End what a failed test left behind, by pid."""
+        """Kill what a failed test left behind, by pid."""
         for pid in marked_processes(self.mark):
             try:
                 os.kill(pid, 9)
@@ -162,7 +162,7 @@ def parse_runner(run: Run) -> None:
 
 
 def parse_unittest(run: Run) -> None:
-    # Prints of the parent half may come between the name and the ending, which then stands alone at the end of a line.
+    # The parent half may print between a test's name and its result, which then ends a line of its own.
     for name, status in re.findall(
         r"^(\w+) \([\w.]+\)(?:\n[^\n]*?)? \.\.\. (?:.*?\n)*?.*?(ok|FAIL|ERROR|skipped)\b", run.err, re.MULTILINE
     ):

@@ -1,8 +1,9 @@
-"""Channels: frames of any size, any number of descriptors, peers that go away, and no descriptor lost on the way."""
+"""Channels carry frames of any size and any number of descriptors, survive lost peers, and leak no descriptor."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -102,7 +103,7 @@ def test_payload_that_cannot_be_read_costs_no_descriptor() -> None:
     one, other = channel_pair()
     socket.send_fds(one._socket, [struct.pack("!II", 3, 1)], [1])
     one._socket.sendall(b"bad")
-    with pytest.raises(Exception, match=r"pickle|invalid load key|unpickl"):
+    with pytest.raises(pickle.UnpicklingError):
         other.receive()
     one.close()
     other.close()

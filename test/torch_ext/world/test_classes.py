@@ -1,4 +1,4 @@
-"""The base classes on real ranks: what they promise beyond passing, under forked ranks and under fresh interpreters."""
+"""What the base classes promise, on real ranks: forked ones and fresh interpreters."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TestThreaded(MultiThreadedTestCase):
         self.check()
 
 
-# What a forked rank finds at its start.
+# The modules that a forked rank starts with.
 LOADED = set()
 os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
 """
@@ -188,7 +188,7 @@ def run(suite: Suite) -> Run:
 
 
 def of(run: Run, cls: str) -> list[tuple[str, str]]:
-    """Name and status of the tests of one class, in order."""
+    """Return the name and status of each test of a class, in order."""
     return re.findall(rf"^test_suite\.py::{cls}::(\w+)  (\w+)", run.out, re.MULTILINE)
 
 

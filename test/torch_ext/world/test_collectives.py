@@ -1,4 +1,4 @@
-"""Reading flight records and finding the first collective that does not match, over records written by hand."""
+"""Parsing flight records and finding the first mismatched collective, on handwritten records."""
 
 from __future__ import annotations
 

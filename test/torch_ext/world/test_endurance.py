@@ -1,31 +1,32 @@
-"""Hundreds of tests and thousands of worlds in a row leave no process, descriptor or file behind, and none stalls."""
+"""Hundreds of tests and worlds in a row, more with ``--long``, leak no process, descriptor or file, and none stalls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from test.torch_ext.world.suites import Run, Suite
 
-# An empty test takes some 20 ms; what takes this many seconds has stalled, and fails.
-STALL_S = 2
+# Seconds. An empty test takes about 20 ms, so one that takes this long has stalled, however busy the machine is.
+STALL_S = 10
 
-EMPTY_TESTS = f"""
+EMPTY_TESTS = """
 class TestEmpty(Case):
-    timeout = {STALL_S}
+    timeout = STALL_S
 
 
 def empty(self):
     pass
 
 
-for number in range(500):
-    setattr(TestEmpty, f"test_{{number:03}}", empty)
+for number in range(TESTS):
+    setattr(TestEmpty, f"test_{number:03}", empty)
 """
 
-EMPTY_WORLDS = f"""
+EMPTY_WORLDS = """
 from torch_ext.world import provider
 from torch_ext.world.outcome import Ending
 from torch_ext.world.start import RankTask, start_world
@@ -33,45 +34,63 @@ from torch_ext.world.watch import Limits
 
 if __name__ == "__main__":
     zygote = provider.zygote_for("__main__")
-    for number in range(2000):
+    for number in range(WORLDS):
         with start_world(zygote, [RankTask(os.getpid), RankTask(os.getpid)], spares=2) as world:
-            outcomes = world.wait(Limits(test_s={STALL_S}))
+            outcomes = world.wait(Limits(test_s=STALL_S))
         endings = [outcome.ending for outcome in outcomes]
         if endings != [Ending.PASSED, Ending.PASSED]:
-            sys.exit(f"world {{number}} ended with {{endings}}")
-        if number % 100 == 0:
+            sys.exit(f"world {number} ended with {endings}")
+        if number % EVERY == 0:
             CENSUS.note(str(number))
     CENSUS.note("last")
 """
 
 
+class Scale(NamedTuple):
+    """How many tests and worlds to run, and how many worlds between two counts of what is open."""
+
+    tests: int
+    worlds: int
+    every: int
+
+
+SHORT, LONG = Scale(tests=100, worlds=300, every=20), Scale(tests=500, worlds=2000, every=100)
+
+
 @pytest.fixture
-def suite(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Suite]:
-    suite = Suite(tmp_path, request.param)
+def scale(request: pytest.FixtureRequest) -> Scale:
+    return LONG if request.config.getoption("--long", default=False) else SHORT
+
+
+@pytest.fixture
+def suite(tmp_path: Path, request: pytest.FixtureRequest, scale: Scale) -> Iterator[Suite]:
+    constants = f"STALL_S = {STALL_S}\nTESTS, WORLDS, EVERY = {tuple(scale)}\n"
+    suite = Suite(tmp_path, constants + request.param)
     yield suite
     suite.end_survivors()
 
 
 def assert_steady(run: Run, warm: int) -> None:
-    """Every count after the first ``warm`` ones is the same."""
+    """Check that all counts after the first ``warm`` are equal."""
     counts = [{**entry, "test": ""} for entry in run.census[warm:]]
     assert len(counts) > 10
     assert [entry for entry in counts if entry != counts[0]] == [], counts[0]
 
 
 @pytest.mark.parametrize("suite", [EMPTY_TESTS], ids=[""], indirect=True)
-def test_500_empty_tests_leave_nothing(suite: Suite) -> None:
+def test_empty_tests_in_a_row_leave_nothing(suite: Suite, scale: Scale) -> None:
     run = suite.run()
-    assert run.out.splitlines()[-1] == "500 passed, 0 failed, 0 skipped", run
+    assert run.out.splitlines()[-1] == f"{scale.tests} passed, 0 failed, 0 skipped", run
     assert_steady(run, warm=12)  # from the ninth fork on, zygotes may have gathered their memory
     assert suite.survivors() == {}
     assert suite.files_left() == []
 
 
 @pytest.mark.parametrize("suite", [EMPTY_WORLDS], ids=[""], indirect=True)
-def test_2000_worlds_leave_nothing(suite: Suite) -> None:
+def test_worlds_in_a_row_leave_nothing(suite: Suite, scale: Scale) -> None:
     run = suite.finish(suite.start([str(suite.file)]), lambda run: None)
     assert run.code == 0, run
+    assert len(run.census) == scale.worlds // scale.every + 1
     assert_steady(run, warm=1)
     assert suite.survivors() == {}
     assert suite.files_left() == []

@@ -1,6 +1,6 @@
-"""Injected faults on real ranks: the right state, the right words, nothing left behind, and the next test passes.
+"""Faults injected into real ranks give the right status and report, leave nothing behind, and spare the next test.
 
-All faults run in one suite, once; each test below looks at one of them.
+One run of one suite injects them all; each test below checks one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from test.torch_ext.world.suites import Run, Suite
 
-# fault -> ranks on which it is injected. After each of these tests another one runs that must pass.
+# fault -> ranks to inject it on. Each of these tests is followed by one that must pass.
 PLACES = {
     "raise": (0, 1),
     "skip": (0, 1),
@@ -30,7 +30,7 @@ PLACES = {PLACES!r}
 
 
 class TestFaults(Case):
-    # What the first tests leave open in the parent half is torch's and stays.
+    # Torch keeps open what the first tests open in the parent half.
     def test_0_warm(self):
         self.check()
 
@@ -146,7 +146,7 @@ def test_untidy_rank_passes(run: Run, fault: str, rank: int) -> None:
 
 
 def test_process_left_behind_is_told(run: Run) -> None:
-    # Ranks that end at the same moment leave their children at the same moment: either may be named.
+    # Both ranks end at once and orphan their children at once, so either may be named.
     told = re.findall(r"^ *(\d+)  rank [01] left a process behind, which was ended: sleep 6543$", run.out, re.MULTILINE)
     assert sum(int(number) for number in told) == 2
     assert "    left a process behind, which was ended: sleep 6543" in run.text["test_leave_child_and_die"]

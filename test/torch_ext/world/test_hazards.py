@@ -1,4 +1,4 @@
-"""Modules and classes that would break a naive fork: their tests pass, and one message names the line to blame."""
+"""Modules and classes that would break a plain fork still pass, and one message names the line to blame."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The processes that hold a run together are killed in turn while a test runs: the right words, nothing left, and the
-next test passes.
-"""
+"""Killing any process that a run depends on gives the right report, leaves nothing behind, and spares the next test."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import pytest
 
 from test.torch_ext.world.suites import DEADLINE_S, Run, Suite, parse_runner, parse_unittest
 
-# In the order of faults.ancestors(), as the parent half sees it.
+# In the order of faults.ancestors() in the parent half.
 TARGETS = ("case", "zygote", "root", "supervisor")
 
 SOURCE = f"""
@@ -50,12 +48,12 @@ for target in {TARGETS!r}:
 
 
 def await_pids(suite: Suite, target: str, process: subprocess.Popen[str]) -> list[int]:
-    """Wait until the test that waits for ``target`` to be killed runs; return its ancestry, from the parent half up."""
+    """Wait for the test in which ``target`` is to be killed; return its ancestors' pids, from the parent half up."""
     file: Path = suite.folder / target
     end = time.monotonic() + DEADLINE_S
     while not file.exists():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, f"the test of {target} does not begin"
+        assert time.monotonic() < end, f"the test of {target} never starts"
         time.sleep(0.01)
     pids: list[int] = json.loads(file.read_text())
     return pids
@@ -70,7 +68,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
 
 @pytest.fixture(scope="module")
 def run(suite: Suite) -> Run:
-    """One run in which the tests' names order the killings: case, root, supervisor; the zygote's comes after."""
+    """One run in which case process, root and zygote are killed, in the order of the tests' names."""
     process = suite.start_runner("-k", "not supervisor")
     for target in ("case", "root", "zygote"):
         os.kill(await_pids(suite, target, process)[TARGETS.index(target)], signal.SIGKILL)
@@ -111,7 +109,7 @@ def test_killed_supervisor_takes_everything_along(suite: Suite, run: Run) -> Non
     assert suite.files_left() == []
 
 
-# A thread that runs when the test program starts keeps it from forking its zygote.
+# A thread started at import keeps the test program from forking its zygote.
 STARTS_A_THREAD = """
 import threading
 if os.environ.get('THREADS') and 'unittest' in sys.argv[0]:

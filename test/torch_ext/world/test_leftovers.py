@@ -1,9 +1,8 @@
-"""What torch starts beside a rank ends with it, cleans up, and is no process that a test left behind."""
+"""Helpers that torch starts for a rank end with it, clean up, and are not reported as left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,9 @@ class TestSharedMemory(Case):
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> Iterator[Suite]:
-    suite = Suite(tmp_path, SHARES_MEMORY)
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    # A short name: the manager's socket lies below it, and the path of a socket has at most 107 characters.
+    suite = Suite(tmp_path_factory.mktemp("shm"), SHARES_MEMORY)
     yield suite
     suite.end_survivors()
 

@@ -1,4 +1,4 @@
-"""What a rank prints: kept, cut to its end, and passed on line by line with the rank in front."""
+"""A rank's output is captured, trimmed to its end, and forwarded line by line with a rank prefix."""
 
 from __future__ import annotations
 

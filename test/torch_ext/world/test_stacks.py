@@ -42,7 +42,7 @@ def suite(tmp_path: Path) -> Iterator[Suite]:
 
 
 def test_the_listener_rests_while_stacks_are_read(suite: Suite) -> None:
-    """A thread that runs while faulthandler walks its frames makes the rank crash in the middle of its report."""
+    """A thread that runs while faulthandler walks its frames can crash the rank in the middle of the report."""
     run = suite.finish(suite.start([str(suite.file)]), lambda run: None)
     assert "Ending.TIMED_OUT hangs" in run.out, run
     assert "in hang_with_a_slow_record" in run.out, run

@@ -1,4 +1,4 @@
-"""The judgement over scripted outcomes, and the text that a user reads."""
+"""The verdict on scripted outcomes, and the report that a user reads."""
 
 from __future__ import annotations
 

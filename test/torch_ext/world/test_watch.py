@@ -1,8 +1,9 @@
-"""Whom to release, inspect and stop, and what became of whom: scripted events, no process and no clock."""
+"""Which ranks to release, inspect and stop, and how each one ended: scripted events, no processes and no clock."""
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext.world.outcome import Ending
+from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Limits, Step, Watch
@@ -142,7 +144,7 @@ def test_ranks_that_live_on_are_stopped_only_if_they_still_run_the_test() -> Non
 
 @dataclass(frozen=True)
 class Script:
-    """What one rank will do if it is not stopped: what it says, when (seconds), and how and when its process ends."""
+    """What a rank does unless it is stopped: its receipt, its exit code, and the seconds at which they come."""
 
     said: Said | None
     says_s: float
@@ -163,7 +165,7 @@ SCRIPTS = st.builds(
 
 
 def play(scripts: list[Script], seed: int) -> Watch:
-    """Play the scripts against a watch as a world would, with the clock jumping from event to event."""
+    """Drive a watch with the scripts as a world would; the clock jumps from event to event."""
     watch = Watch(len(scripts), LIMITS, 0.0)
     events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.said is not None]
     events += [(s.says_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
@@ -192,7 +194,7 @@ def play(scripts: list[Script], seed: int) -> Watch:
                 gone.add(rank)
                 watch.ended(rank, script.code, now_s)
         else:
-            assert watch.deadline_s != float("inf"), "the watch waits for something that will not come"
+            assert watch.deadline_s != float("inf"), "the watch waits for an event that never comes"
             now_s = watch.deadline_s
     return watch
 
@@ -234,4 +236,21 @@ def test_failure_names_a_culprit_and_never_one_that_was_stopped(scripts: list[Sc
     by_themselves = {o.rank for o in outcomes if o.ending in (Ending.KILLED, Ending.EXITED, Ending.SILENT)}
     if by_themselves:
         assert by_themselves <= set(verdict.culprits)
-    assert f"rank {verdict.culprits[0]}" in verdict.summary or "ranks " in verdict.summary
+    phrases = ranks_named(verdict.summary)
+    assert verdict.culprits[0] in phrases[0]
+    assert set(verdict.culprits) <= set().union(*phrases)
+    assert not set(verdict.victims) & set().union(*phrases)
+
+
+def ranks_named(summary: str) -> list[set[int]]:
+    """Return the ranks behind each ``rank 2`` or ``ranks 0-3, 6`` in ``summary``."""
+    found = []
+    for phrase in re.findall(r"\branks? (\d[\d, -]*)", summary):
+        ends = [[int(end) for end in part.split("-")] for part in phrase.rstrip(" ,").split(", ")]
+        found.append({rank for first, *last in ends for rank in range(first, (last or [first])[0] + 1)})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
+def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
+    assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
