@@ -5,7 +5,8 @@
 #include "flight_record.h"
 #include "generator.h"
 #include "hooks.h"
-#include "host_allocator.h"
+#include "kernel_scope.h"
+#include "pinned_memory.h"
 #include "simccl.h"
 #include "stream.h"
 
@@ -15,6 +16,7 @@ PYBIND11_MODULE(_native, m) {
   install_guard();
   install_hooks();
   install_pinned_allocator();
+  install_allocator();
   install_host_override();
 
   m.def("request_devices", &request_devices);

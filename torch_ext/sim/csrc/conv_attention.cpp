@@ -10,13 +10,12 @@
 #include <torch/library.h>
 
 #include "alias.h"
-#include "allocator.h"
+#include "kernel_scope.h"
+#include "optional_tensor.h"
 #include "same_device.h"
 
 namespace torch_ext::sim {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // at::SDPBackend as torch numbers it (aten/src/ATen/native/transformers/sdp_utils_cpp.h), which no header narrow enough
 // to be worth its compile time exports.

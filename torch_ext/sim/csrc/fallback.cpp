@@ -8,9 +8,9 @@
 #include <algorithm>
 
 #include "alias.h"
-#include "allocator.h"
 #include "checks.h"
 #include "generator.h"
+#include "kernel_scope.h"
 
 namespace torch_ext::sim {
 namespace {

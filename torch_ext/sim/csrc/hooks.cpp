@@ -7,7 +7,7 @@
 #include "allocator.h"
 #include "generator.h"
 #include "hooks.h"
-#include "host_allocator.h"
+#include "pinned_memory.h"
 
 namespace torch_ext::sim {
 namespace {

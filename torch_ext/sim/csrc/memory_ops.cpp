@@ -14,6 +14,7 @@
 #include "alias.h"
 #include "allocator.h"
 #include "hooks.h"
+#include "kernel_scope.h"
 #include "stream.h"
 
 namespace torch_ext::sim {

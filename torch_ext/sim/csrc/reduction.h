@@ -24,9 +24,6 @@ class Reduction {
 
   const c10d::ReduceOp& transport_op() const { return op_; }
 
-  // Whether `buffer` can serve the transport as it is; false where the type has to be converted.
-  bool in_place() const { return !staging_type_.has_value(); }
-
   // The tensor to reduce: over the memory of `host` where possible, and a converted copy elsewhere. Applies the factor.
   at::Tensor prepare(const at::Tensor& host) const;
 

@@ -1,6 +1,6 @@
 // The process group backend `simccl`: collectives on device tensors.
 //
-// It hands aliases of its tensors (wire.h) to a transport, a gloo backend of the same group, and adds what NCCL offers
+// It hands aliases of its tensors (transport_view.h) to a transport, a gloo backend of the same group, and adds what NCCL offers
 // and gloo lacks: reductions (reduction.h), element types, lists of unequal sizes, coalescing, splitting, futures that
 // carry devices (sim_work.h). Each operation below checks its tensors when it is called and says how it starts; it does
 // start in one place, see Note [Where operations start].
@@ -17,7 +17,7 @@
 #include "allocator.h"
 #include "launcher.h"
 #include "reduction.h"
-#include "wire.h"
+#include "transport_view.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -135,7 +135,7 @@ class SimCCL final : public Launcher {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return launch(
         {OpType::BROADCAST, "broadcast", tensors, tensors,
-         [=, this, hosts = Tensors{movable(single(tensors, "broadcast"))}]() mutable {
+         [=, this, hosts = Tensors{transport_view(single(tensors, "broadcast"))}]() mutable {
            return Started{{transport_->broadcast(hosts, options)}};
          }});
   }
@@ -172,7 +172,7 @@ class SimCCL final : public Launcher {
     }
     return launch(
         {OpType::ALLGATHER, "all_gather", inputs, outputs.front(),
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->allgather(to, from, options)}};
          }});
   }
@@ -187,7 +187,7 @@ class SimCCL final : public Launcher {
         input.numel() * size_, ".");
     return launch(
         {OpType::_ALLGATHER_BASE, "_all_gather_base", {input}, {output},
-         [=, this, to = movable(output), from = movable(input)]() mutable {
+         [=, this, to = transport_view(output), from = transport_view(input)]() mutable {
            return Started{{transport_->_allgather_base(to, from, options)}};
          }});
   }
@@ -220,7 +220,7 @@ class SimCCL final : public Launcher {
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     return launch(
         {OpType::GATHER, "gather", inputs, outputs.empty() ? inputs : flatten(outputs),
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->gather(to, from, options)}};
          }});
   }
@@ -228,7 +228,7 @@ class SimCCL final : public Launcher {
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
     return launch(
         {OpType::SCATTER, "scatter", flatten(inputs), outputs,
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->scatter(to, from, options)}};
          }});
   }
@@ -287,9 +287,9 @@ class SimCCL final : public Launcher {
       const c10d::AllToAllOptions& options) override {
     return launch(
         {OpType::ALLTOALL_BASE, "all_to_all", {input}, {output},
-         [=, this, to = movable_rows(output), from = movable_rows(input)]() mutable {
-           auto to_splits = movable_splits(output_splits, output, to);
-           auto from_splits = movable_splits(input_splits, input, from);
+         [=, this, to = transport_rows(output), from = transport_rows(input)]() mutable {
+           auto to_splits = transport_splits(output_splits, output, to);
+           auto from_splits = transport_splits(input_splits, input, from);
            return Started{{transport_->alltoall_base(to, from, to_splits, from_splits, options)}};
          }});
   }
@@ -301,7 +301,7 @@ class SimCCL final : public Launcher {
         outputs.size() == group && inputs.size() == group, "all_to_all expects a tensor for each of the ", size_,
         " ranks, but got ", outputs.size(), " outputs and ", inputs.size(), " inputs.");
     return launch(
-        {OpType::ALLTOALL, "all_to_all", inputs, outputs, [=, this, to = movable(outputs), from = movable(inputs)] {
+        {OpType::ALLTOALL, "all_to_all", inputs, outputs, [=, this, to = transport_view(outputs), from = transport_view(inputs)] {
            auto to_splits = numels(to);
            auto from_splits = numels(from);
            at::Tensor flat_from = at::cat(from);

@@ -7,7 +7,7 @@
 #include <map>
 #include <mutex>
 
-#include "host_allocator.h"
+#include "pinned_memory.h"
 
 namespace torch_ext::sim {
 namespace {

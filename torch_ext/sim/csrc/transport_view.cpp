@@ -1,4 +1,4 @@
-#include "wire.h"
+#include "transport_view.h"
 
 #include "alias.h"
 
@@ -18,7 +18,7 @@ at::Tensor checked_alias(const at::Tensor& tensor) {
   return alias.is_contiguous() ? alias : alias.as_strided({alias.numel()}, {1});
 }
 
-at::Tensor movable_rows(const at::Tensor& tensor) {
+at::Tensor transport_rows(const at::Tensor& tensor) {
   at::Tensor alias = checked_alias(tensor);
   switch (alias.scalar_type()) {
     case at::kFloat:
@@ -34,28 +34,28 @@ at::Tensor movable_rows(const at::Tensor& tensor) {
   }
 }
 
-at::Tensor movable(const at::Tensor& tensor) {
-  return movable_rows(tensor).view({-1});
+at::Tensor transport_view(const at::Tensor& tensor) {
+  return transport_rows(tensor).view({-1});
 }
 
-Tensors movable(const Tensors& tensors) {
+Tensors transport_view(const Tensors& tensors) {
   Tensors aliases;
   aliases.reserve(tensors.size());
   for (const auto& tensor : tensors) {
-    aliases.push_back(movable(tensor));
+    aliases.push_back(transport_view(tensor));
   }
   return aliases;
 }
 
-TensorLists movable(const TensorLists& lists) {
+TensorLists transport_view(const TensorLists& lists) {
   TensorLists aliases;
   for (const auto& list : lists) {
-    aliases.push_back(movable(list));
+    aliases.push_back(transport_view(list));
   }
   return aliases;
 }
 
-std::vector<int64_t> movable_splits(std::vector<int64_t> splits, const at::Tensor& tensor, const at::Tensor& host) {
+std::vector<int64_t> transport_splits(std::vector<int64_t> splits, const at::Tensor& tensor, const at::Tensor& host) {
   if (tensor.dim() > 0 && host.size(0) != tensor.size(0) && tensor.size(0) > 0) {
     for (auto& split : splits) {
       split *= host.size(0) / tensor.size(0);
