@@ -3,8 +3,8 @@
 // Note [Aliasing]
 // An alias is a host tensor whose storage points at a device storage's bytes and keeps that storage alive; nothing is
 // copied. Tensors that share a device storage share one alias storage, so that overlap checks and in-place kernels see
-// what they would see on the host. After the kernel, `AliasSet::publish` carries over what it changed: sizes and strides
-// of resized outputs, and a storage it reallocated. Results that the kernel allocated are relabelled (`adopt`).
+// what they would see on the host. After the kernel, `AliasSet::publish` carries over what it changed: sizes and
+// strides of resized outputs, and a storage it reallocated. Results that the kernel allocated are relabelled (`adopt`).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,8 @@ class AliasSet {
   // Carries metadata and storage changes of every alias over to its device tensor.
   void publish(c10::DeviceIndex device);
 
-  // The device tensor for a kernel's result: the argument it came in as, a view of an argument's storage, or new memory.
+  // The device tensor for a kernel's result: the argument it came in as, a view of an argument's storage, or new
+  // memory.
   at::Tensor result(at::Tensor&& host, c10::DeviceIndex device);
 
  private:

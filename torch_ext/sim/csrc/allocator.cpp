@@ -6,11 +6,16 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -31,8 +36,8 @@ std::atomic<bool> poison{false};
 
 struct Pool;
 
-// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory, which
-// torch's interface frees without a context.
+// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
+// which torch's interface frees without a context.
 struct alignas(kAlignment) Block {
   Pool* pool;
   size_t requested;
@@ -160,8 +165,8 @@ struct Pool {
     stats.num_ooms += 1;
     const auto in_use = static_cast<size_t>(total(stats.reserved_bytes));
     TORCH_CHECK_WITH(
-        OutOfMemoryError, false, "sim out of memory. Tried to allocate ", nbytes, " bytes. Device sim:",
-        static_cast<int>(device), " has a capacity of ", limit, " bytes of which ",
+        OutOfMemoryError, false, "sim out of memory. Tried to allocate ", nbytes,
+        " bytes. Device sim:", static_cast<int>(device), " has a capacity of ", limit, " bytes of which ",
         limit > in_use ? limit - in_use : 0, " bytes are free; ", total(stats.allocated_bytes),
         " bytes are allocated by tensors. Raise the capacity with torch.sim.set_memory_limit or free tensors.");
     std::abort(); // the check above always throws
@@ -248,9 +253,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
   // Kernels run to their end before the call that started them returns, so no stream can still be using a block whose
   // last tensor dies; what is left to do is to refuse a stream of another device type.
-  void recordStream(const c10::DataPtr& /*data*/, c10::Stream stream) override {
-    checked_index(stream.device());
-  }
+  void recordStream(const c10::DataPtr& /*data*/, c10::Stream stream) override { checked_index(stream.device()); }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Pool& pool = pool_of(device);
     std::lock_guard<std::mutex> lock(pool.mutex);

@@ -1,7 +1,7 @@
 // Device memory: one pool per device, with statistics, a limit, and poisoning on demand.
 //
-// Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools are
-// never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
+// Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools
+// are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

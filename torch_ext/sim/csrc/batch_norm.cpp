@@ -9,6 +9,12 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <array>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "alias.h"
 #include "kernel_scope.h"
 #include "optional_tensor.h"
@@ -135,9 +141,9 @@ Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
   return given(tensor) ? on_host(*tensor).to(type) : Tensor();
 }
 
-// Weight, bias and running statistics as the host kernel takes them beside `input`: in the input's type, or all in float.
-// GPUs keep statistics in float beside parameters of half precision, and the other way round. Weights of a type that
-// GPUs refuse too stay as they are, for the kernel to refuse.
+// Weight, bias and running statistics as the host kernel takes them beside `input`: in the input's type, or all in
+// float. GPUs keep statistics in float beside parameters of half precision, and the other way round. Weights of a type
+// that GPUs refuse too stay as they are, for the kernel to refuse.
 class HostTypes {
  public:
   HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
@@ -184,8 +190,8 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
 
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
     const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
-    const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd, bool training,
-    double eps, std::array<bool, 3> output_mask) {
+    const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd,
+    bool training, double eps, std::array<bool, 3> output_mask) {
   const auto device = same_device(
       "aten::native_batch_norm_backward", {grad_output, input, value_or_none(weight), value_or_none(running_mean)});
   KernelScope scope(device);

@@ -1,7 +1,10 @@
 // The native module. Loading it registers the device and starts nothing: see device.h.
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstddef>
+
 #include "allocator.h"
+#include "device.h"
 #include "flight_record.h"
 #include "generator.h"
 #include "hooks.h"

@@ -39,9 +39,7 @@ bool is_in_bad_fork() noexcept;
 // Makes `index` current in this thread for the lifetime of the object.
 class CurrentDevice {
  public:
-  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) {
-    set_current_device(index);
-  }
+  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) { set_current_device(index); }
   ~CurrentDevice() { set_current_device(previous_); }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;

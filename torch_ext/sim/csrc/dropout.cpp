@@ -5,6 +5,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <optional>
+#include <tuple>
+
 namespace torch_ext::sim {
 namespace {
 

@@ -1,9 +1,10 @@
 // What the flight recorder's entries of a transport stand for.
 //
 // Note [Flight records]
-// Torch's recorder takes entries from torch's own backends alone. What it has of `simccl` are the transport's transfers:
-// an all_reduce where the program called reduce_scatter_tensor, or several of them for one call. Here is written down
-// which operation each of them belongs to; _flight_record.py puts the two together when the recorder is read.
+// Torch's recorder takes entries from torch's own backends alone. What it has of `simccl` are the transport's
+// transfers: an all_reduce where the program called reduce_scatter_tensor, or several of them for one call. Here is
+// written down which operation each of them belongs to; _flight_record.py puts the two together when the recorder is
+// read.
 #pragma once
 
 #include <ATen/core/Tensor.h>

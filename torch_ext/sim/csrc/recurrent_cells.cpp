@@ -1,10 +1,12 @@
-// The fused cells of recurrent layers. They exist on GPUs only, so that no host kernel can serve them: they are written in
-// terms of other operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
+// The fused cells of recurrent layers. They exist on GPUs only, so that no host kernel can serve them: they are written
+// in terms of other operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
+
+#include <tuple>
 
 #include "optional_tensor.h"
 #include "same_device.h"

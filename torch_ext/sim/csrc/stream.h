@@ -4,8 +4,8 @@
 // Kernels run to their end before the call that launches them returns, so a stream holds no queue. What it does hold is
 // a horizon: the moment until which it counts as busy. `sleep` moves the horizon of the current stream into the future
 // without delaying the host; recording an event captures the horizon; waiting for an event moves a stream's horizon to
-// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a program
-// as they do on hardware, while values are always those of an execution in program order.
+// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a
+// program as they do on hardware, while values are always those of an execution in program order.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default

@@ -1,6 +1,10 @@
 #include "transport_view.h"
 
+#include <cstdint>
+#include <vector>
+
 #include "alias.h"
+#include "device.h"
 
 namespace torch_ext::sim {
 
@@ -13,8 +17,8 @@ at::Tensor checked_alias(const at::Tensor& tensor) {
   // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
   // transport does not look, and would run past what a tensor with holes covers.
   TORCH_CHECK_VALUE(
-      alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(), " with strides ",
-      alias.strides(), ".");
+      alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(),
+      " with strides ", alias.strides(), ".");
   return alias.is_contiguous() ? alias : alias.as_strided({alias.numel()}, {1});
 }
 

@@ -14,8 +14,8 @@ using TensorLists = std::vector<Tensors>;
 // RuntimeError for a tensor that is not on a sim device and ValueError for one with holes.
 at::Tensor checked_alias(const at::Tensor& tensor);
 
-// For transfers that compute nothing: like `checked_alias`, but element types that the transport does not know travel as
-// bytes. Keeps dimension 0 of a tensor with more than one dimension, whose rows may be split.
+// For transfers that compute nothing: like `checked_alias`, but element types that the transport does not know travel
+// as bytes. Keeps dimension 0 of a tensor with more than one dimension, whose rows may be split.
 at::Tensor transport_rows(const at::Tensor& tensor);
 
 // Like `transport_rows`, in one dimension, because ranks have to agree on the number of elements only.
