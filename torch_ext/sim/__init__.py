@@ -12,11 +12,6 @@ Torch has one accelerator per process and prefers PrivateUse1 over CUDA. So the 
 that are meant to run on it, and never through torch's backend autoload.
 """
 
-import sys
-
 from torch_ext.sim import _register
 
-# While Python locates the module of ``python -m torch_ext.sim``, which imports this package, argv[0] is "-m" (see -m in
-# its documentation). That program registers by itself, to tell a failed build in its own words.
-if sys.argv[:1] != ["-m"]:
-    _register.register()
+_register.register()

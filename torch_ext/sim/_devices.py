@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 
 Device = torch.device | str | int | None
 

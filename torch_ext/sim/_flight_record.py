@@ -18,6 +18,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
+from torch_ext.sim._name import NAME
 
 __all__ = ["RecordedOperation", "install", "translate"]
 
@@ -54,7 +55,7 @@ class RecordedOperation:
         """Return what an entry of the recorder says of this operation."""
         described = self.description not in ("", "undefined")
         return {
-            "process_group": (self.group, f"{self.description}, sim" if described else "sim"),
+            "process_group": (self.group, f"{self.description}, {NAME}" if described else NAME),
             "profiling_name": f"simccl:{self.name}",
             "collective_seq_id": self.sequence,
             "input_sizes": self.input_sizes,

@@ -31,6 +31,8 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.virtualized import V
 
+from torch_ext.sim._name import NAME
+
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
 
 Scheduling = CppScheduling
@@ -98,11 +100,11 @@ def _generate_cpp() -> None:
 
     def is_cpu_or_sim(self: Any) -> bool:
         device = self.get_device()
-        return is_cpu(self) or (device is not None and device.type == "sim")
+        return is_cpu(self) or (device is not None and device.type == NAME)
 
     def backend(device_type: str | None = None) -> str:
         device_type = device_type or V.graph.get_current_device_or_throw().type
-        return current_backend("cpu" if device_type == "sim" else device_type)
+        return current_backend("cpu" if device_type == NAME else device_type)
 
     node.is_cpu = is_cpu_or_sim
     for module in (utils, common):
@@ -115,6 +117,6 @@ def _tag_cache() -> None:
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
 
-register_device_op_overrides("sim", _Lines())
+register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
 _tag_cache()

@@ -8,7 +8,7 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._devices import Device, index_of, is_initialized
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 
 
 def empty_cache() -> None:
