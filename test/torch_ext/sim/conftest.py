@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 
+from torch_ext.world import access
+
 collect_ignore_glob: list[str] = []
 
 try:
@@ -17,6 +19,9 @@ except RuntimeError as error:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what forks before what uses a device in this process."""
-    items.sort(key=lambda item: item.path.parent.name == "one_process")
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the ranks' zygote now, when it has every test module and before a test uses a device in this process."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    for module in sorted(modules, key=lambda module: module.__name__):
+        if hasattr(module, "ranks"):
+            access.prepare(module.__name__)
