@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
 from torch_ext.world import access
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Outcome, Receipt, Said
@@ -27,6 +29,8 @@ from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Limits
 
 DEADLINE_S = 120.0
+# What torch says in ranks that call its coalesced collectives by their older names.
+COALESCED_WARNING = r"`torch\.distributed\.[\w.]+_coalesced` (is|will be) deprecated"
 GROUP_TIMEOUT = timedelta(seconds=30)
 SHORT = timedelta(seconds=1)  # the time limit of a group in which somebody is meant to run into it
 
@@ -68,6 +72,8 @@ def leave() -> None:
 def _in_group(
     rank: int, world_size: int, folder: str, body: Callable[..., None], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
+    # Warnings that our own code causes are errors in ranks too. Torch's own name modules of torch.
+    warnings.filterwarnings("error", module=r"(test\.)?torch_ext\.")
     sim = torch.get_device_module("sim")
     sim.set_device(rank % sim.device_count())
     store = dist.FileStore(str(Path(folder) / "store"), world_size)

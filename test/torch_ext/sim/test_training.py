@@ -35,9 +35,6 @@ from test.torch_ext.sim import ranks
 SIM = torch.get_device_module("sim")
 STEPS, BATCH, WIDTH = 3, 4, 16
 
-# Torch's own notes, such as NO_SHARD being deprecated.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
 Step = Callable[[nn.Module, torch.Tensor], float]
 
 
