@@ -1,10 +1,10 @@
 """The simulated accelerator: a multi-device accelerator on any CPU.
 
-Importing this package builds the native half if no finished build fits (see :mod:`torch_ext.sim.build`), names torch's
-PrivateUse1 device ``sim``, makes :mod:`torch_ext.sim._module` available as ``torch.sim`` and registers the c10d backend
-``simccl`` as the default for ``sim`` tensors. It starts no thread and initialises no device, so a process may import it
-and fork. ``TORCH_EXT_SIM_DEVICES`` says how many devices there are (default 4, or as many as
-``torch.sim.request_devices`` asked for); it is read at their first use.
+Importing this package, in any process, builds the native half if no finished build fits (see
+:mod:`torch_ext.sim.build`), names torch's PrivateUse1 device ``sim``, makes :mod:`torch_ext.sim._module` available as
+``torch.sim`` and registers the c10d backend ``simccl`` as the default for ``sim`` tensors. It starts no thread and
+initialises no device, so a process may import it and fork. ``TORCH_EXT_SIM_DEVICES`` says how many devices there are
+(default 4, or as many as ``torch.sim.request_devices`` asked for); it is read at their first use.
 
 Note [One accelerator]
 ~~~~~~~~~~~~~~~~~~~~~~

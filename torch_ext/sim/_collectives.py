@@ -1,4 +1,4 @@
-"""The process group backend ``simccl``: how groups are made. What it does lies in csrc/simccl.cpp.
+"""The process group backend ``simccl``: how groups are made. Its collectives are in csrc/simccl.cpp.
 
 Which backends a group gets:
 
@@ -28,7 +28,7 @@ from torch_ext.sim._name import NAME
 BACKEND = "simccl"
 _PAIR = f"{NAME}:{BACKEND}"
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
-# Torch 2.15 starts the numbers of every group at 0 by itself, and warns those who still ask its backends to.
+# Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 
 
@@ -61,8 +61,8 @@ def _pair_with_gloo() -> None:
 def _lead_groups() -> None:
     """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is.
 
-    The default backend runs a group's completion hook, and torch would name gloo, which has none. Sequence
-    numbers are asked of it too, but torch knows how to for backends of its own only.
+    The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
+    the default backend for sequence numbers, but knows how to ask its own backends only.
     """
     helper = c10d._new_process_group_helper
 
@@ -114,7 +114,7 @@ def _join_threaded_group() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
-    """Make a group's backend: called by torch for every group that is not split off another one."""
+    """Make a group's backend. Torch calls this for every group that is not split from another."""
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))

@@ -21,7 +21,8 @@ at::Tensor host_alias(const at::Tensor& tensor);
 // `tensor` itself when it lives on the host, its alias otherwise.
 at::Tensor on_host(const at::Tensor& tensor);
 
-// The device tensor over the memory of `host`. Takes the memory over if nobody else holds it, and keeps it alive else.
+// Returns a device tensor over the memory of `host`: takes the memory over if nothing else holds it, and shares it
+// otherwise.
 at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device);
 
 // A device tensor over `storage` with the sizes, strides, offset, type and conjugate and negative bits of `like`.

@@ -1,4 +1,4 @@
-// What kernels of the host allocate while they work for a device.
+// Gives a device the memory that host kernels allocate while they work for it.
 //
 // Note [All memory in the arena]
 // A host kernel that works for a device allocates its results and temporaries with torch's host allocator. An override

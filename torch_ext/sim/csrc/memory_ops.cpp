@@ -187,7 +187,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // Aliases carry conjugate and negative bits, and the host's copy resolves them. Without these lines torch would resolve
-// them before the copy, by a copy, without end.
+// them before the copy, by another copy, and never end.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

@@ -28,7 +28,7 @@ c10::Stream default_stream(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 
-// Streams of a class are handed out in turn; after kStreamsPerClass the first one comes again, as on GPUs.
+// Hands out the streams of a class in turn; after kStreamsPerClass it starts over, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
 
 bool is_idle(c10::Stream stream);

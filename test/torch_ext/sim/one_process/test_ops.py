@@ -1,8 +1,8 @@
 """Every operator of torch's OpInfo database gives on ``sim`` what it gives on ``cpu``, bit for bit.
 
-By default one sample per operator and type runs; ``TORCH_EXT_SIM_ALL_SAMPLES=1`` runs all of them, in about ten
-minutes. Equality is exact, since the kernels are the same. Gradients are compared for float32. No operator may draw
-from the host's generator. What differs is listed by name in op_differences.py.
+By default one sample per operator and type runs; ``TORCH_EXT_SIM_ALL_SAMPLES=1`` runs all of them (CONTRIBUTING.md has
+the command). Equality is exact, since the kernels are the same. Gradients are compared for float32. No operator may
+draw from the host's generator. What differs, and what the host itself refuses, is listed by name in op_differences.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _leave_generators_as_operators_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples' wrappers put the generators back, which would hide who drew."""
+    """The wrappers of samples restore the generators, which would hide who drew from them."""
     monkeypatch.setattr(_utils, "freeze_rng_state", contextlib.nullcontext)
 
 
