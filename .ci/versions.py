@@ -30,7 +30,7 @@ from sum_results import count
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ["2.11.0", "2.13.0", "2.15.0"]
-BUILD = "python -m torch_ext.sim build"
+BUILD = "python -m torch_ext build"
 TESTS = [
     "python -m pytest -q test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",

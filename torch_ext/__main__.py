@@ -1,8 +1,41 @@
-"""``python -m torch_ext``: the same command as ``python run_test.py``."""
+"""``python -m torch_ext``: the same command as ``python run_test.py``. ``build`` and ``info`` are for the simulator:
 
-from torch_ext.runner.cli import main
+=============================  ==================================================
+``python -m torch_ext build``  builds the simulated accelerator, ahead of its first use
+``python -m torch_ext info``   builds it too, and says how many devices there are
+=============================  ==================================================
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch_ext.runner.cli import main as run_tests
 
 __all__ = ["main"]
+
+_COMMANDS = ("build", "info")
+
+
+def main() -> int:
+    """Run the command that the arguments of this process name, and return its exit code: tests, where they name none.
+
+    ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
+    """
+    command, *rest = sys.argv[1:] or [""]
+    if command not in _COMMANDS:
+        return run_tests()
+    if rest:
+        print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
+        return 2
+    try:
+        from torch_ext.sim.command import show  # on use: importing it builds
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(details=command == "info")
+    return 0
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -66,15 +66,9 @@ class Capabilities:
     """What the device under test can do beyond computing.
 
     Attributes:
-        streams: work is queued on streams, and events order them.
-        half_precision: float16 training kernels exist (forward, backward and reduction).
-        separate_memory: tensors live in memory apart from the host's, so that offload moves data.
         device_sleep: ``device_module()._sleep`` delays the device without delaying the host.
     """
 
-    streams: bool
-    half_precision: bool
-    separate_memory: bool
     device_sleep: bool
 
 
@@ -186,10 +180,4 @@ def set_device_index(rank: int) -> None:
 
 def capabilities() -> Capabilities:
     """Return the device's :class:`Capabilities`, read off its module rather than off its name."""
-    accelerator, module = is_accelerator(), device_module()
-    return Capabilities(
-        streams=accelerator and hasattr(module, "Stream") and hasattr(module, "Event"),
-        half_precision=accelerator,
-        separate_memory=accelerator,
-        device_sleep=accelerator and hasattr(module, "_sleep"),
-    )
+    return Capabilities(device_sleep=is_accelerator() and hasattr(device_module(), "_sleep"))

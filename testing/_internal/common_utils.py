@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,14 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         return
     from torch_ext.runner.cli import main_for_file  # on use: a file that is only imported needs no runner
 
-    raise SystemExit(main_for_file(str(main.__file__), sys.argv[1:] if argv is None else argv))
+    raise SystemExit(main_for_file(str(main.__file__), sys.argv[1:] if argv is None else argv, _load_device))
+
+
+def _load_device(requested: str) -> None:
+    """Load the device under test in this process, whose fork becomes the zygote: else every rank would load it."""
+    if requested:
+        os.environ[accelerator.DEVICE_VARIABLE] = requested
+    accelerator.device_type()
 
 
 def set_rng_seed(seed: int | None = None) -> None:

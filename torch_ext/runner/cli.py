@@ -59,15 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _exit_code(lambda: _discover_and_run(parse(arguments)))
 
 
-def main_for_file(path: str | os.PathLike[str], argv: Sequence[str] | None = None) -> int:
+def main_for_file(
+    path: str | os.PathLike[str],
+    argv: Sequence[str] | None = None,
+    load_device: Callable[[str], None] = lambda device: None,
+) -> int:
     """Run the tests of one file that was started by itself, and return the exit code.
 
     Args:
         path: the file; it need not be called ``test_*.py``.
         argv: arguments behind the file's name, in unittest's spellings; default: those of this process.
+        load_device: called with the argument of ``--device``, or an empty string, before this process is forked. A
+            RuntimeError of its is a usage error.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    return _exit_code(lambda: _run_file(Path(path).resolve(), arguments))
+    return _exit_code(lambda: _run_file(Path(path).resolve(), arguments, load_device))
 
 
 def _exit_code(command: Callable[[], int]) -> int:
@@ -108,8 +114,12 @@ def _discover_and_run(options: Options) -> int:
     return _select_and_run(options, files, NameCache(cache_folder(), surroundings(device)))
 
 
-def _run_file(path: Path, arguments: Sequence[str]) -> int:
+def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
     options = parse_for_file(path, arguments)
+    try:
+        load_device(options.device)
+    except RuntimeError as error:
+        raise SetupError(str(error)) from error
     file = describe(path, options.root)
     # As __main__ the file may define other tests than when it is imported, so nothing is remembered.
     return _select_and_run(options, [file], NameCache(None, None))

@@ -1,10 +1,10 @@
 """The simulated accelerator: a multi-device accelerator on any CPU.
 
-Importing this package builds the native half if no finished build fits (see :mod:`torch_ext.sim.build`), names torch's
-PrivateUse1 device ``sim``, makes :mod:`torch_ext.sim._module` available as ``torch.sim`` and registers the c10d backend
-``simccl`` as the default for ``sim`` tensors. It starts no thread and initialises no device, so a process may import it
-and fork. ``TORCH_EXT_SIM_DEVICES`` says how many devices there are (default 4, or as many as
-``torch.sim.request_devices`` asked for); it is read at their first use.
+Importing this package, in any process, builds the native half if no finished build fits (see
+:mod:`torch_ext.sim.build`), names torch's PrivateUse1 device ``sim``, makes :mod:`torch_ext.sim._module` available as
+``torch.sim`` and registers the c10d backend ``simccl`` as the default for ``sim`` tensors. It starts no thread and
+initialises no device, so a process may import it and fork. ``TORCH_EXT_SIM_DEVICES`` says how many devices there are
+(default 4, or as many as ``torch.sim.request_devices`` asked for); it is read at their first use.
 
 Note [One accelerator]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -12,11 +12,6 @@ Torch has one accelerator per process and prefers PrivateUse1 over CUDA. So the 
 that are meant to run on it, and never through torch's backend autoload.
 """
 
-import sys
-
 from torch_ext.sim import _register
 
-# While Python locates the module of ``python -m torch_ext.sim``, which imports this package, argv[0] is "-m" (see -m in
-# its documentation). That program registers by itself, to tell a failed build in its own words.
-if sys.argv[:1] != ["-m"]:
-    _register.register()
+_register.register()

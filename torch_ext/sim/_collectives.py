@@ -1,4 +1,4 @@
-"""The process group backend ``simccl``: how groups are made. What it does lies in csrc/simccl.cpp.
+"""The process group backend ``simccl``: how groups are made. Its collectives are in csrc/simccl.cpp.
 
 Which backends a group gets:
 
@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _flight_record, _native
+from torch_ext.sim._name import NAME
 
 BACKEND = "simccl"
-_DEVICE = "sim"
-_PAIR = f"{_DEVICE}:{BACKEND}"
+_PAIR = f"{NAME}:{BACKEND}"
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
-# Torch 2.15 starts the numbers of every group at 0 by itself, and warns those who still ask its backends to.
+# Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 
 
 def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[_DEVICE])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
     _native.set_transport_factory(_make_transport)
     _flight_record.install()
     _join_threaded_group()
@@ -52,7 +52,7 @@ def _pair_with_gloo() -> None:
 
     def __init__(self: Any, backend: Any) -> None:
         original(self, backend)
-        if str(backend) == dist.Backend.UNDEFINED and set(self.device_backend_map) == {_DEVICE}:
+        if str(backend) == dist.Backend.UNDEFINED and set(self.device_backend_map) == {NAME}:
             self.device_backend_map = {"cpu": dist.Backend(dist.Backend.GLOO), **self.device_backend_map}
 
     setattr(config, "__init__", __init__)  # noqa: B010 - mypy refuses to assign a method
@@ -61,8 +61,8 @@ def _pair_with_gloo() -> None:
 def _lead_groups() -> None:
     """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is.
 
-    The default backend runs a group's completion hook, and torch would name gloo, which has none. Sequence
-    numbers are asked of it too, but torch knows how to for backends of its own only.
+    The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
+    the default backend for sequence numbers, but knows how to ask its own backends only.
     """
     helper = c10d._new_process_group_helper
 
@@ -87,7 +87,7 @@ def _of_simccl(name: str, original: Any) -> Any:
     """Return the method ``name`` of process groups, which asks the group's ``simccl`` if it has one."""
 
     def method(self: dist.ProcessGroup) -> Any:
-        return getattr(self._get_backend(torch.device(_DEVICE)), name)() if _has_simccl(self) else original(self)
+        return getattr(self._get_backend(torch.device(NAME)), name)() if _has_simccl(self) else original(self)
 
     method.__name__ = name
     return method
@@ -102,19 +102,19 @@ def _join_threaded_group() -> None:
         name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None, **private: Any
     ) -> None:
         if name == "threaded" and isinstance(devices, list):
-            devices = [*devices, _DEVICE]
+            devices = [*devices, NAME]
         registered(
             name, func, extended_api, devices, **private
         )  # since 2.15 torch says there what its own backends are
 
     setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
     threaded = dist.Backend.backend_capability.get("threaded")
-    if threaded is not None and _DEVICE not in threaded:
-        threaded.append(_DEVICE)
+    if threaded is not None and NAME not in threaded:
+        threaded.append(NAME)
 
 
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
-    """Make a group's backend: called by torch for every group that is not split off another one."""
+    """Make a group's backend. Torch calls this for every group that is not split from another."""
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 
 Device = torch.device | str | int | None
 
@@ -32,18 +32,18 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices: ``TORCH_EXT_SIM_DEVICES``, else 4 or as many as were requested. The first use of a
-    device fixes it; asking does not.
+    """Return the number of devices: ``TORCH_EXT_SIM_DEVICES`` if it is set, otherwise as many as were requested, and at
+    least 4. The first use of a device fixes the number; asking for it does not.
     """
     return _native.device_count()
 
 
 def request_devices(count: int) -> None:
-    """Have at least ``count`` devices from now on; ``TORCH_EXT_SIM_DEVICES``, where it is set, goes before. Initialises
-    nothing, and is without effect in a process that has used a device.
+    """Ask for at least ``count`` devices. ``TORCH_EXT_SIM_DEVICES`` takes precedence if it is set. Initialises nothing,
+    and has no effect once this process has used a device.
 
     Raises:
-        ValueError: ``count`` is not from 1 to 64.
+        ValueError: ``count`` is not between 1 and 64.
     """
     _native.request_devices(count)
 
@@ -117,7 +117,7 @@ class _Properties:
 
 
 def get_device_properties(device: Device = None) -> _Properties:
-    """Return name, memory in bytes and the like of ``device``."""
+    """Return the properties of ``device``, such as its name and its memory in bytes."""
     index = index_of(device)
     _native.check_index(index)
     return _Properties(get_device_name(index), _native.memory_limit(index), 1, *get_device_capability(index))
@@ -141,5 +141,5 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether bfloat16 tensors work: they do."""
+    """Return True: bfloat16 tensors work."""
     return True

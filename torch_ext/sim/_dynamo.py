@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torch_ext.sim._name import NAME
+
 _INTERFACES = "torch._dynamo.device_interface"
 
 
@@ -52,7 +54,7 @@ class _Registering(importlib.abc.Loader):
 
 def _register_interface(interfaces: ModuleType) -> None:
     base: Any = interfaces.DeviceInterface
-    sim: Any = torch.get_device_module("sim")
+    sim: Any = torch.get_device_module(NAME)
 
     class SimInterface(base):
         device = sim.device
@@ -116,6 +118,6 @@ def _register_interface(interfaces: ModuleType) -> None:
         def is_triton_capable(device: torch.types.Device = None) -> bool:
             return False
 
-    interfaces.register_interface_for_device("sim", SimInterface)
+    interfaces.register_interface_for_device(NAME, SimInterface)
     for index in range(sim.device_count()):
-        interfaces.register_interface_for_device(f"sim:{index}", SimInterface)
+        interfaces.register_interface_for_device(f"{NAME}:{index}", SimInterface)

@@ -3,7 +3,7 @@
 See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are. Of ``simccl`` the recorder
 has the transport's transfers; an operation takes the place of its first one and is over when all of them are. Its group
 is described as the group's ``sim`` half, because a group with a backend for host tensors too counts those apart.
-Transfers between two ranks are not recorded: gloo does not.
+Transfers between two ranks are missing, because gloo does not record them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
+from torch_ext.sim._name import NAME
 
 __all__ = ["RecordedOperation", "install", "translate"]
 
@@ -35,7 +36,7 @@ class RecordedOperation:
         name: such as ``"all_reduce"``, as NCCL's entries have it.
         group: name of its group.
         description: of its group; empty or ``"undefined"`` without one.
-        sequence: the how manyth collective of its group it is, from 1.
+        sequence: its number among the collectives of its group, from 1.
     """
 
     transport: str
@@ -54,7 +55,7 @@ class RecordedOperation:
         """Return what an entry of the recorder says of this operation."""
         described = self.description not in ("", "undefined")
         return {
-            "process_group": (self.group, f"{self.description}, sim" if described else "sim"),
+            "process_group": (self.group, f"{self.description}, {NAME}" if described else NAME),
             "profiling_name": f"simccl:{self.name}",
             "collective_seq_id": self.sequence,
             "input_sizes": self.input_sizes,
@@ -101,7 +102,8 @@ def _translating(
 ) -> Callable[..., bytes]:
     @functools.wraps(dump)
     def wrapped(*args: Any, **kwargs: Any) -> bytes:
-        # First the recorder: what it has seen by then has been written down too, except for what is just starting.
+        # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one
+        # that is just starting.
         trace = read(dump(*args, **kwargs))
         if "entries" in trace:
             operations = [RecordedOperation(**operation) for operation in _native.recorded_operations()]

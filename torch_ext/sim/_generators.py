@@ -10,7 +10,7 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._devices import Device, device_count, index_of
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 
 
 def generator_of(device: Device = None) -> torch.Generator:

@@ -10,9 +10,9 @@ are allocated: on the device of the graph, with its index, whichever device is c
 
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In two places Inductor takes the device type for the language that it generates, and any type that it does not know for
-one with Triton: whether loops may be reindexed after fusion, which C++ does not support, and which types intermediate
-values have. :func:`_generate_cpp` answers both for ``sim`` as for the CPU.
+In two places Inductor concludes from the device type which language it generates, and takes any type that it does not
+know for one with Triton: when it decides whether loops may be reindexed after fusion, which C++ does not support, and
+which types intermediate values have. :func:`_generate_cpp` answers both for ``sim`` as for the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.virtualized import V
 
+from torch_ext.sim._name import NAME
+
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
 
 Scheduling = CppScheduling
@@ -42,7 +44,7 @@ class _Calls(PythonWrapperCodegen):
     def _generate_kernel_call_helper(
         self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
     ) -> None:
-        # For a type that it does not know, upstream refuses.
+        # Upstream refuses device types that it does not know.
         self.writeline(self.wrap_kernel_call(kernel_name, call_args))
 
     def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
@@ -98,11 +100,11 @@ def _generate_cpp() -> None:
 
     def is_cpu_or_sim(self: Any) -> bool:
         device = self.get_device()
-        return is_cpu(self) or (device is not None and device.type == "sim")
+        return is_cpu(self) or (device is not None and device.type == NAME)
 
     def backend(device_type: str | None = None) -> str:
         device_type = device_type or V.graph.get_current_device_or_throw().type
-        return current_backend("cpu" if device_type == "sim" else device_type)
+        return current_backend("cpu" if device_type == NAME else device_type)
 
     node.is_cpu = is_cpu_or_sim
     for module in (utils, common):
@@ -110,11 +112,11 @@ def _generate_cpp() -> None:
 
 
 def _tag_cache() -> None:
-    """Have Inductor's cache, whose keys cover torch's sources only, miss what another state of this module wrote."""
+    """Make Inductor's cache, whose keys cover torch's sources only, miss what another version of this file wrote."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
 
-register_device_op_overrides("sim", _Lines())
+register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
 _tag_cache()

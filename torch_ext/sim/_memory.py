@@ -8,7 +8,7 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._devices import Device, index_of, is_initialized
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 
 
 def empty_cache() -> None:
@@ -48,7 +48,7 @@ def reset_peak_memory_stats(device: Device = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Forget what ``device`` has allocated and freed so far, and how often it ran out."""
+    """Reset the counts of what ``device`` has allocated and freed, and of how often it ran out of memory."""
     torch.accelerator.reset_accumulated_memory_stats(index_of(device))
 
 
@@ -76,7 +76,7 @@ def set_poison(enabled: bool) -> None:
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """Return a few lines about the memory of ``device`` for people to read."""
+    """Return a readable summary of the memory of ``device``."""
     index = index_of(device)
     stats = memory_stats(index)
     lines = [f"{NAME}:{index} of {_native.memory_limit(index)} bytes"]

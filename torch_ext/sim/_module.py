@@ -53,7 +53,7 @@ from torch_ext.sim._memory import (
     set_memory_limit,
     set_poison,
 )
-from torch_ext.sim._register import NAME
+from torch_ext.sim._name import NAME
 from torch_ext.sim._streams import Event, Stream, current_stream, default_stream, set_stream, sleep, stream
 
 __all__ = [

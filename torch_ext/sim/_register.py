@@ -1,4 +1,4 @@
-"""Makes torch know the device: name, module, tensor methods, process group backend. Done once, on import."""
+"""Registers the device with torch: its name, module, tensor methods and process group backend. Runs once, on import."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.utils import backend_registration
 
 from torch_ext.sim import build
+from torch_ext.sim._name import NAME
 
-NAME = "sim"
 _NATIVE = "torch_ext.sim._native"
 
 

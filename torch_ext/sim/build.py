@@ -33,11 +33,11 @@ __all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
-# Sources that include all of ATen, which autocast's macros and c10d's headers need; they run seldom enough not to be
-# optimised fully. Every other source is in the other unit, with what runs for each operator.
+# Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
+# fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset({"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"})
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
-# Names a sanitizer of the compiler's (``address``, ``undefined``) to build with, into a cache entry of its own.
+# Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has a cache entry of its own.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"
 _ERROR_LINES = 40
 
@@ -53,7 +53,7 @@ class MissingCompilerError(BuildError):
 @dataclass(frozen=True)
 class _Compiler:
     path: str
-    version: str  # first line of what it says about itself
+    version: str  # first line of what --version prints
 
 
 def cache_root() -> Path:
@@ -89,7 +89,7 @@ def ensure_built(*, verbose: bool = False) -> Path:
 
 
 def _family_key() -> str:
-    """Everything but the compiler that a build depends on, as a readable folder name."""
+    """Return a readable folder name for everything that a build depends on, except the compiler."""
     import torch
 
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
@@ -143,7 +143,7 @@ def _any_finished(family: Path) -> Path:
     raise MissingCompilerError(
         "The simulated accelerator is compiled on first use and no C++ compiler was found. Install one "
         "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or point CXX at it, "
-        "then run `python -m torch_ext.sim build`. Without it tests run on plain cpu, "
+        "then run `python -m torch_ext build`. Without it tests run on plain cpu, "
         "where those that need an accelerator are skipped; the summary of a run counts them."
     )
 

@@ -99,6 +99,6 @@ def test_delay_sleeps_in_the_host_otherwise():
 
 @pytest.mark.parametrize("can_sleep", [False, True])
 def test_device_sleep_is_asked_of_the_capabilities(can_sleep):
-    capabilities = accelerator.Capabilities(True, True, True, device_sleep=can_sleep)
+    capabilities = accelerator.Capabilities(device_sleep=can_sleep)
     with mock.patch.object(accelerator, "capabilities", return_value=capabilities):
         assert device._device_sleeps() is can_sleep

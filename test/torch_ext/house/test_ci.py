@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,46 @@ def test_an_interrupt_ends_what_runs_in_the_background(tmp_path: Path) -> None:
         assert select.select([held], [], [], 60)[0], "the linter still runs"
         assert held.read() == ""
     assert [path.name for path in tmp_path.glob("tmp.*")] == []
+
+
+def test_readme_shows_two_commands() -> None:
+    script = [str(REPOSITORY / ".ci" / "readme_commands.py"), str(REPOSITORY / "README.md")]
+    done = subprocess.run(["python3", *script], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("python3 -m venv .venv && ")
+    assert "run_test.py -i distributed/fsdp" in first
+    assert "pytest" in second
+
+
+CLEAN = "#include <vector>\n\nstd::vector<int> none() {\n  return {};\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (CLEAN, ""),
+        (CLEAN.replace("none() {", "none()  {"), "code should be clang-formatted"),
+        (CLEAN.replace("vector>", "map>"), "no template named 'vector'"),
+        # It compiles because <map> happens to bring what it uses.
+        (
+            "#include <map>\n\nint first(const std::map<int, int>& of) { return std::get<0>(*of.begin()); }\n"
+            "std::pair<int, int> none() { return {}; }\n",
+            'no header providing "std::pair"',
+        ),
+        ("void f(int* p) {\n  if (p == 0) return;\n}\n", "use nullptr"),
+    ],
+    ids=["clean", "format", "does not compile alone", "missing include", "check"],
+)
+def test_linters_of_native_sources_hold_each_source_alone(source: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "source.cpp"
+    file.write_text(source)
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / ".ci" / "lint_cpp.py"), str(file)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == (1 if problem else 0), done.stdout + done.stderr
+    assert problem in done.stderr
+
+
+def test_the_command_of_ci_lints_the_native_sources() -> None:
+    assert ".ci/lint_cpp.py" in (REPOSITORY / ".ci" / "run").read_text()

@@ -27,7 +27,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),
-    "torch_ext.__main__": frozenset({"torch_ext.runner"}),
+    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.sim.command"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),

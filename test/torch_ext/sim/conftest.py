@@ -1,10 +1,19 @@
-"""Loads the simulator once for these tests, or leaves them out where it cannot be built for want of a compiler."""
+"""Loads the simulator once for these tests, or leaves them out where it cannot be built for want of a compiler.
+
+They may run on several cores: ``-n auto --dist loadgroup``. Tests that start ranks stay together by file, since each
+process that runs one needs a zygote that has loaded its module.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
+from types import ModuleType
 
 import pytest
+import torch
+
+from torch_ext.world import access
 
 collect_ignore_glob: list[str] = []
 
@@ -17,6 +26,25 @@ except RuntimeError as error:
     collect_ignore_glob = ["test_*.py"]
 
 
+def _module_with_ranks(item: pytest.Item) -> ModuleType | None:
+    return item.module if isinstance(item, pytest.Function) and hasattr(item.module, "ranks") else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what forks before what uses a device in this process."""
-    items.sort(key=lambda item: item.path.parent.name == "one_process")
+    for item in items:
+        # Every warning is an error. Where torch raises one, the test that makes it do so says which.
+        item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+        if _module_with_ranks(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the ranks' zygote now, when it has every test module and before a test uses a device in this process."""
+    for name in sorted({module.__name__ for module in map(_module_with_ranks, session.items) if module}):
+        access.prepare(name)

@@ -47,18 +47,47 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext.sim build"):
+    with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext build"):
         build.ensure_built()
 
 
-def test_the_program_says_in_one_line_what_is_missing(cache: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch_ext.sim", "build"], capture_output=True, text=True, check=False, timeout=120,
-        env={**os.environ, "CXX": "no-such-compiler"},
+def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch_ext", *arguments], capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, **environment},
     )  # fmt: skip
+
+
+def test_the_command_says_in_one_line_what_is_missing(cache: Path) -> None:
+    finished = _command("build", CXX="no-such-compiler")
     assert finished.returncode == 1 and not finished.stdout
     (told,) = finished.stderr.splitlines()
     assert told.startswith("error: ") and "apt install g++" in told
+
+
+def test_the_command_shows_the_compilers_words_and_no_traceback(cache: Path, tmp_path: Path) -> None:
+    finished = _command("build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
+    assert finished.returncode == 1 and not finished.stdout
+    assert "\nerror: Building the simulated accelerator failed" in finished.stderr
+    assert "error: no such thing" in finished.stderr and "Traceback" not in finished.stderr
+
+
+def test_the_command_shows_where_the_build_is() -> None:
+    finished = _command("info", TORCH_EXT_SIM_DEVICES="3")
+    library, details = finished.stdout.splitlines()
+    assert finished.returncode == 0 and library == str(build.ensure_built()) and details.endswith(", 3 sim devices")
+
+
+def test_the_command_takes_no_arguments_behind_build() -> None:
+    finished = _command("build", "-v")
+    assert finished.returncode == 2 and finished.stderr == "error: build takes no arguments, but got: -v\n"
+
+
+@pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])
+def test_importing_the_package_registers_whatever_the_program(argv: list[str]) -> None:
+    code = f"import sys; sys.argv[:] = {argv!r}; import torch, torch_ext.sim; print(torch.sim.device_count() > 0)"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert finished.stdout == "True\n", finished.stderr
 
 
 def test_finished_build_is_used_again_even_without_a_compiler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -17,9 +18,6 @@ SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
-
-# Torch's own notes on calls that newer releases spell otherwise.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def _values(rank: int, dtype: torch.dtype, numel: int = 6) -> torch.Tensor:
@@ -224,6 +222,7 @@ def test_coalesced_collectives() -> None:
 
 
 def _check_coalesced_calls(rank: int, world_size: int) -> None:
+    warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     mine = [_values(rank, torch.float32, n).to("sim") for n in (3, 4)]
     every = [_every_rank(world_size, torch.float32, n) for n in (3, 4)]
     group = dist.group.WORLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -82,6 +83,36 @@ if __name__ == "__main__":
 """
 
 
+EMPTY = """
+import json, os, sys
+from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
+from torch_ext.testing._internal.common_utils import run_tests
+
+# What a forked rank finds at its start.
+LOADED = set()
+os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
+
+class TestEmpty(MultiProcessTestCase):
+    world_size = 1
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+    def test_empty(self):
+        with open("imported", "w") as stream:
+            json.dump(sorted(set(sys.modules) - LOADED), stream)
+
+if __name__ == "__main__":
+    run_tests()
+"""
+WAYS = {
+    "run_test.py": (str(CHECKOUT / "run_test.py"), "--root", "."),
+    "file": ("test_suite.py",),
+    "file with --device": ("test_suite.py", "--device", "sim"),
+    "unittest": ("-m", "unittest", "test_suite"),
+    "pytest": ("-m", "pytest", "-q", "test_suite.py"),
+}
+
+
 def run(folder: Path, suite: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_suite.py").write_text(textwrap.dedent(suite), encoding="utf-8")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_EXT_DEV")}
@@ -100,6 +131,18 @@ def test_a_number_that_the_user_sets_goes_before_what_a_test_asks_for(tmp_path: 
     finished = run(tmp_path, SUITE, "--device", "sim", "-k", "asks_for_six or asks_for_few", TORCH_EXT_SIM_DEVICES="4")
     assert "1 passed, 0 failed, 2 skipped" in finished.stdout, finished.stdout + finished.stderr
     assert "Needs 6 accelerator devices" in finished.stdout
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_rank_imports_nothing_however_its_file_is_started(way: str, tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(EMPTY, encoding="utf-8")
+    device = "" if "--device" in WAYS[way] else "sim"
+    finished = subprocess.run(
+        [sys.executable, *WAYS[way]], capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_DEVICE": device},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert json.loads((tmp_path / "imported").read_text()) == []
 
 
 @pytest.mark.skipif(
@@ -123,7 +166,7 @@ def test_without_a_compiler_the_host_is_taken_and_the_message_says_what_to_insta
     shown = finished.stdout + finished.stderr
     assert finished.returncode == 0 and "this rank is on cpu" in shown, shown
     told = re.findall(r"^torch_ext: no accelerator here.*", finished.stderr, re.MULTILINE)
-    assert len(told) == 1 and "apt install g++" in told[0] and "python -m torch_ext.sim build" in told[0], shown
+    assert len(told) == 1 and "apt install g++" in told[0] and "python -m torch_ext build" in told[0], shown
 
     refused = run(tmp_path, WHERE, "--device", "sim", **missing)
     assert refused.returncode != 0 and "apt install g++" in refused.stdout + refused.stderr, refused.stderr

@@ -21,9 +21,6 @@ from test.torch_ext.sim import ranks
 SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 
-# Torch's own notes on calls that newer releases spell otherwise.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
 
 def _rejoin(rank: int, world_size: int, body: Callable[[int, int], None], store: str, **options: Any) -> None:
     """Run ``body`` in a default group made anew with ``options``, which may depend on the rank."""

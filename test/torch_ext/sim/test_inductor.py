@@ -15,6 +15,9 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional
 
+# Inductor itself loads a module of torch that still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
 sim: Any = torch.get_device_module("sim")
 Program = Callable[..., Any]
 

@@ -35,9 +35,6 @@ from test.torch_ext.sim import ranks
 SIM = torch.get_device_module("sim")
 STEPS, BATCH, WIDTH = 3, 4, 16
 
-# Torch's own notes, such as NO_SHARD being deprecated.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
 Step = Callable[[nn.Module, torch.Tensor], float]
 
 
@@ -136,7 +133,7 @@ def test_fsdp1_equals_the_host(world_size: int, strategy: str) -> None:
 
 
 def _fsdp1_grid(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
-    # One set of ranks for the whole grid: what differs between its points is independent of the process.
+    # One set of ranks serves the whole grid: nothing that differs between its points depends on the process.
     for half in (False, True):
         for offload in (False, True):
             for original in (False, True):

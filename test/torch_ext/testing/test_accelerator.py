@@ -157,7 +157,7 @@ def test_the_host_is_one_device_over_gloo_that_can_nothing_special(monkeypatch: 
     assert accelerator.device_module() is torch.cpu
     assert accelerator.device_count() == 1
     assert accelerator.backend() == "gloo"
-    assert accelerator.capabilities() == accelerator.Capabilities(False, False, False, False)
+    assert accelerator.capabilities() == accelerator.Capabilities(device_sleep=False)
     assert [accelerator.current_device(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
 
 
@@ -186,26 +186,16 @@ def test_the_host_has_no_index_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.set_device_index(1)
 
 
-@pytest.mark.parametrize(
-    ("names", "streams", "sleeps"),
-    [
-        ({}, False, False),
-        ({"Stream": object}, False, False),
-        ({"Stream": object, "Event": object}, True, False),
-        ({"_sleep": object}, False, True),
-    ],
-)
+@pytest.mark.parametrize(("names", "sleeps"), [({}, False), ({"_sleep": object}, True)])
 def test_what_a_device_can_is_read_off_its_module(
     machine: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     names: dict[str, object],
-    streams: bool,
     sleeps: bool,
 ) -> None:
     choose("xpu", monkeypatch)
     machine.module = pretend_module(**names)
-    found = accelerator.capabilities()
-    assert (found.streams, found.device_sleep, found.separate_memory) == (streams, sleeps, True)
+    assert accelerator.capabilities() == accelerator.Capabilities(device_sleep=sleeps)
 
 
 def test_devices_are_requested_of_those_who_can_make_them(

@@ -2,7 +2,11 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <cstddef>
+#include <utility>
+
 #include "allocator.h"
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -30,7 +34,8 @@ c10::Storage alias_storage(const c10::Storage& storage) {
 }
 
 at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like) {
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  at::Tensor made =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   const auto* source = like.unsafeGetTensorImpl();
@@ -47,7 +52,7 @@ at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const 
 }
 
 // Relabels the bytes of `host`, a storage that a kernel allocated, as memory of `device`.
-c10::Storage adopt_storage(c10::Storage host, bool sole_owner, c10::DeviceIndex device) {
+c10::Storage adopt_storage(const c10::Storage& host, bool sole_owner, c10::DeviceIndex device) {
   const c10::Device owner(kSim, device);
   const size_t nbytes = host.nbytes();
   if (!sole_owner) {

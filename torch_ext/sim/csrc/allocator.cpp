@@ -1,16 +1,21 @@
 #include "allocator.h"
 
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -31,8 +36,8 @@ std::atomic<bool> poison{false};
 
 struct Pool;
 
-// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory, which
-// torch's interface frees without a context.
+// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
+// which torch's interface frees without a context.
 struct alignas(kAlignment) Block {
   Pool* pool;
   size_t requested;
@@ -69,6 +74,12 @@ int64_t total(const StatArray& stats) {
   return stats[static_cast<size_t>(StatType::AGGREGATE)].current;
 }
 
+// What the profiler is told with every change, read under the pool's lock.
+struct Totals {
+  size_t allocated; // bytes
+  size_t reserved;  // bytes
+};
+
 struct Pool {
   std::mutex mutex;
   c10::DeviceIndex device = 0;
@@ -78,7 +89,7 @@ struct Pool {
   std::unordered_map<size_t, std::vector<Block*>> idle;
   DeviceStats stats;
 
-  Block* take(size_t nbytes) {
+  std::pair<Block*, Totals> take(size_t nbytes) {
     std::lock_guard<std::mutex> lock(mutex);
     const size_t rounded = round_up(nbytes);
     Block* block = take_idle(rounded);
@@ -88,10 +99,10 @@ struct Pool {
     block->requested = nbytes;
     link(block);
     count_taken(*block);
-    return block;
+    return {block, totals()};
   }
 
-  void give_back(Block* block) {
+  Totals give_back(Block* block) {
     std::lock_guard<std::mutex> lock(mutex);
     unlink(block);
     count_given_back(*block);
@@ -100,6 +111,7 @@ struct Pool {
     if (idle_bytes > kIdleBytes) {
       release_idle();
     }
+    return totals();
   }
 
   // Requires the lock. Returns every idle block to the host.
@@ -117,6 +129,10 @@ struct Pool {
   }
 
  private:
+  Totals totals() const {
+    return {static_cast<size_t>(total(stats.allocated_bytes)), static_cast<size_t>(total(stats.reserved_bytes))};
+  }
+
   Block* take_idle(size_t rounded) {
     const auto found = idle.find(rounded);
     if (found == idle.end() || found->second.empty()) {
@@ -149,8 +165,8 @@ struct Pool {
     stats.num_ooms += 1;
     const auto in_use = static_cast<size_t>(total(stats.reserved_bytes));
     TORCH_CHECK_WITH(
-        OutOfMemoryError, false, "sim out of memory. Tried to allocate ", nbytes, " bytes. Device sim:",
-        static_cast<int>(device), " has a capacity of ", limit, " bytes of which ",
+        OutOfMemoryError, false, "sim out of memory. Tried to allocate ", nbytes,
+        " bytes. Device sim:", static_cast<int>(device), " has a capacity of ", limit, " bytes of which ",
         limit > in_use ? limit - in_use : 0, " bytes are free; ", total(stats.allocated_bytes),
         " bytes are allocated by tensors. Raise the capacity with torch.sim.set_memory_limit or free tensors.");
     std::abort(); // the check above always throws
@@ -204,22 +220,11 @@ Pool& pool_of(c10::DeviceIndex device) {
   return pools().at(static_cast<size_t>(checked_index(device)));
 }
 
-void report(const Block& block, int64_t change) {
+// Takes addresses and sizes, not the block: once it is back in its pool another thread may own it.
+void report(void* data, int64_t change, const Totals& totals, c10::DeviceIndex device) {
   if (c10::memoryProfilingEnabled()) {
-    auto& stats = block.pool->stats;
-    c10::reportMemoryUsageToProfiler(
-        const_cast<void*>(block.data()), change, static_cast<size_t>(total(stats.allocated_bytes)),
-        static_cast<size_t>(total(stats.reserved_bytes)), c10::Device(kSim, block.pool->device));
+    c10::reportMemoryUsageToProfiler(data, change, totals.allocated, totals.reserved, c10::Device(kSim, device));
   }
-}
-
-void delete_block(void* context) {
-  auto* block = Block::of(context);
-  if (poison.load(std::memory_order_relaxed)) {
-    std::memset(block->data(), kPoisonByte, block->rounded);
-  }
-  report(*block, -static_cast<int64_t>(block->rounded));
-  block->pool->give_back(block);
 }
 
 template <typename Reset>
@@ -248,9 +253,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
   // Kernels run to their end before the call that started them returns, so no stream can still be using a block whose
   // last tensor dies; what is left to do is to refuse a stream of another device type.
-  void recordStream(const c10::DataPtr& /*data*/, c10::Stream stream) override {
-    checked_index(stream.device());
-  }
+  void recordStream(const c10::DataPtr& /*data*/, c10::Stream stream) override { checked_index(stream.device()); }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Pool& pool = pool_of(device);
     std::lock_guard<std::mutex> lock(pool.mutex);
@@ -276,41 +279,6 @@ class Allocator final : public c10::DeviceAllocator {
   }
 };
 
-// Note [All memory in the arena]
-// A host kernel that works for a device allocates its results and temporaries with torch's host allocator. The override
-// below stands in front of that allocator and, inside a KernelScope, serves from the device's pool instead; the fallback
-// then relabels results as device memory without a copy. So statistics, limit and poison see every byte. Allocations on
-// worker threads inside a kernel's parallel region are the exception: the flag is per thread.
-thread_local int kernel_device = -1;
-
-class HostOverride final : public c10::Allocator {
- public:
-  explicit HostOverride(c10::Allocator* host) { host_ = host; }
-  c10::DataPtr allocate(size_t nbytes) override {
-    if (kernel_device < 0) {
-      return host_->allocate(nbytes);
-    }
-    return allocate_on(static_cast<c10::DeviceIndex>(kernel_device), nbytes, c10::Device(c10::DeviceType::CPU));
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
-
- private:
-  // Raw memory may be freed outside the scope it was allocated in (libraries keep scratch space), so the pointer itself
-  // has to say where it came from.
-  static void delete_raw(void* data) {
-    if (device_of_pointer(data).has_value()) {
-      delete_block(data);
-    } else {
-      host_->raw_deleter()(data);
-    }
-  }
-
-  static c10::Allocator* host_;
-};
-
-c10::Allocator* HostOverride::host_ = nullptr;
-
 } // namespace
 
 c10::DeviceAllocator* device_allocator() {
@@ -323,12 +291,24 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   if (nbytes == 0) {
     return {nullptr, owner};
   }
-  Block* block = pool_of(device).take(nbytes);
+  Pool& pool = pool_of(device);
+  const auto [block, totals] = pool.take(nbytes);
   if (poison.load(std::memory_order_relaxed)) {
     std::memset(block->data(), kPoisonByte, block->rounded);
   }
-  report(*block, static_cast<int64_t>(block->rounded));
-  return {block->data(), block->data(), &delete_block, owner};
+  report(block->data(), static_cast<int64_t>(block->rounded), totals, pool.device);
+  return {block->data(), block->data(), &free_on_device, owner};
+}
+
+void free_on_device(void* data) {
+  auto* block = Block::of(data);
+  if (poison.load(std::memory_order_relaxed)) {
+    std::memset(block->data(), kPoisonByte, block->rounded);
+  }
+  Pool& pool = *block->pool;
+  const auto size = static_cast<int64_t>(block->rounded);
+  const Totals totals = pool.give_back(block);
+  report(data, -size, totals, pool.device);
 }
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
@@ -362,18 +342,7 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
   return std::nullopt;
 }
 
-KernelScope::KernelScope(c10::DeviceIndex device) noexcept : previous_(kernel_device) {
-  kernel_device = device;
-}
-
-KernelScope::~KernelScope() {
-  kernel_device = previous_;
-}
-
-void install_host_override() {
-  // Torch registers its own allocator with priority 0; a higher one wins and stays.
-  constexpr uint8_t kPriority = 1;
-  c10::SetCPUAllocator(new HostOverride(c10::GetCPUAllocator()), kPriority);
+void install_allocator() {
   c10::SetAllocator(kSim, device_allocator());
 }
 

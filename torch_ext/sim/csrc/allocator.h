@@ -1,7 +1,7 @@
 // Device memory: one pool per device, with statistics, a limit, and poisoning on demand.
 //
-// Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools are
-// never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
+// Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools
+// are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -20,6 +20,9 @@ c10::DeviceAllocator* device_allocator();
 // Memory of `device` behind a DataPtr that names `owner` as its device (the device itself, or the host for an alias).
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device owner);
 
+// Returns the memory at `data`, which came from `allocate_on`, to its pool. A DataPtr does so by itself.
+void free_on_device(void* data);
+
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
 size_t memory_limit(c10::DeviceIndex device);
 
@@ -29,19 +32,7 @@ void set_poison(bool enabled);
 // The device whose live block contains `pointer`. Walks all live blocks.
 std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer);
 
-// While alive, host allocations of this thread come from the pool of `device`: see Note [All memory in the arena].
-class KernelScope {
- public:
-  explicit KernelScope(c10::DeviceIndex device) noexcept;
-  ~KernelScope();
-  KernelScope(const KernelScope&) = delete;
-  KernelScope& operator=(const KernelScope&) = delete;
-
- private:
-  int previous_;
-};
-
-// Puts the allocator that obeys KernelScope in front of torch's host allocator. Called once, when the library loads.
-void install_host_override();
+// Makes this the allocator of sim devices. Called once, when the library loads.
+void install_allocator();
 
 } // namespace torch_ext::sim

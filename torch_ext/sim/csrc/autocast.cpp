@@ -2,6 +2,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <cstdint>
+#include <optional>
+
 // The registration macros below spell torch's types without their namespace. A namespace of its own keeps those names
 // from the other sources of the unit (Note [Two units] in build.py).
 namespace torch_ext::sim::autocast_policies {

@@ -1,11 +1,15 @@
 // The native module. Loading it registers the device and starts nothing: see device.h.
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstddef>
+
 #include "allocator.h"
+#include "device.h"
 #include "flight_record.h"
 #include "generator.h"
 #include "hooks.h"
-#include "host_allocator.h"
+#include "kernel_scope.h"
+#include "pinned_memory.h"
 #include "simccl.h"
 #include "stream.h"
 
@@ -15,6 +19,7 @@ PYBIND11_MODULE(_native, m) {
   install_guard();
   install_hooks();
   install_pinned_allocator();
+  install_allocator();
   install_host_override();
 
   m.def("request_devices", &request_devices);

@@ -8,23 +8,24 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <cstddef>
 #include <memory>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
+
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {
 
 // Operators whose tensor lists are indices or lengths, which GPUs accept from the host.
 constexpr std::array<std::string_view, 8> kHostIndexOperators{
-    "aten::index",
-    "aten::_unsafe_index",
-    "aten::index_put_",
-    "aten::index_put",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index_put",
-    "aten::_ctc_loss",
-    "aten::_ctc_loss_backward",
+    "aten::index",     "aten::_unsafe_index",      "aten::index_put_",
+    "aten::index_put", "aten::_index_put_impl_",   "aten::_unsafe_index_put",
+    "aten::_ctc_loss", "aten::_ctc_loss_backward",
 };
 
 bool takes_host_indices(const std::string& name) {

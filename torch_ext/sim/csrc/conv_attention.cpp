@@ -9,14 +9,19 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+
 #include "alias.h"
-#include "allocator.h"
+#include "kernel_scope.h"
+#include "optional_tensor.h"
 #include "same_device.h"
 
 namespace torch_ext::sim {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // at::SDPBackend as torch numbers it (aten/src/ATen/native/transformers/sdp_utils_cpp.h), which no header narrow enough
 // to be worth its compile time exports.
@@ -36,8 +41,8 @@ at::Tensor convolution(
   KernelScope scope(device);
   return adopt(
       at::convolution(
-          on_host(input), on_host(weight), optional_on_host(bias), stride, padding, dilation, transposed, output_padding,
-          groups),
+          on_host(input), on_host(weight), optional_on_host(bias), stride, padding, dilation, transposed,
+          output_padding, groups),
       device);
 }
 
@@ -83,8 +88,15 @@ AttentionResult attention(
   // hold empty tensors.
   const auto none = [&query] { return at::empty({0}, query.options().dtype(at::kLong)); };
   return {
-      adopt(std::move(output), device), adopt(std::move(logsumexp), device), none(), none(), query.sym_size(2),
-      key.sym_size(2), none(), none(), at::empty({0}, query.options())};
+      adopt(std::move(output), device),
+      adopt(std::move(logsumexp), device),
+      none(),
+      none(),
+      query.sym_size(2),
+      key.sym_size(2),
+      none(),
+      none(),
+      at::empty({0}, query.options())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(

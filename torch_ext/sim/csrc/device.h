@@ -17,11 +17,11 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
-// Number of devices: TORCH_EXT_SIM_DEVICES; where it is unset 4, or as many as were requested; 0 where it is no number
-// from 1 to kMaxDevices.
+// The number of devices: TORCH_EXT_SIM_DEVICES if it is set (0 if that is not a number from 1 to kMaxDevices),
+// otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count() noexcept;
 
-// Has at least `count` devices where TORCH_EXT_SIM_DEVICES does not say how many. Too late after the first use.
+// Asks for at least `count` devices. Has no effect if TORCH_EXT_SIM_DEVICES is set or a device has been used.
 void request_devices(int count);
 
 c10::DeviceIndex current_device() noexcept;
@@ -39,9 +39,7 @@ bool is_in_bad_fork() noexcept;
 // Makes `index` current in this thread for the lifetime of the object.
 class CurrentDevice {
  public:
-  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) {
-    set_current_device(index);
-  }
+  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) { set_current_device(index); }
   ~CurrentDevice() { set_current_device(previous_); }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;

@@ -6,11 +6,16 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
 
 #include "alias.h"
-#include "allocator.h"
 #include "checks.h"
+#include "device.h"
 #include "generator.h"
+#include "kernel_scope.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -32,7 +37,7 @@ class Call {
     } else if (value.isTensorList()) {
       auto tensors = value.toTensorVector();
       std::transform(tensors.begin(), tensors.end(), tensors.begin(), [this](auto& t) { return alias_if_sim(t); });
-      value = c10::List<at::Tensor>(std::move(tensors));
+      value = c10::List<at::Tensor>(tensors);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> aliased;
       for (const auto& tensor : value.toOptionalTensorVector()) {
@@ -112,7 +117,9 @@ bool is_sparse(const c10::IValue& value) {
   }
   if (value.isTensorList()) {
     const auto tensors = value.toListRef();
-    return std::any_of(tensors.begin(), tensors.end(), [](const auto& element) { return is_sparse(element.toTensor()); });
+    return std::any_of(tensors.begin(), tensors.end(), [](const auto& element) {
+      return is_sparse(element.toTensor());
+    });
   }
   return false;
 }
@@ -168,8 +175,7 @@ TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,
 // and with it results equal the host's bit for bit.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  for (const char* name :
-       {"addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward"}) {
+  for (const char* name : {"addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

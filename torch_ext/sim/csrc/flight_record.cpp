@@ -3,9 +3,15 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace torch_ext::sim {
 namespace {

@@ -1,9 +1,9 @@
 // What the flight recorder's entries of a transport stand for.
 //
 // Note [Flight records]
-// Torch's recorder takes entries from torch's own backends alone. What it has of `simccl` are the transport's transfers:
-// an all_reduce where the program called reduce_scatter_tensor, or several of them for one call. Here is written down
-// which operation each of them belongs to; _flight_record.py puts the two together when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only. For `simccl` it sees the transport's transfers: an
+// all_reduce where the program called reduce_scatter_tensor, or several transfers for one call. This file records which
+// operation each transfer belongs to; _flight_record.py combines the two when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ struct RecordedOperation {
   std::vector<Shape> outputs;
 };
 
-// A name for a transport, unlike that of any other in this process, which stands in its entries for the description of
-// its group. Groups' own names come again when a default group is made anew.
+// A name for a transport, unique in this process. It takes the place of the group's description in the transport's
+// entries. The group's own name would not do, because a new default group reuses it.
 std::string next_transport_name();
 
 // Keeps as many of the latest operations as the recorder keeps entries. Safe to call from any thread.

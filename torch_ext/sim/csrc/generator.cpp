@@ -5,8 +5,14 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <vector>
+
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -6,7 +6,8 @@
 //     bytes 8-15  offset, a multiple of 4
 // Every random kernel draws from a host generator seeded with a hash of both and then moves the offset on by the number
 // of elements, rounded up to a multiple of 4. So equal states give equal numbers, any change of seed or offset gives
-// others, and code that computes offsets (DTensor does, per shard) works as on GPUs. The numbers are not those of a GPU.
+// others, and code that computes offsets (DTensor does, per shard) works as on GPUs. The numbers are not those of a
+// GPU.
 #pragma once
 
 #include <ATen/core/Generator.h>

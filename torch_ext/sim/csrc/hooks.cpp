@@ -1,13 +1,16 @@
 // What torch's device-neutral code asks of an accelerator.
+#include "hooks.h"
+
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "allocator.h"
+#include "device.h"
 #include "generator.h"
-#include "hooks.h"
-#include "host_allocator.h"
+#include "pinned_memory.h"
 
 namespace torch_ext::sim {
 namespace {

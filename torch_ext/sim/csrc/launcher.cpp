@@ -1,8 +1,16 @@
-#include <Python.h>
-
 #include "launcher.h"
 
+#include <Python.h>
+
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
 #include "flight_record.h"
+#include "sim_work.h"
+#include "transport_view.h"
 
 namespace torch_ext::sim {
 
@@ -65,7 +73,8 @@ void Launcher::abort() {
 }
 
 WorkPtr Launcher::launch(const Operation& operation) {
-  TORCH_CHECK(!aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
+  TORCH_CHECK(
+      !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
   const bool is_part = depth_ > 0;
   const bool is_collective = !c10d::isP2POp(operation.kind);
   const auto transfers_before = transport_->getSequenceNumberForGroup();
@@ -100,7 +109,7 @@ WorkPtr Launcher::launch_parts(
       {kind, name, inputs, outputs, [count, part = std::move(part)] {
          Started parts;
          for (size_t i = 0; i < count; ++i) {
-           parts.works.push_back(part(i));
+           parts.works.emplace_back(part(i));
          }
          return parts;
        }});
@@ -117,7 +126,7 @@ Started Launcher::start(const Operation& operation) {
 
 void Launcher::remember(const c10::intrusive_ptr<SimWork>& work) {
   if (coalescing_) {
-    coalesced_.push_back(work);
+    coalesced_.emplace_back(work);
   }
   if (onCompletionHook_) {
     std::erase_if(hooked_, [](const auto& earlier) { return earlier->is_over(); });

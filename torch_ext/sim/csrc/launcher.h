@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "sim_work.h"
-#include "wire.h"
+#include "transport_view.h"
 
 namespace torch_ext::sim {
 

@@ -3,17 +3,24 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
-#include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
 
 #include "alias.h"
 #include "allocator.h"
+#include "device.h"
 #include "hooks.h"
+#include "kernel_scope.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -102,8 +109,9 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   TORCH_CHECK(
-      source.device() == self.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
-      self.device(), " and ", source.device(), "! (when checking argument source of aten::set_)");
+      source.device() == self.device(),
+      "Expected all tensors to be on the same device, but found at least two devices, ", self.device(), " and ",
+      source.device(), "! (when checking argument source of aten::set_)");
   return set_strided(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
@@ -179,7 +187,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // Aliases carry conjugate and negative bits, and the host's copy resolves them. Without these lines torch would resolve
-// them before the copy, by a copy, without end.
+// them before the copy, by another copy, and never end.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

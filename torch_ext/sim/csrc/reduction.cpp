@@ -3,6 +3,8 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
+#include <optional>
+
 #include "alias.h"
 
 namespace torch_ext::sim {
@@ -36,7 +38,8 @@ ReduceOp boolean_op(const ReduceOp& wanted) {
     case ReduceOp::BXOR:
       return ReduceOp::BXOR;
     default:
-      TORCH_CHECK_VALUE(false, "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
+      TORCH_CHECK_VALUE(
+          false, "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
   }
 }
 
@@ -48,9 +51,11 @@ at::Tensor factor_of(const ReduceOp& op) {
   // The name of torch 2.11, which later releases keep beside the one without NCCL.
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(
-      supplement != nullptr, "PREMUL_SUM without a factor: make the operation with torch.distributed._make_nccl_premul_sum.");
-  return supplement->tensor_factor.defined() ? on_host(supplement->tensor_factor)
-                                             : at::scalar_tensor(supplement->double_factor, at::kDouble);
+      supplement != nullptr,
+      "PREMUL_SUM without a factor: make the operation with torch.distributed._make_nccl_premul_sum.");
+  return supplement->tensor_factor.defined()
+      ? on_host(supplement->tensor_factor)
+      : at::scalar_tensor(supplement->double_factor, at::kDouble);
 }
 
 } // namespace
@@ -58,8 +63,8 @@ at::Tensor factor_of(const ReduceOp& op) {
 Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size)
     : op_(wanted), type_(type), staging_type_(staging_type_of(type)) {
   TORCH_CHECK_VALUE(
-      !is_bitwise(wanted) || c10::isIntegralType(type, /*includeBool=*/true), "Cannot use a bitwise ReduceOp with ", type,
-      " tensors; it is defined for integers and booleans.");
+      !is_bitwise(wanted) || c10::isIntegralType(type, /*includeBool=*/true), "Cannot use a bitwise ReduceOp with ",
+      type, " tensors; it is defined for integers and booleans.");
   TORCH_CHECK_VALUE(
       !c10::isComplexType(type) || wanted == ReduceOp::SUM || wanted == ReduceOp::AVG || wanted == ReduceOp::PREMUL_SUM,
       "Complex tensors can be reduced with SUM, AVG and PREMUL_SUM only.");
@@ -102,11 +107,10 @@ at::Tensor Reduction::prepare_copy(const at::Tensor& host) const {
 void Reduction::finish(const at::Tensor& buffer, const at::Tensor& host) const {
   at::Tensor target = staging_type_.has_value() ? host : same_bytes(host);
   if (divisor_ != 1) {
-    at::Tensor result = buffer;
     if (c10::isIntegralType(type_, /*includeBool=*/false)) {
-      result.div_(divisor_, "trunc");
+      buffer.div_(divisor_, "trunc");
     } else {
-      result.div_(divisor_);
+      buffer.div_(divisor_);
     }
   }
   if (!target.is_alias_of(buffer)) {

@@ -1,4 +1,4 @@
-// Reductions that the transport lacks, expressed by those it has.
+// Reductions that the transport lacks, built from those that it has.
 //
 //   wanted                   before                 transport     after
 //   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
@@ -24,13 +24,10 @@ class Reduction {
 
   const c10d::ReduceOp& transport_op() const { return op_; }
 
-  // Whether `buffer` can serve the transport as it is; false where the type has to be converted.
-  bool in_place() const { return !staging_type_.has_value(); }
-
-  // The tensor to reduce: over the memory of `host` where possible, and a converted copy elsewhere. Applies the factor.
+  // The tensor to reduce: over the memory of `host` where possible, otherwise a converted copy. Applies the factor.
   at::Tensor prepare(const at::Tensor& host) const;
 
-  // As `prepare`, but never over the memory of `host`.
+  // Like `prepare`, but never over the memory of `host`.
   at::Tensor prepare_copy(const at::Tensor& host) const;
 
   // Turns the reduced `buffer` (as prepared, or a slice of it) into the result in `host`.

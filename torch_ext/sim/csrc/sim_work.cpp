@@ -4,9 +4,20 @@
 #include <ATen/core/jit_type.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace torch_ext::sim {
 namespace {
@@ -32,8 +43,9 @@ SimWork::SimWork(
       transport_(std::move(transport)),
       outputs_(std::move(outputs)),
       finish_(std::move(finish)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), devices_of(outputs_))),
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(
+              c10::ListType::create(c10::TensorType::get()), devices_of(outputs_))),
       sequence_(sequence) {}
 
 std::exception_ptr SimWork::error(const std::string& what) const {
@@ -109,7 +121,8 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   if (timeout != kNoTimeout && is_over_.wait_for(timeout) == std::future_status::timeout) {
-    complete(error(c10::str("timed out: it was not over ", timeout.count(), " ms after somebody began to wait for it.")));
+    complete(
+        error(c10::str("timed out: it was not over ", timeout.count(), " ms after somebody began to wait for it.")));
   }
   future_->waitAndThrow();
   return true;

@@ -3,9 +3,9 @@
 // Note [When a simccl work is done]
 // The transport (gloo) moves the bytes on its own threads. A collective's work completes on such a thread, after the
 // work's `finish` step has run there (dividing for AVG, copying out of a staging buffer). Point-to-point transfers have
-// no thread of gloo's: they complete when somebody waits, so a watcher thread is started when the future or the state of
-// one is asked for, and not before. `wait` blocks the calling thread, which for a device that runs eagerly is the same
-// as blocking its current stream.
+// no thread of gloo's: they complete when somebody waits, so a watcher thread is started when the future or the state
+// of one is asked for, and not before. `wait` blocks the calling thread, which for a device that runs eagerly is the
+// same as blocking its current stream.
 //
 // Note [Aborting]
 // `abort` fails a work that is not over with a RuntimeError, for whoever waits for it and for its future. A transfer

@@ -1,9 +1,9 @@
 // The process group backend `simccl`: collectives on device tensors.
 //
-// It hands aliases of its tensors (wire.h) to a transport, a gloo backend of the same group, and adds what NCCL offers
-// and gloo lacks: reductions (reduction.h), element types, lists of unequal sizes, coalescing, splitting, futures that
-// carry devices (sim_work.h). Each operation below checks its tensors when it is called and says how it starts; it does
-// start in one place, see Note [Where operations start].
+// It hands aliases of its tensors (transport_view.h) to a transport, a gloo backend of the same group, and adds what
+// NCCL offers and gloo lacks: reductions (reduction.h), element types, lists of unequal sizes, coalescing, splitting,
+// futures that carry devices (sim_work.h). Each operation below checks its tensors when it is called and says how it
+// starts; it does start in one place, see Note [Where operations start].
 #include "simccl.h"
 
 #include <pybind11/chrono.h>
@@ -12,12 +12,18 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <numeric>
+#include <utility>
+#include <vector>
 
-#include "allocator.h"
+#include "device.h"
 #include "launcher.h"
 #include "reduction.h"
-#include "wire.h"
+#include "sim_work.h"
+#include "transport_view.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -84,9 +90,7 @@ class SimCCL final : public Launcher {
   SimCCL(
       c10::intrusive_ptr<c10d::Backend> transport, c10::intrusive_ptr<c10d::Store> store,
       std::chrono::milliseconds timeout)
-      : Launcher(std::move(transport)),
-        store_(std::move(store)),
-        options_(c10::make_intrusive<SimOptions>(timeout)) {
+      : Launcher(std::move(transport)), store_(std::move(store)), options_(c10::make_intrusive<SimOptions>(timeout)) {
     init();
   }
 
@@ -117,8 +121,8 @@ class SimCCL final : public Launcher {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
-    // The store that torch hands over is named after the number of groups that this rank has, in which ranks may differ.
-    // The number of splits of one group is the same on all of its ranks.
+    // The store that torch hands over is named after the number of groups that this rank has, in which ranks may
+    // differ. The number of splits of one group is the same on all of its ranks.
     const auto prefix = c10::str("split/", splits_++, "/", c10::Join("_", ranks), "/");
     const auto place = std::find(ranks.begin(), ranks.end(), rank_);
     if (place == ranks.end()) {
@@ -127,15 +131,15 @@ class SimCCL final : public Launcher {
     const auto timeout = options != nullptr ? options->timeout : options_->timeout;
     auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
     pybind11::gil_scoped_acquire gil;
-    auto part = (*transport_factory)(
-        c10::intrusive_ptr<c10d::Store>(store), place - ranks.begin(), ranks.size(), timeout);
+    auto part =
+        (*transport_factory)(c10::intrusive_ptr<c10d::Store>(store), place - ranks.begin(), ranks.size(), timeout);
     return c10::make_intrusive<SimCCL>(part.cast<c10::intrusive_ptr<c10d::Backend>>(), store, timeout);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return launch(
         {OpType::BROADCAST, "broadcast", tensors, tensors,
-         [=, this, hosts = Tensors{movable(single(tensors, "broadcast"))}]() mutable {
+         [=, this, hosts = Tensors{transport_view(single(tensors, "broadcast"))}]() mutable {
            return Started{{transport_->broadcast(hosts, options)}};
          }});
   }
@@ -172,7 +176,7 @@ class SimCCL final : public Launcher {
     }
     return launch(
         {OpType::ALLGATHER, "all_gather", inputs, outputs.front(),
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->allgather(to, from, options)}};
          }});
   }
@@ -186,14 +190,16 @@ class SimCCL final : public Launcher {
         "output tensor size must be equal to world_size times input tensor size: got ", output.numel(), ", expected ",
         input.numel() * size_, ".");
     return launch(
-        {OpType::_ALLGATHER_BASE, "_all_gather_base", {input}, {output},
-         [=, this, to = movable(output), from = movable(input)]() mutable {
+        {OpType::_ALLGATHER_BASE,
+         "_all_gather_base",
+         {input},
+         {output},
+         [=, this, to = transport_view(output), from = transport_view(input)]() mutable {
            return Started{{transport_->_allgather_base(to, from, options)}};
          }});
   }
 
-  WorkPtr allgather_coalesced(
-      TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     // outputs[r][i] receives inputs[i] of rank r
     return launch_parts(
         OpType::ALLGATHER_COALESCED, "all_gather_coalesced", inputs, flatten(outputs), inputs.size(),
@@ -220,7 +226,7 @@ class SimCCL final : public Launcher {
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     return launch(
         {OpType::GATHER, "gather", inputs, outputs.empty() ? inputs : flatten(outputs),
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->gather(to, from, options)}};
          }});
   }
@@ -228,7 +234,7 @@ class SimCCL final : public Launcher {
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
     return launch(
         {OpType::SCATTER, "scatter", flatten(inputs), outputs,
-         [=, this, to = movable(outputs), from = movable(inputs)]() mutable {
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
            return Started{{transport_->scatter(to, from, options)}};
          }});
   }
@@ -238,7 +244,7 @@ class SimCCL final : public Launcher {
     TORCH_CHECK_VALUE(
         inputs.size() == 1 && inputs.front().size() == static_cast<size_t>(size_),
         "simccl expects one list with a tensor for each of the ", size_, " ranks.");
-    const Tensors parts = inputs.front();
+    const Tensors& parts = inputs.front();
     TORCH_CHECK_VALUE(
         parts[rank_].numel() == host_output.numel(), "The output has ", host_output.numel(),
         " elements, but this rank's input has ", parts[rank_].numel(), ".");
@@ -255,8 +261,9 @@ class SimCCL final : public Launcher {
     const at::Tensor host_input = checked_alias(input);
     const at::Tensor host_output = checked_alias(output);
     TORCH_CHECK_VALUE(
-        input.scalar_type() == output.scalar_type(), "input tensor must be the same type as the output tensor, but got ",
-        input.scalar_type(), " and ", output.scalar_type(), ".");
+        input.scalar_type() == output.scalar_type(),
+        "input tensor must be the same type as the output tensor, but got ", input.scalar_type(), " and ",
+        output.scalar_type(), ".");
     TORCH_CHECK_VALUE(
         host_input.numel() == host_output.numel() * size_,
         "input tensor must be the same size as output size times world size: got ", host_input.numel(), ", expected ",
@@ -265,10 +272,11 @@ class SimCCL final : public Launcher {
     return launch(
         {OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base", {input}, {output}, [=, this] {
            const at::Tensor buffer = reduction.prepare_copy(host_input);
-           return Started{{reduce_everywhere(buffer, reduction, options.timeout)}, [=, this] {
-                            const at::Tensor own = buffer.contiguous().view({size_, -1}).select(0, rank_);
-                            finish_into(host_output, own, reduction);
-                          }};
+           return Started{
+               {reduce_everywhere(buffer, reduction, options.timeout)}, [=, this] {
+                 const at::Tensor own = buffer.contiguous().view({size_, -1}).select(0, rank_);
+                 finish_into(host_output, own, reduction);
+               }};
          }});
   }
 
@@ -286,10 +294,13 @@ class SimCCL final : public Launcher {
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override {
     return launch(
-        {OpType::ALLTOALL_BASE, "all_to_all", {input}, {output},
-         [=, this, to = movable_rows(output), from = movable_rows(input)]() mutable {
-           auto to_splits = movable_splits(output_splits, output, to);
-           auto from_splits = movable_splits(input_splits, input, from);
+        {OpType::ALLTOALL_BASE,
+         "all_to_all",
+         {input},
+         {output},
+         [=, this, to = transport_rows(output), from = transport_rows(input)]() mutable {
+           auto to_splits = transport_splits(output_splits, output, to);
+           auto from_splits = transport_splits(input_splits, input, from);
            return Started{{transport_->alltoall_base(to, from, to_splits, from_splits, options)}};
          }});
   }
@@ -301,18 +312,20 @@ class SimCCL final : public Launcher {
         outputs.size() == group && inputs.size() == group, "all_to_all expects a tensor for each of the ", size_,
         " ranks, but got ", outputs.size(), " outputs and ", inputs.size(), " inputs.");
     return launch(
-        {OpType::ALLTOALL, "all_to_all", inputs, outputs, [=, this, to = movable(outputs), from = movable(inputs)] {
+        {OpType::ALLTOALL, "all_to_all", inputs, outputs,
+         [=, this, to = transport_view(outputs), from = transport_view(inputs)] {
            auto to_splits = numels(to);
            auto from_splits = numels(from);
            at::Tensor flat_from = at::cat(from);
-           at::Tensor flat_to = at::empty(
-               {std::accumulate(to_splits.begin(), to_splits.end(), int64_t{0})}, flat_from.options());
-           return Started{{transport_->alltoall_base(flat_to, flat_from, to_splits, from_splits, options)}, [=] {
-                            const auto parts = flat_to.split_with_sizes(numels(to));
-                            for (size_t i = 0; i < parts.size(); ++i) {
-                              to[i].copy_(parts[i]);
-                            }
-                          }};
+           at::Tensor flat_to =
+               at::empty({std::accumulate(to_splits.begin(), to_splits.end(), int64_t{0})}, flat_from.options());
+           return Started{
+               {transport_->alltoall_base(flat_to, flat_from, to_splits, from_splits, options)}, [=] {
+                 const auto parts = flat_to.split_with_sizes(numels(to));
+                 for (size_t i = 0; i < parts.size(); ++i) {
+                   to[i].copy_(parts[i]);
+                 }
+               }};
          }});
   }
 
@@ -336,14 +349,11 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return launch(
-        {OpType::BARRIER, "barrier", {}, {}, [=, this] { return Started{{transport_->barrier(options)}}; }});
+    return launch({OpType::BARRIER, "barrier", {}, {}, [=, this] { return Started{{transport_->barrier(options)}}; }});
   }
 
  private:
-  static Tensors one_alias(const Tensors& tensors, const char* what) {
-    return {checked_alias(single(tensors, what))};
-  }
+  static Tensors one_alias(const Tensors& tensors, const char* what) { return {checked_alias(single(tensors, what))}; }
 
   WorkPtr reduce_everywhere(const at::Tensor& buffer, const Reduction& reduction, std::chrono::milliseconds timeout) {
     c10d::AllreduceOptions options;
@@ -368,11 +378,12 @@ class SimCCL final : public Launcher {
            options.rootRank = root;
            options.timeout = timeout;
            Tensors hosts{buffer};
-           return Started{{transport_->reduce(hosts, options)}, [=] {
-                            if (is_root) {
-                              finish_into(target, buffer, reduction);
-                            }
-                          }};
+           return Started{
+               {transport_->reduce(hosts, options)}, [=] {
+                 if (is_root) {
+                   finish_into(target, buffer, reduction);
+                 }
+               }};
          }});
   }
 

@@ -7,9 +7,11 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <thread>
 
 #include "allocator.h"
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {

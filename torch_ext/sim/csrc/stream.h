@@ -4,8 +4,8 @@
 // Kernels run to their end before the call that launches them returns, so a stream holds no queue. What it does hold is
 // a horizon: the moment until which it counts as busy. `sleep` moves the horizon of the current stream into the future
 // without delaying the host; recording an event captures the horizon; waiting for an event moves a stream's horizon to
-// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a program
-// as they do on hardware, while values are always those of an execution in program order.
+// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a
+// program as they do on hardware, while values are always those of an execution in program order.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
@@ -28,7 +28,7 @@ c10::Stream default_stream(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 
-// Streams of a class are handed out in turn; after kStreamsPerClass the first one comes again, as on GPUs.
+// Hands out the streams of a class in turn; after kStreamsPerClass it starts over, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
 
 bool is_idle(c10::Stream stream);

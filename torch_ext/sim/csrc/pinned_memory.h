@@ -1,4 +1,4 @@
-// Pinned host memory: see host_allocator.cpp. Safe to call from any thread.
+// Pinned host memory: see pinned_memory.cpp. Safe to call from any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -1,13 +1,17 @@
 // Pinned host memory. Nothing is really locked in RAM; what matters to callers is that the ranges are known, interior
 // pointers included, so that `is_pinned` tells the truth.
+#include "pinned_memory.h"
+
 #include <ATen/core/CachingHostAllocator.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 
-#include "host_allocator.h"
+#include "device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -23,7 +27,8 @@ class PinnedAllocator final : public at::HostAllocator {
     }
     void* data = nullptr;
     TORCH_CHECK_WITH(
-        OutOfMemoryError, posix_memalign(&data, kPageBytes, nbytes) == 0, "Cannot pin ", nbytes, " bytes of host memory.");
+        OutOfMemoryError, posix_memalign(&data, kPageBytes, nbytes) == 0, "Cannot pin ", nbytes,
+        " bytes of host memory.");
     add(data, nbytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }

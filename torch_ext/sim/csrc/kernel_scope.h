@@ -1,0 +1,29 @@
+// Gives a device the memory that host kernels allocate while they work for it.
+//
+// Note [All memory in the arena]
+// A host kernel that works for a device allocates its results and temporaries with torch's host allocator. An override
+// stands in front of that allocator and, inside a KernelScope, serves from the device's pool instead; the fallback then
+// relabels results as device memory without a copy. So statistics, limit and poison see every byte. Allocations on
+// worker threads inside a kernel's parallel region are the exception: the flag is per thread.
+#pragma once
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+// While alive, host allocations of this thread come from the pool of `device`.
+class KernelScope {
+ public:
+  explicit KernelScope(c10::DeviceIndex device) noexcept;
+  ~KernelScope();
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+ private:
+  c10::DeviceIndex previous_;
+};
+
+// Puts the allocator that obeys KernelScope in front of torch's host allocator. Called once, when the library loads.
+void install_host_override();
+
+} // namespace torch_ext::sim
