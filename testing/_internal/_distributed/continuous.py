@@ -194,7 +194,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Drop the ranks after a failure, because some may wait for the one that failed. The next test gets fresh ranks."""
+        """Drop the ranks after a failure: some may wait for the one that failed. The next test gets fresh ranks."""
         world, cls._world, cls.processes = cls._world, None, []
         if world is not None:
             world.close()

@@ -343,7 +343,7 @@ class TestFullyShardNDTraining(FullyShardParityTest):
             use_activation_checkpointing,
             reshard_after_forward=reshard_after_forward,
         )
-        self.check_train_parity(reference, model, 8, check=self.check_whole)
+        self.check_train_parity(reference, model, 8, check=self.check_full_tensors)
 
 
 class TestFullyShardShareCommContext(FullyShardParityTest):
