@@ -1,6 +1,6 @@
-"""For people who write tensor subclasses with all-gather extensions: the tests that such a subclass must pass.
+"""The tests that a tensor subclass with FSDP2's all-gather extensions must pass.
 
-See ``EXTENSIONS.md`` for the ten lines that run them. What is imported from here stays importable from here.
+``EXTENSIONS.md`` shows the ten lines that run them on your subclass. The names in this module are stable.
 """
 
 from torch_ext.testing._internal._fsdp.extensions import ContractError, FSDPExtensionContract

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 makes of a model and what a training step consists of, written out for a reader to see.
+"""What FSDP1 turns a model into, and what a training step consists of, written out in full.
 
-Numbers cannot tell whether parameters were gathered once too often or gradients reduced too early; these can.
+Parity with DDP does not show that parameters are gathered too often or gradients reduced too early. These tests do.
 """
 
 import sys
@@ -49,7 +49,7 @@ class TestSteps(AnatomyTest):
         return self._fsdp(model, **options), log
 
     def _step(self, **options):
-        """Return the log of a second step: the first one learns the order of the units."""
+        """Return the log of a second step, because FSDP learns the order of the units in the first."""
         model, log = self._sharded(**options)
         model(self._rows()).sum().backward()
         log.lines.clear()
@@ -210,7 +210,7 @@ with:
 
 
 class Buffered(nn.Module):
-    """Notes the types that its forward sees."""
+    """Records the types that its forward sees."""
 
     def __init__(self):
         super().__init__()
@@ -226,9 +226,9 @@ class Buffered(nn.Module):
 class TestMixedPrecision(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Each of the three has a type of its own, so that none can stand for another."""
+        """Parameters, reduction and buffers each have a type of their own, so none can be mistaken for another."""
         module = Buffered()
-        units = ThreeUnits()  # only lends its log
+        units = ThreeUnits()  # used only for its log
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64, buffer_dtype=torch.float16)
         model = self._fsdp(module.to(self.device), mixed_precision=precision)
         log = StepLog(units)
@@ -292,7 +292,7 @@ FullyShardedDataParallel(
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_layout(self):
-        """A flat parameter of 21 elements, padded to 24: six a rank, wherever a parameter's borders are."""
+        """A flat parameter of 21 elements is padded to 24: six for each rank, regardless of parameter boundaries."""
         model = self._fsdp(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(self.device), use_orig_params=True)
         self.assertExpectedInline(
             layout_over_ranks(dict(model.named_parameters())),

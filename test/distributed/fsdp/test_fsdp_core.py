@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP trains as DDP does, over every test model and option; its hooks, and what it does outside of training."""
+"""FSDP trains like DDP, for every test model and option; its hooks; and what it does outside of training."""
 
 import functools
 import sys
@@ -47,7 +47,7 @@ OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 WHEN_TO_MOVE = [DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER]
 PREFETCHES = [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
-# Long enough to reorder what streams leave unordered, and short beside a test.
+# Long enough to reorder work that streams do not order, and short compared with a test.
 DELAY_MS = 10
 
 
@@ -70,7 +70,7 @@ class FSDPCoreTest(TwoRankTest):
 
 
 class TestParityWithDDP(FSDPCoreTest):
-    """Losses and, in full precision, parameters after some steps; what is not named in a grid is FSDP's default."""
+    """Compares losses and, in full precision, parameters after some steps. Other options have FSDP's defaults."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
@@ -102,7 +102,7 @@ class TestParityWithDDP(FSDPCoreTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_moving_offloaded_parameters_is_refused(self):
-        """By the first forward, before anything is gathered."""
+        """The first forward raises, before anything is gathered."""
         skip_parameter_offload(offload := CPUOffload(offload_params=True))
         model = FSDP(nn.Linear(4, 4), device_id=self.device, cpu_offload=offload)
         model.to(self.device)
@@ -113,7 +113,7 @@ class TestParityWithDDP(FSDPCoreTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delays(self):
-        """Late losses and late reductions change nothing: the optimizer waits for both."""
+        """Late losses and late reductions change nothing, because the optimizer waits for both."""
         self.run_subtests(
             {"delay_after_loss_ms": [0, DELAY_MS], "delay_before_reduction_ms": [0, DELAY_MS], "cpu_offload": OFFLOADS},
             self._test_delays,
@@ -128,7 +128,7 @@ class TestParityWithDDP(FSDPCoreTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_mixture_of_experts(self):
-        """Experts differ by rank and are reduced over one rank alone; so the reference must not average over ranks."""
+        """Experts differ by rank and are not reduced across ranks, so the reference must not average them either."""
         self.run_subtests(
             {
                 "cpu_offload": OFFLOADS,
@@ -137,7 +137,7 @@ class TestParityWithDDP(FSDPCoreTest):
             },
             self._parity,
             model_class=MixtureOfExperts,
-            ref_init_fn=DummyDDP,  # the model itself reduces the gradients of the layers that all ranks share
+            ref_init_fn=DummyDDP,  # the model itself reduces the gradients of shared layers
             save_model=False,
         )
 
@@ -160,7 +160,7 @@ class TestParityWithDDP(FSDPCoreTest):
 
 
 class TestParityWithEmptyShards(FSDPCoreTest):
-    """More ranks than some parameters have elements: some hold no shard of them."""
+    """Some parameters have fewer elements than there are ranks, so some ranks hold an empty shard."""
 
     @property
     def world_size(self) -> int:
@@ -177,7 +177,7 @@ class TestParityWithEmptyShards(FSDPCoreTest):
         self.assertEqual(sum(param.numel() for param in tiny.parameters()), 1 if self.rank == 0 else 0)
 
     def _tiny(self, **fsdp_kwargs: Any) -> FSDP:
-        """A weight of one element, which rank 0 holds."""
+        """Return a model whose weight has one element, which rank 0 holds."""
         linear = nn.Linear(1, 1, bias=False, device=self.device)
         return FSDP(linear, device_id=self.device, **fsdp_kwargs)
 
@@ -186,7 +186,7 @@ class TestParityWithEmptyShards(FSDPCoreTest):
         self.run_subtests({"use_orig_params": [False, True]}, self._test_sharded_grad_scaler_acts_as_one)
 
     def _test_sharded_grad_scaler_acts_as_one(self, use_orig_params):
-        """The optimizer steps by gradients of the loss itself; where one rank overflows, every scaler backs off."""
+        """The optimizer steps with unscaled gradients. If one rank overflows, the scaler of every rank backs off."""
         model = self._tiny(use_orig_params=use_orig_params)
         optim = torch.optim.SGD(model.parameters(), lr=1.0)
         scaler = ShardedGradScaler(device=self.device.type, init_scale=1024.0)
@@ -204,7 +204,7 @@ class TestParityWithEmptyShards(FSDPCoreTest):
 class TestParamInit(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_param_change_after_init(self):
-        """What is written to parameters after wrapping is what the next forward computes with."""
+        """The next forward uses values that are written to parameters after wrapping."""
 
         def output(scale: float) -> torch.Tensor:
             model = TransformerWithSharedParams.init(
@@ -250,7 +250,7 @@ class TestHooks(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("saved_as", [None, *StateDictType])
     def test_output_has_one_hook_before_backward(self, saved_as):
-        """Backward leaves it on; training, saving and loading before add none and lose none."""
+        """It stays after backward. Training, saving and loading before that neither add nor remove hooks."""
         model = self._nested()
         if saved_as is not None:
             self._train_for_several_steps(model, 2, autocast=False)
@@ -267,7 +267,7 @@ class TestHooks(FSDPCoreTest):
     @parametrize("device_init_mode", WHEN_TO_MOVE)
     @parametrize("mixed_precision", [None, HALF])
     def test_forward_registers_hooks_of_every_module(self, device_init_mode, mixed_precision):
-        """One call for what comes before a module's backward, one for what comes after its parameter's gradient."""
+        """Each module registers one pre-backward hook and one post-backward hook."""
         model = self._nested(device_init_mode, mixed_precision=mixed_precision)
         modules = {id(module) for module in FSDP.fsdp_modules(model)}
         handles = {id(module._handle) for module in FSDP.fsdp_modules(model)}
@@ -280,7 +280,7 @@ class TestHooks(FSDPCoreTest):
         self.assertEqual(sorted(id(call.args[1]) for call in after.call_args_list), sorted(handles))
 
     def _spied(self, name: str) -> Any:
-        """Patch a function of FSDP's by one that notes its calls and passes them on."""
+        """Patch a function of FSDP with one that records its calls and passes them on."""
         return mock.patch.object(_runtime_utils, name, side_effect=getattr(_runtime_utils, name))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -296,7 +296,7 @@ class TestHooks(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES[:2])
     def test_forward_hands_the_parameters_back(self, sharding_strategy):
-        """After a forward without gradients nothing is left unsharded; after one with, what the strategy keeps."""
+        """Forward leaves nothing unsharded without autograd, and with autograd only what the strategy keeps."""
         model = self._nested(sharding_strategy=sharding_strategy)
         inputs = model.module.get_input(self.device)
 
@@ -306,7 +306,7 @@ class TestHooks(FSDPCoreTest):
 
         with torch.no_grad():
             model(*inputs)
-        # The root keeps what it will need first in the backward that need not come.
+        # The root keeps its parameters, which backward, if it comes, needs first.
         self.assertEqual(any(unsharded()[1:]), sharding_strategy == ShardingStrategy.SHARD_GRAD_OP)
         model.module.get_loss(inputs, model(*inputs)).backward()
         self.assertFalse(any(unsharded()))
@@ -338,7 +338,7 @@ class TestNoGrad(FSDPCoreTest):
 class TestAutograd(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_modules_compute_with_views_of_the_flat_parameter(self):
-        """A parameter would collect a gradient of its own; a view passes it on to the flat parameter."""
+        """A parameter would accumulate a gradient of its own; a view passes it to the flat parameter."""
         model = nn.Sequential(*(nn.Linear(3, 3, device=self.device) for _ in range(3)))
         kinds: list[bool] = []
         for layer in model:

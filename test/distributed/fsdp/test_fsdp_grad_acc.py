@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""Gradients over several backwards before one step: as many small batches give what one large batch gives.
+"""Gradients accumulate over several backwards before a step: small batches give the result of one large batch.
 
-Under ``no_sync`` nothing is reduced and gradients stay whole on every rank; outside of it each backward reduces and
-adds to the shard. Both, in any order, must amount to the gradient of all batches together.
+Under ``no_sync`` nothing is reduced, and every rank keeps unsharded gradients; otherwise each backward reduces and adds
+to the sharded gradient. In any order, the result must be the gradient of all batches.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 @dataclass(frozen=True)
 class Accumulation:
-    """``num_iters`` backwards in a row, within ``no_sync`` or not."""
+    """``num_iters`` consecutive backwards, with or without ``no_sync``."""
 
     use_no_sync: bool
     num_iters: int
@@ -60,11 +60,11 @@ class TestGradAcc(TwoRankTest):
             DEVICEInitMode.DEVICE_NEVER if cpu_offload.offload_params else DEVICEInitMode.DEVICE_BEFORE,
             fsdp_kwargs,
             deterministic=True,
-            add_bn=False,  # batch statistics would tell a large batch from small ones
+            add_bn=False,  # batch norm would distinguish a large batch from small ones
         )
 
     def _batches(self, model: FSDP, count: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return batches of which no two are the same."""
+        """Return batches that all differ."""
         source, target = model.module.get_input(self.device)
         return [tuple((tensor + shift) % 23 for tensor in (source, target)) for shift in range(count)]
 
@@ -79,7 +79,7 @@ class TestGradAcc(TwoRankTest):
         count = sum(each.num_iters for each in order) + 1
         batches = self._batches(model, count)
 
-        # One batch of all samples, joined along the second dimension: the loss is a sum over them.
+        # One batch of all samples, concatenated along dimension 1. The loss is their sum.
         together = tuple(torch.cat(parts, dim=1) for parts in zip(*batches, strict=True))
         self._backward(model, together)
         expected = self._gradients(model)
@@ -91,7 +91,7 @@ class TestGradAcc(TwoRankTest):
             with model.no_sync() if each.use_no_sync else contextlib.nullcontext():
                 for _ in range(each.num_iters):
                     self._backward(model, next(remaining))
-        self._backward(model, next(remaining))  # what ends every accumulation: a backward that reduces
+        self._backward(model, next(remaining))  # every accumulation ends with a backward that reduces
         accumulated = self._gradients(model)
         self.assertEqual(accumulated, expected, atol=1e-4, rtol=1e-4)
 
@@ -116,9 +116,7 @@ class TestGradAcc(TwoRankTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_orig_params", [False, True])
     def test_grad_acc_cpu_offload(self, use_orig_params):
-        """Within ``no_sync`` alone: outside of it FSDP puts each newly reduced gradient in the place of the last one,
-        as its documentation warns.
-        """
+        """Only under ``no_sync``: otherwise each reduced gradient replaces the previous one, as FSDP documents."""
         self.run_subtests(
             {"order": [[UNSYNCED]], "sharding_strategy": STRATEGIES},
             self._test_grad_acc,
@@ -129,7 +127,7 @@ class TestGradAcc(TwoRankTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_no_sync_keeps_gradients_from_the_wire(self, sharding_strategy):
-        """Each backward outside of ``no_sync`` reduces what each FSDP module manages, once; none within does."""
+        """Without ``no_sync`` each backward reduces the gradients of each FSDP module once; under it, none."""
         model = self._model(sharding_strategy=sharding_strategy)
         handles = sum(module._handle is not None for module in FSDP.fsdp_modules(model))
         reductions: list[int] = []

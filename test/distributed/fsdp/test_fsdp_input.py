@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 passes every shape of input through to the wrapped module: keywords, dictionaries, tuples, lists.
+"""FSDP1 passes every kind of input to the wrapped module: keyword arguments, dictionaries, tuples, lists.
 
-Each is trained beside DDP on the same data; an input that was dropped, swapped or detached shows in the parameters or
-in the gradient of the input.
+Each is compared with DDP on the same data. An input that is dropped, swapped or detached changes the parameters or the
+gradients of the inputs.
 """
 
 import sys
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 
 
 class ContainerModel(nn.Module):
-    """Takes its two tensors from whatever holds them; the second counts double, so that a swap shows."""
+    """Takes two tensors from any container. The second counts twice, so that swapping them changes the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TestInput(TwoRankTest):
         return [torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)]
 
     def _train(self, model, pack):
-        """Train for several steps and return the gradients that reached the inputs."""
+        """Train for several steps and return the gradients of the inputs."""
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         input_grads = []
         for step in range(NUM_STEPS):
@@ -91,7 +91,7 @@ class TestInput(TwoRankTest):
         ],
     )
     def test_input_type(self, pack):
-        """Training with each kind of input equals DDP's, down to the gradients of the inputs."""
+        """Training with each kind of input equals DDP's, including the gradients of the inputs."""
         check_ddp_parity(self, lambda _: ContainerModel(), lambda model: self._train(model, pack))
 
 

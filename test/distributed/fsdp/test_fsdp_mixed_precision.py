@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""Mixed precision of FSDP1: which type each tensor has at each moment, and that training in these types is right.
+"""Mixed precision of FSDP1: the type of each tensor at each moment, and correct training in these types.
 
-A type that is wrong raises nothing: training goes on, slower or worse. So every type is looked at where it is used: in
-the forward, on the wire, in the optimizer, in what is saved.
+A wrong type raises no error; training is only slower or less accurate. So the tests check every type where it is used:
+in forward, in collectives, in the optimizer, in state dicts.
 """
 
 import contextlib
@@ -57,12 +57,12 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
-# Neither what parameters are stored in nor what any precision above casts to.
+# Neither the type of the parameters nor one that a precision above casts to.
 BUFFER_DTYPE = DOUBLE
 
 
 class Probe(nn.Module):
-    """A linear layer that notes the types which its forward sees, and takes an input of any type."""
+    """A linear layer that accepts an input of any type and records the types that its forward sees."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Probe(nn.Module):
 
 @contextlib.contextmanager
 def noted_reductions() -> Iterator[list[torch.dtype]]:
-    """Give a list that collects the types of the output and the input of each reduction over shards, in order."""
+    """Yield a list that collects the types of the output and input of each reduce-scatter, in order."""
     types: list[torch.dtype] = []
     reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
@@ -109,10 +109,10 @@ class MixedPrecisionTest(TwoRankTest):
 
 
 class TypesOfTraining(MixedPrecisionTest):
-    """The story of a few steps; how many ranks take them is the subclasses' matter."""
+    """Checks types over a few training steps. Subclasses set the world size."""
 
     def _check_low_precision_shards(self, model: FSDP, precision: MixedPrecision) -> None:
-        """Low-precision copies of the shards are freed after use, and never made where nothing is cast."""
+        """Low-precision copies of the shards are freed after use, and not made if nothing is cast."""
         for module in FSDP.fsdp_modules(model):
             if precision.param_dtype is None:
                 self.assertFalse(hasattr(module._flat_param, "_mp_shard"))
@@ -133,7 +133,7 @@ class TypesOfTraining(MixedPrecisionTest):
             self._check_low_precision_shards(model, precision)
 
     def _check_at_rest(self, model: FSDP, precision: MixedPrecision, full: torch.dtype) -> None:
-        """What the optimizer sees and what is saved is in full precision; buffers stay cast until they are saved."""
+        """The optimizer and state dicts see full precision. Buffers stay cast until they are saved."""
         self._check_low_precision_shards(model, precision)
         gradients = [param.grad for param in model.parameters() if param.grad is not None]
         self.assertTrue(gradients)
@@ -196,7 +196,7 @@ class TestFSDPMixedPrecisionSharded(TypesOfTraining):
 
 
 class TestFSDPMixedPrecisionUnsharded(TypesOfTraining):
-    """One rank: nothing to shard, but still to cast."""
+    """One rank: nothing to shard, but still something to cast."""
 
     @property
     def world_size(self) -> int:
@@ -214,7 +214,7 @@ class TestFSDPMixedPrecisionUnsharded(TypesOfTraining):
 
 class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
     def _reference_step(self, module: nn.Module, rows: torch.Tensor, precision: MixedPrecision) -> None:
-        """Give ``module`` the mean gradient: computed in one type, summed over ranks in another, stored in full."""
+        """Set the mean gradients of ``module``: computed in one type, summed in another, stored in float32."""
         low = copy.deepcopy(module).to(precision.param_dtype or SINGLE)
         low(rows).square().sum().backward()
         for param, low_param in zip(module.parameters(), low.parameters(), strict=True):
@@ -241,7 +241,7 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
                 optim.step()
         after = get_full_params(model)
         self.assertNotEqual(after, before)
-        # The sum of two addends is rounded once, in whatever order; so nothing may differ.
+        # A sum of two addends is rounded once, in either order, so the results must be equal.
         self.assertEqual(after, list(reference.parameters()), atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -258,7 +258,7 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_scaler_saves_gradients_that_half_precision_loses(self):
-        """A gradient of 2**-26 is zero in float16, and what it should be if the loss is scaled by 2**16."""
+        """A gradient of 2**-26 is zero in float16, and exact if the loss is scaled by 2**16."""
 
         def gradient(scales: bool) -> torch.Tensor:
             torch.manual_seed(0)
@@ -275,7 +275,7 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_accumulate_in_full_precision(self):
-        """2048 and 1 add up to 2049 in float32, where float16 would stay at 2048."""
+        """2048 + 1 is 2049 in float32, but 2048 in float16."""
         model = self._fsdp(nn.Linear(1, 2, bias=False), ALL_HALF)
         for value in (2048.0, 1.0):
             model(torch.full((1, 1), value, device=self.device)).sum().backward()
@@ -293,10 +293,10 @@ class TestFSDPMixedPrecisionInputs(MixedPrecisionTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_who_casts_inputs(self):
-        """The root casts by its own two options, a child by one; a plain module within the root belongs to the root.
+        """Two options say whether the root casts its inputs, one whether a child does. By default only the root casts.
 
-        The child's input is what the plain module returns, in the type that the root computes in. By default only the
-        root casts.
+        A plain module within the root belongs to the root. The child's input is the plain module's output, in the type
+        in which the root computes.
         """
         table = []
         for cast_root, cast in itertools.product([True, False], repeat=2):
@@ -356,7 +356,7 @@ child only: input float32 then float32; parameter float32 then float16""",
 
 
 class Normalized(nn.Module):
-    """A norm between linear layers, with the types that go into and come out of it."""
+    """A norm between linear layers, which records the types of its input and output."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ class TestFSDPMixedPrecisionGradients(MixedPrecisionTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("keep", [True, False])
     def test_keep_low_precision_grads(self, keep):
-        # Of the offloaded ones this alone works in FSDP: otherwise it assigns a host parameter a gradient of another
+        # The only combination with offloading that works. In others FSDP assigns a host parameter a gradient of another
         # type than its own, which autograd refuses.
         offloaded = {"use_orig_params": True, "cpu_offload": CPUOffload(offload_params=True)}
         on_device = [
@@ -511,7 +511,7 @@ class TestFSDPMixedPrecisionEval(MixedPrecisionTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("full_in_eval", [True, False])
     def test_full_precision_in_eval(self, full_in_eval):
-        """On request evaluation uses full precision, and training after it does not."""
+        """With the option set, evaluation uses full precision; training after it does not."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_eval, full_in_eval=full_in_eval)
 
 

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with several forwards of one wrapped module before a single backward, beside DDP.
+"""FSDP1 with several forwards of one wrapped module before a single backward, compared with DDP.
 
-A module that runs twice is unsharded twice but reduces its gradient once, when both uses have contributed. Reducing
-after the first would lose the second; reducing twice would count it double. Both show in the parameters.
+A module that runs twice is unsharded twice, but must reduce its gradient once, after both uses have contributed.
+Reducing after the first loses the second, and reducing twice counts gradients twice. Both change the parameters.
 """
 
 import sys
@@ -23,7 +23,7 @@ NUM_STEPS = 3
 
 
 class Model(nn.Module):
-    """Runs its inner layer ``num_inner`` times in each forward, every time on another input."""
+    """Runs its inner layer ``num_inner`` times in each forward, each time on a different input."""
 
     def __init__(self, wrap, num_inner):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 class TestMultiForward(TwoRankTest):
     def _dist_train(self, model, num_root):
-        """Train with ``num_root`` forwards of the whole model per backward; return the gradient of the input."""
+        """Train with ``num_root`` forwards of the model for each backward; return the gradient of the input."""
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
         torch.manual_seed(1 + self.rank)
         in_data = torch.rand(8, 4, device=self.device, requires_grad=True)
@@ -54,12 +54,12 @@ class TestMultiForward(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward(self):
-        """A submodule used several times within one forward."""
+        """A submodule runs several times within one forward."""
         self.run_subtests({"num_inner": [2, 3], "num_root": [1]}, self._test_multi_forward)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_root_forward(self):
-        """The root used several times before one backward, its submodule once or twice in each."""
+        """The root runs several times before one backward, and its submodule once or twice in each."""
         self.run_subtests({"num_inner": [1, 2], "num_root": [2, 3]}, self._test_multi_forward)
 
 

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 optimizer state dicts: full, sharded and flattened, and moved between worlds and wrappings.
+"""FSDP1 optimizer state dicts: full, sharded and flattened, also between world sizes and wrappings.
 
-``test_fsdp_optim_state_interface.py`` has the rest of upstream's file: other keys, other optimizers, options, corners.
+``test_fsdp_optim_state_interface.py`` has the rest of upstream's file: other keys, optimizers and options.
 """
 
 import sys
@@ -58,7 +58,7 @@ SHARDED = StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictCo
 
 
 class _OSDCommMethod(Enum):
-    """How the state saved by one model gets to the ranks of another."""
+    """How state saved by one model gets to the ranks of another."""
 
     BROADCAST_OBJECT_LIST = auto()
     SCATTER_FULL_OSD = auto()
@@ -71,11 +71,13 @@ class _ModelClass(Enum):
 
 
 class LoadingCase(FSDPOptimStateTest):
-    """Saves by one model and loads into another."""
+    """Saves the state of one model and loads it into another."""
 
     def _init_transformer_model(self, wrap: bool, group: Any = None, **kwargs: Any):
         if any(kwargs.values()):
-            raise ValueError(f"got {kwargs}, expected none: the root's only flat parameter can be listed in one way")
+            raise ValueError(
+                f"got {kwargs}, expected none: the root's only flat parameter can be listed in only one way"
+            )
         mode = FSDPInitMode.RECURSIVE if wrap else FSDPInitMode.NO_FSDP
         model = TransformerWithSharedParams.init(
             group or self.process_group, mode, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -91,13 +93,13 @@ class LoadingCase(FSDPOptimStateTest):
         return initializers[model_class](wrap=True, **kwargs)
 
     def _half_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the even ranks to those, ``None`` to others; its first rank is the world's first."""
+        """Return the group of the even ranks, on these ranks; ``None`` on the others. Collective."""
         even = range(0, self.world_size, 2)
         group = dist.new_group(ranks=[*even])
         return group if self.rank in even else None
 
     def _load_by(self, method: _OSDCommMethod, osd: dict[str, Any], model, optim, optim_input, use_optim_input, group):
-        """Return ``osd`` as ``model``'s local optimizer takes it."""
+        """Return ``osd`` in the form that the local optimizer of ``model`` loads."""
         source = {"optim_input": optim_input} if use_optim_input else {"optim": optim}
         if method is _OSDCommMethod.FLATTEN_SHARDED_OSD:
             return FSDP.flatten_sharded_optim_state_dict(osd, model, optim=optim)
@@ -116,9 +118,9 @@ class LoadingCase(FSDPOptimStateTest):
         use_diff_optim_inputs: bool = False,
         **new_model_kwargs: Any,
     ):
-        """State saved by one model, loaded by a second with other ranks, wrapping or order, is what the second has.
+        """State of one model, loaded by another with other ranks, wrapping or order, equals the other's own state.
 
-        Both were trained alike. The second's own state, saved and loaded, must come back the same as well.
+        Both are trained with the same data. The other's own state must also survive saving and loading.
         """
         init = partial(self._init, model_class, use_multiple_param_groups=use_multiple_param_groups)
         save = (
@@ -153,7 +155,7 @@ class LoadingCase(FSDPOptimStateTest):
         fsdp_kwargs: dict[str, Any] | None = None,
         **new_model_kwargs: Any,
     ):
-        """The same by ``optim_state_dict`` and ``optim_state_dict_to_load``."""
+        """The same with ``optim_state_dict`` and ``optim_state_dict_to_load``."""
         if state_dict_settings in (FULL, FULL_ON_RANK0) and fsdp_kwargs == {"use_orig_params": True}:
             skip_offload_of_orig_params()
         settings = (
@@ -198,10 +200,10 @@ class TestFSDPOptimState(LoadingCase):
     def _test_optim_state_dict_nested(
         self, state_dict_type, use_multiple_param_groups, rank0_only, use_diff_optim_inputs, use_optim_input
     ):
-        """The state of a wrapped model is that of an unwrapped one, by name, on all ranks or the first."""
+        """The state of a wrapped model equals that of an unwrapped one, by name, on all ranks or on rank 0."""
         is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
         if is_sharded and rank0_only:
-            raise unittest.SkipTest("rank0_only is an option of full optimizer states alone")
+            raise unittest.SkipTest("rank0_only is an option of full optimizer states only")
         if is_sharded and use_optim_input:
             raise unittest.SkipTest("sharded optimizer states take no optim_input")
         kwargs = {
@@ -227,7 +229,7 @@ class TestFSDPOptimState(LoadingCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_keys(self):
-        """Keys are those of the model's full state dict, also under ignored modules and checkpoint wrappers."""
+        """Keys are those of the model's full state dict, even with ignored modules and checkpoint wrappers."""
         model = OptimStateNestedModel().to(compute_device()).wrap(ignore_modules=True)
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential))
         self.assertTrue(any(_CHECKPOINT_WRAPPED_MODULE in name for name, _ in model.named_parameters()))
@@ -240,7 +242,7 @@ class TestFSDPOptimState(LoadingCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_nested_invalid(self):
-        """A rank whose optimizer lacks a parameter that rank 0's has is told of."""
+        """An error names the rank whose optimizer lacks a parameter that rank 0's has."""
         model = OptimStateNestedModel().to(compute_device()).wrap()
         params = [*model.parameters()]
         optim = torch.optim.Adam(params if self.rank == 0 else params[:-1], lr=1e-3)
@@ -297,7 +299,7 @@ class TestFSDPOptimState(LoadingCase):
 
 
 class TestFSDPOptimStateResharding(LoadingCase):
-    """State saved by four ranks and loaded by two."""
+    """State is saved by four ranks and loaded by two."""
 
     @property
     def world_size(self):
@@ -347,7 +349,7 @@ class TestFSDPOptimStateResharding(LoadingCase):
         self.run_subtests({"use_orig_params": [False, True]}, self._test_training_resumes_in_a_smaller_world)
 
     def _test_training_resumes_in_a_smaller_world(self, use_orig_params: bool):
-        """Stopped, moved with all state to half of the ranks and trained on, a model is as if it had not stopped."""
+        """A model that moves with all its state to half of the ranks trains on as if it had not moved."""
         settings = (
             StateDictType.FULL_STATE_DICT,
             FullStateDictConfig(),
@@ -357,9 +359,9 @@ class TestFSDPOptimStateResharding(LoadingCase):
         model, optim, _ = self._init_nested_model(wrap=True, fsdp_kwargs=fsdp_kwargs)
         self._step_model(model, optim)
         with FSDP.state_dict_type(model, *settings):
-            # What is outside FSDP is in there as it is, and training goes on.
+            # It refers to the parameters outside FSDP, which training goes on to change.
             state, osd = deepcopy(model.state_dict()), FSDP.optim_state_dict(model, optim)
-        # The parameters of one flat parameter share one "step": apart from each other, each would advance it.
+        # The parameters of a flat parameter share one "step". As separate parameters, each would advance it.
         osd["state"] = {name: deepcopy(param_state) for name, param_state in osd["state"].items()}
         losses = self._step_model(model, optim, seed=1)
         uninterrupted = get_full_params(model)

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 optimizer state dicts: keyed anew, of other optimizers and strategies, with options, with missing state.
+"""FSDP1 optimizer state dicts: other keys, other optimizers and strategies, options, missing state.
 
-Here is what upstream keeps in ``test_fsdp_optim_state.py`` beside saving and loading.
+Upstream has these tests in ``test_fsdp_optim_state.py``.
 """
 
 import sys
@@ -54,7 +54,7 @@ def _save(model: nn.Module, optim: Any, state_dict_type: StateDictType, optim_in
 
 
 def _load(osd: dict[str, Any], model: nn.Module, state_dict_type: StateDictType, **source: Any) -> dict[str, Any]:
-    """Return ``osd`` as the local optimizer takes it."""
+    """Return ``osd`` in the form that the local optimizer loads."""
     if state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return FSDP.flatten_sharded_optim_state_dict(osd, model, **source)
     return FSDP.shard_full_optim_state_dict(osd, model, **source)
@@ -72,7 +72,7 @@ def _step(model: nn.Module, optim: Any) -> None:
 
 
 class Towers(nn.Module):
-    """A tower of each rank's own, outside FSDP, whose sum feeds one under FSDP: as in model parallelism."""
+    """Each rank has its own tower outside FSDP; their sum is the input of one within FSDP, as in model parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
         )
 
     def _test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups, use_optim_input):
-        """Keyed by id, a wrapped model's state is an unwrapped model's."""
+        """Keyed by id, the state of a wrapped model equals that of an unwrapped one."""
         _leave_out_sharded_with_optim_input(state_dict_type, use_optim_input)
         groups = {"use_multiple_param_groups": use_multiple_param_groups}
         model1, optim1, optim_input1 = self._init_nested_model(wrap=True, **groups)
@@ -123,7 +123,7 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
         self.run_subtests({"use_optim_input": [False, True]}, self._test_rekey_optim_state_dict_to_names)
 
     def _test_rekey_optim_state_dict_to_names(self, use_optim_input: bool):
-        """Keyed by name, an unwrapped model's state can be sharded, and is then the wrapped model's."""
+        """Keyed by name, the state of an unwrapped model can be sharded and then equals the wrapped model's."""
         model1, optim1, optim_input1 = self._init_nested_model(wrap=True)
         model2, optim2, optim_input2 = self._init_nested_model(wrap=False)
         for model, optim in ((model1, optim1), (model2, optim2)):
@@ -151,7 +151,7 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
         )
 
     def _test_shard_full_optim_state_dict_unmanaged_params(self, state_dict_type, add_to_fsdp_module, use_optim_input):
-        """A parameter without saved state is an error inside a flat parameter, and the caller's to add elsewhere."""
+        """A parameter without saved state is an error in a flat parameter; elsewhere the caller must add it."""
         _leave_out_sharded_with_optim_input(state_dict_type, use_optim_input)
         model, optim, optim_input = self._init_nested_model(wrap=True)
         self._step_model(model, optim, num_iters=1)
@@ -203,7 +203,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     def test_save_load_without_0th_param_state(self, state_dict_type: StateDictType):
-        """The first parameter, at which optimizers look to learn the type of "step", may have no state."""
+        """The first parameter, from which optimizers infer the type of "step", may have no state."""
 
         class Model(nn.Module):
             def __init__(self):
@@ -230,7 +230,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compatible_with_trec(self):
-        """An optimizer that names its parameters saves and loads as one that numbers them, over unequal ranks."""
+        """An optimizer with named parameters saves and loads like one with numbered ones, also if ranks differ."""
         models = [Towers(), Towers()]
         plain = torch.optim.Adam(models[0].parameters(), lr=1e-2)
         named = _NamedOptimizer(
@@ -256,14 +256,14 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         self._check_same_state(FSDP.optim_state_dict(models[1], named), osds[0]["state"])
 
     def _give_zero_gradients(self, model: nn.Module) -> None:
-        """Let one step make the state of every parameter."""
+        """Take one step, which creates the state of every parameter."""
         for param in model.parameters():
             if param.requires_grad:
                 param.grad = torch.zeros_like(param)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optim_state_without_param_groups(self):
-        """State goes through without groups: none come out, and none are needed to load."""
+        """State can be saved and loaded without parameter groups."""
         model = fsdp_on_device(OptimStateModel())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
@@ -291,7 +291,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_interface_arguments(self):
-        """``optim_state_dict`` and ``load_directly``, and what each configuration returns, on which ranks and where."""
+        """``optim_state_dict``, ``load_directly``, and what each configuration returns on which rank and device."""
         model = fsdp_on_device(OptimStateModel())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
@@ -320,7 +320,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
                 self.assertEqual(self._kinds(osd), kinds, str(config))
 
     def _kinds(self, osd: dict[str, Any]) -> set[tuple[type, str]]:
-        """Return what the states with dimensions are, and on what devices."""
+        """Return the classes and the devices of the states that have dimensions."""
         kinds = set()
         for state in osd["state"].values():
             for value in state.values():
@@ -338,13 +338,13 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         )
 
     def _test_state_dict_with_none_tensor_state(self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]):
-        """State that is no tensor, or ``None``, goes through as it is."""
+        """State that is ``None`` or not a tensor is saved and loaded unchanged."""
         model = fsdp_on_device(OptimStateModel(), use_orig_params=use_orig_params)
         optim = optim_class(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
         if optim_class is torch.optim.SGD:
-            # Without momentum it has no state of its own.
+            # Without momentum the optimizer has no state.
             original["state"] = {index: {} for index in original["param_groups"][0]["params"]}
         for state in original["state"].values():
             state |= {"number": 2.74, "nothing": None}
@@ -374,7 +374,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_grad(self):
-        """Parameters that are frozen and thawed in turn have state once they had a gradient, and keep it."""
+        """Parameters that are frozen and unfrozen in turn have state after their first gradient, and keep it."""
         model = fsdp_on_device(OptimStateModel(no_grad=True), use_orig_params=True)
         on_device = FullOptimStateDictConfig(offload_to_cpu=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device)

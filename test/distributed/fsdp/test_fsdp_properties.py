@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""What holds for every model, however FSDP1 wraps and shards it: it trains as the unsharded one does, and its state
-dict carries it from any world size to any other.
+"""Properties of every model, however FSDP1 wraps and shards it: it trains like the unsharded model, and its state dict
+loads at any world size.
 
-Models are drawn as trees of small layers with odd sizes, so that shards are uneven and, at four ranks, often empty.
+Models are random trees of small layers with odd sizes, so shards are uneven and, on four ranks, often empty.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ if not dist.is_available():
 
 WORLD_SIZE = 4
 ROWS_PER_RANK = 2
-# Sums of a few hundred float64 terms of size one, in another order.
+# For sums of a few hundred float64 terms of size one in different orders.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 NEED_MESH = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @functools.cache
 def group_of(size):
-    """Return the group of the first ``size`` ranks. All ranks of the world call this together."""
+    """Return the group of the first ``size`` ranks. Collective over the world."""
     return dist.new_group(list(range(size)))
 
 
 def is_one_element(module):
     """Whether ``module`` has one parameter of one element.
 
-    Where gradients accumulate after their reduction FSDP1 (torch 2.13) gets these wrong: it knows a gradient that is
-    sharded by its size, takes this one for unsharded and reduces it once more, together with the next.
+    If gradients accumulate after their reduction, FSDP1 (torch 2.13) gets such a module wrong. It recognizes sharded
+    gradients by their size, takes this one for unsharded, and reduces it again with the next one.
     """
     return module._handle is not None and module._handle.flat_param._unpadded_unsharded_size.numel() == 1
 
@@ -86,9 +86,9 @@ class TestTrainingProperties(PropertiesTest):
         accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
     )
     def test_sharded_training_equals_unsharded(self, tree, strategy, steps, accumulate, **options):
-        """Each rank trains on its own rows; the reference trains on all of them.
+        """Each rank trains on its own rows; the reference trains on all rows.
 
-        Gradients accumulate over two steps after their reduction, or before it under ``no_sync``.
+        Gradients accumulate over two steps: after their reduction, or under ``no_sync`` before it.
         """
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
@@ -107,7 +107,7 @@ class TestTrainingProperties(PropertiesTest):
     @settings(max_examples=15)
     @given(tree=module_trees(), strategy=st.sampled_from(ShardingStrategy), use_orig_params=st.booleans())
     def test_gradient_norm_is_that_of_all_shards(self, tree, strategy, use_orig_params):
-        """Neither padding nor replicas count. FSDP1 does not know norms of float64."""
+        """Neither padding nor replicas count. FSDP1 computes no norms in float64."""
         reference = build_tree(tree, self.device, dtype=torch.float32)
         model = self._sharded(tree, strategy, torch.float32, use_orig_params=use_orig_params)
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ class TestStateDictProperties(PropertiesTest):
     @settings(max_examples=15)
     @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
-        """With a mesh, that is as DTensors: a ShardedTensor without a shard on this rank wants CUDA."""
+        """Uses a mesh, so shards are DTensors, because a ShardedTensor without a local shard requires CUDA."""
         folder = self.shared_folder()
         saver_mesh, loader_mesh = first_ranks_mesh(saved_by), first_ranks_mesh(loaded_by)
         if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
@@ -169,7 +169,7 @@ class TestStateDictProperties(PropertiesTest):
             shutil.rmtree(folder)
 
     def _trained(self, model):
-        """Train ``model`` and return an optimizer with its state; every rank takes the same rows."""
+        """Train ``model`` on the same rows on every rank, and return the optimizer."""
         torch.manual_seed(0)
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         model(torch.randn(4, 3, dtype=torch.float64).to(self.device)).square().mean().backward()
@@ -181,7 +181,7 @@ class TestStateDictProperties(PropertiesTest):
     @settings(max_examples=15)
     @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
     def test_optimizer_state_fits_any_world_size(self, tree, saved_by, loaded_by):
-        """Each parameter has the state that it has in unsharded training, under its own name."""
+        """Each parameter has the same state as in unsharded training, under the same name."""
         reference = self._unsharded(tree, seed=1)
         ref_optim = self._trained(reference)
         expected = {name: ref_optim.state[param] for name, param in reference.named_parameters()}

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 state dicts, full, local and sharded: their keys and contents, saving and loading, and into what they load.
+"""FSDP1 state dicts, full, local and sharded: keys, contents, saving, loading.
 
-A combination that FSDP does not support is left out by name: the output counts it and gives the reason, and
-``test_fsdp_state_dict_details`` pins what FSDP does about it.
+Combinations that FSDP does not support are skipped: the test run counts them and gives the reason, and
+``test_fsdp_state_dict_details`` tests how FSDP refuses them.
 """
 
 import io
@@ -109,7 +109,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
     def _test_fsdp_state_dict_with_activation_checkpoint(
         self, state_dict_type, checkpoint_wrap, rank0_only_and_offload
     ):
-        """The wrapper of activation checkpointing, on either side or both, leaves no trace in a state dict."""
+        """Checkpoint wrappers in the source, the destination or both do not change a state dict."""
         if rank0_only_and_offload and state_dict_type == "state_dict":
             skip_offload_of_full_state()
         for model_call in (self._get_simple_model, self._get_simple_nested_model):
@@ -138,7 +138,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         )
 
     def _test_state_dict_with_manual_ac_wrapper(self, state_dict_type: str, rank0_only_and_offload: bool):
-        """``FSDP(CheckpointWrapper(layer))`` has the state dict of ``FSDP(layer)``, and either loads the other's."""
+        """``FSDP(CheckpointWrapper(layer))`` and ``FSDP(layer)`` have equal state dicts and load each other's."""
         skip_unsupported_state_dict(state_dict_type, rank0_only_and_offload)
         plain = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -158,7 +158,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
             _zero_model(model)
         self.assertEqual(list(state_dicts[0]), list(plain.state_dict()))
         self.assertEqual(list(state_dicts[0]), list(state_dicts[1]))
-        # Crosswise, as keys that agree by both being wrong would still load into their own model.
+        # Each loads the other's, because a model may load its own state dict even if its keys are wrong.
         for model, state_dict in zip(models, reversed(state_dicts), strict=True):
             self._load_state_dict(model, state_dict_type, state_dict)
             self._compare_models(model, plain, self.assertEqual)
@@ -184,12 +184,12 @@ class TestFSDPStateDict(FSDPStateDictTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_orig_params", [False, True])
     def test_state_dict_rank0_offload_save_load_flow(self, use_orig_params: bool):
-        """Saved on rank 0 and loaded there before wrapping, the state gets to others by ``sync_module_states``."""
+        """State saved on rank 0 and loaded there before wrapping reaches other ranks by ``sync_module_states``."""
         skip_offload_of_full_state()
         init = partial(TransformerWithSharedParams.init, self.process_group)
         fsdp_kwargs = {"auto_wrap_policy": LAYER_POLICY, "use_orig_params": use_orig_params}
         model = init(FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs)
-        # A state of zeros would not differ from one that was never loaded.
+        # Loading zeros could not be told from loading nothing.
         with FSDP.summon_full_params(model), torch.no_grad():
             for state in (*model.parameters(), *model.buffers()):
                 if not state.count_nonzero():
@@ -226,7 +226,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         state_dict_rank0_and_offload: bool,
         use_orig_params: bool,
     ):
-        """A state dict loads into a model that has gradients already, in single and in half precision."""
+        """A state dict loads into a model that has gradients, in float32 and in float16."""
         skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload, use_orig_params, cpu_offload)
         for create in (self._get_non_fsdp_root_module, self._get_simple_nested_model, self._get_simple_model):
             model_call = partial(create, cpu_offload=cpu_offload, use_orig_params=use_orig_params)
@@ -294,7 +294,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         self._compare_models(model, model_new, self.assertEqual)
 
     def _check_persistence_of_buffers(self, state_dict_type, rank0_and_offload, fsdp_kwargs):
-        """A persistent buffer is saved in its own type, not the type it is used in; others are not saved or set."""
+        """A persistent buffer is saved in its own type, not the one in which it is used. Others are not saved."""
         model, model_new = (
             fsdp_on_device(Model(wrap_fsdp=False, register_buffers=True), **fsdp_kwargs) for _ in range(2)
         )
@@ -311,7 +311,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
             state_dict = self._broadcast_state_dict(model, state_dict)
         self.assertEqual({name for name in state_dict if "buffer" in name}, {"inner.buffer", "outer.buffer"})
         self._load_state_dict(model_new, state_dict_type, state_dict)
-        # A local state dict shows the state as it is.
+        # A local state dict has the tensors as they are.
         saved_dtype = used_dtype if state_dict_type == "local_state_dict" else torch.float32
         for name in ("inner", "outer"):
             self.assertEqual(state_dict[f"{name}.buffer"].dtype, saved_dtype)
@@ -333,7 +333,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
     def _test_save_and_load_after_forward_state_dict(
         self, state_dict_type, mixed_precision, state_dict_rank0_and_offload
     ):
-        """What is saved after training is what was trained, in the type of the parameters, not of the computation."""
+        """State saved after training has the trained values, in the type of the parameters."""
         skip_unsupported_state_dict(state_dict_type, state_dict_rank0_and_offload)
         model = self._get_simple_nested_model(mixed_precision=HALF if mixed_precision else None)
         initial_params = get_full_params(model)
@@ -343,7 +343,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         self.assertNotEqual(initial_params, trained_params)
 
         with self._get_state_dict_mgr(model, state_dict_type, state_dict_rank0_and_offload):
-            # Local shards are the parameters themselves, and are about to be zeroed.
+            # Local shards are the parameters, which are about to be zeroed.
             state_dict = {name: _detached(state) for name, state in model.state_dict().items()}
         self._validate_state_dict_contents(model, state_dict, state_dict_rank0_and_offload)
         _zero_model(model)
@@ -354,7 +354,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         self.assertEqual(get_full_params(model), trained_params)
 
     def _dist_train(self, wrap_fsdp: bool, state_dict_type: str = "", move_to_cpu: bool = False):
-        """Return the trained parameters; those of FSDP after a way through a state dict, on the host if asked."""
+        """Train and return the parameters. With FSDP they are saved and loaded first, on the host if asked."""
         model = self._initialize_model(wrap_fsdp)
         train_on_random_batches(model, 64, 4, steps=3)
         if not wrap_fsdp:
@@ -425,7 +425,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
     @parametrize("state_dict_type", _SUPPORTED_STATE_DICT_IMPLS)
     @parametrize("double_nest", [True])
     def test_state_dict_skip_module(self, state_dict_type, double_nest):
-        """A module attached after wrapping, which FSDP does not manage, is in the state dict under its plain name."""
+        """A module that is added after wrapping, so that FSDP does not manage it, keeps its name in the state dict."""
         model, model_new = partly_managed_model(double_nest), partly_managed_model(double_nest)
         model(torch.randn(1, 10, device=compute_device())).sum().backward()
         state_dict = self._state_dict(model, state_dict_type)
@@ -438,7 +438,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         _zero_model(model_new)
         for mine, theirs in zip(model.parameters(), model_new.parameters(), strict=True):
             self.assertNotEqual(mine, theirs)
-        # A flat parameter cannot be copied deeply.
+        # deepcopy does not work on a flat parameter.
         self._load_state_dict(model_new, state_dict_type, state_dict if is_flattened else deepcopy(state_dict))
         for mine, theirs in zip(model.parameters(), model_new.parameters(), strict=True):
             self.assertEqual(mine, theirs)
@@ -469,14 +469,14 @@ class TestFSDPStateDict(FSDPStateDictTest):
         )
 
     def _test_state_dict_with_ignored_modules(self, state_dict_type, prefix, ignore_inner, mixed_precision):
-        """Ignored parameters and buffers are saved as they are, not copied and not cast, time after time."""
+        """Ignored parameters and buffers are saved without a copy or a cast, every time."""
         model = Model(True, register_buffers=True, ignore_inner=ignore_inner, mixed_precision=mixed_precision)
         model = model.to(compute_device())
         as_they_are = {"outer.weight": model.outer.weight, "outer.bias": model.outer.bias}
         as_they_are["outer.buffer"] = model.outer.buffer
         if ignore_inner:
             as_they_are |= {"inner.weight": model.inner.weight, "inner.bias": model.inner.bias}
-        # Not ignored and in another type, the buffer must be cast back, which makes a copy.
+        # A buffer that is not ignored and has another type is cast back, which makes a copy.
         if ignore_inner or not mixed_precision:
             as_they_are["inner.buffer"] = model.inner.buffer
         fsdp_model = fsdp_on_device(
@@ -512,7 +512,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_with_empty_ranks(self):
-        """One element leaves all ranks but the first without a shard; state still goes out and comes in."""
+        """With one element only rank 0 has a shard. All ranks can still save and load."""
         pi = 3.1415926
 
         class Model(Module):
@@ -583,7 +583,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
         self.run_subtests({"load_cpu": [True, False]}, self._test_sharded_load_multi_backend_pg)
 
     def _test_sharded_load_multi_backend_pg(self, load_cpu: bool):
-        """A group with a backend for the host and one for the device loads shards from either."""
+        """A group with backends for the host and the device loads shards from both."""
         own = get_devtype().type
         backends = dict.fromkeys([HOST.type], "gloo") | {own: dist.get_backend()}
         group = dist.new_group(backend=",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
@@ -604,7 +604,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_world_size_one(self):
-        """Each rank alone in its group saves and loads without the others."""
+        """Each rank, in a group of its own, saves and loads without the others."""
         groups = [dist.new_group(ranks=[rank]) for rank in range(self.world_size)]
         model = TransformerWithSharedParams.init(
             groups[self.rank], FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE
@@ -619,7 +619,7 @@ class TestFSDPStateDict(FSDPStateDictTest):
 
 
 def _detached(state: torch.Tensor | ShardedTensor) -> torch.Tensor | ShardedTensor:
-    """Return ``state`` with storage of its own."""
+    """Return a copy of ``state`` with its own storage."""
     if isinstance(state, ShardedTensor):
         for local in state.local_shards():
             local.tensor = local.tensor.clone().detach_()
@@ -638,7 +638,7 @@ class TestFSDPStateDict4GPUs(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_local_state_dict_reshard(self):
-        """Flat parameters of four ranks, gathered, cut in two and loaded by a world of two, are the same model."""
+        """Flat parameters of four ranks, resharded to two ranks, give the same model."""
         model = fsdp_on_device(Model(wrap_fsdp=True))
         train_on_random_batches(model, 4, 4, steps=1)
         state_dict = self._state_dict(model, "local_state_dict")
@@ -653,7 +653,7 @@ class TestFSDPStateDict4GPUs(FSDPStateDictTest):
             self.assertEqual(of_two._handle.world_size, 2)
 
     def _for_two_ranks(self, state: ShardedTensor, pair: Any) -> ShardedTensor | None:
-        # In place, into a view of a parameter.
+        # In place, because this is a view of a parameter.
         with torch.no_grad():
             whole = _all_gather_sharded_tensor(state)
         if self.rank >= 2:

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 state dicts, beside the round trips of ``test_fsdp_state_dict``: what must hold, and what is refused."""
+"""FSDP1 state dicts, besides the round trips of ``test_fsdp_state_dict``: more guarantees, and errors."""
 
 import sys
 from copy import deepcopy
@@ -29,14 +29,14 @@ if not dist.is_available():
 
 
 class TestFSDPStateDictDetails(FSDPStateDictTest):
-    """What a release must hold beside the round trips above."""
+    """Guarantees besides the round trips."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offload_to_cpu_of_shards(self):
         """Shards go to the host on every rank and load from there.
 
-        Not so the shards of a local state dict: their parameter requires a gradient, which ``ShardedTensor.cpu`` of
-        torch 2.13 takes for a mismatch.
+        The shards of a local state dict cannot be offloaded: their parameter requires grad, which ``ShardedTensor.cpu``
+        of torch 2.13 takes for a mismatch.
         """
         model, model_new = self._initialize_model(True), fsdp_on_device(Model(True))
         with self._get_state_dict_mgr(model, "sharded_state_dict", True):
@@ -60,7 +60,7 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
         )
 
     def _test_forward_after_load_uses_what_was_loaded(self, state_dict_type, strategy, use_orig_params):
-        """Some strategies keep the unsharded parameter after forward: it must not outlive a load."""
+        """Some strategies keep the unsharded parameter after forward; loading must invalidate it."""
         create = partial(self._get_simple_nested_model, sharding_strategy=strategy, use_orig_params=use_orig_params)
         model, model_new = create(), create()
         batch = torch.rand(2, 10, device=compute_device())
@@ -71,7 +71,7 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_dict_does_not_change_with_the_model(self):
-        """A full state dict is a copy: training on leaves it alone."""
+        """A full state dict is a copy, so more training does not change it."""
         model = self._get_simple_nested_model()
         state_dict = self._state_dict(model, "state_dict")
         before = deepcopy(state_dict)
@@ -81,7 +81,7 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
 
 
 class TestFSDPStateDictRefusals(FSDPStateDictTest):
-    """What FSDP does about the combinations that the round trips leave out."""
+    """How FSDP handles the combinations that the round trips skip."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("config", [LocalStateDictConfig, ShardedStateDictConfig])

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""``FSDP.summon_full_params``: what is exposed, what is written back, what is freed again, and what is refused.
+"""``FSDP.summon_full_params``: what it exposes, writes back, frees and refuses.
 
-Where the device has no memory of its own, two kinds of sub-cases are left out, and the output says how many.
+On the host, two kinds of subtests are skipped, and the test run counts them.
 """
 
 import itertools
@@ -40,7 +40,7 @@ if not dist.is_available():
 
 HOST = torch.device("cpu")
 
-# What NestedWrappedModule leaves outside FSDP: its first and its last layer.
+# The layers that NestedWrappedModule does not wrap: the first and the last.
 UNMANAGED_NAMES = {f"module.{index}.{kind}" for index in (0, 3) for kind in ("weight", "bias")}
 
 PRECISIONS = [MixedPrecision(param_dtype=torch.float16), None]
@@ -49,7 +49,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 def leave_out_offload_of_flat_parameter(offload_to_cpu: bool, use_orig_params: bool) -> None:
-    # FSDP frees the unsharded storage that it still holds views of when the "copy" to the host is no copy.
+    # FSDP frees the unsharded storage although it still has views of it, if the "copy" to the host is not a copy.
     if offload_to_cpu and not use_orig_params:
         skip_without_accelerator(
             "summon_full_params(offload_to_cpu=True) with use_orig_params=False needs memory apart from the host's"
@@ -62,7 +62,7 @@ def unshard_once(module: FSDP) -> None:
 
 
 class UnshardsItsWrapper(nn.Module):
-    """Takes its own FSDP wrapper for input."""
+    """Gets its own FSDP wrapper as input."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class UnshardsItsWrapper(nn.Module):
 
 
 class TestUnshardParamsBase(FSDPTest):
-    """What the sharded and the unsharded cases have in common."""
+    """What the cases with and without sharding have in common."""
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +86,7 @@ class TestUnshardParamsBase(FSDPTest):
         return nn.Linear(features_in, features_out, bias=False, device=self.device)
 
     def _two_level_model(self, **fsdp_kwargs: Any) -> FSDP:
-        """A root with one parameter of 15 elements, and inside it an FSDP module with one of 25."""
+        """Return a root with a parameter of 15 elements that contains an FSDP module with one of 25."""
         inner = self._fsdp(self._linear(5, 5), **fsdp_kwargs)
         return self._fsdp(nn.Sequential(inner, self._linear(5, 3)), **fsdp_kwargs)
 
@@ -100,7 +100,7 @@ class TestUnshardParamsBase(FSDPTest):
         skip_parameter_offload(cpu_offload)
         model = self._two_level_model(cpu_offload=cpu_offload, **fsdp_kwargs)
         uses_sharded_strategy = model.sharding_strategy != ShardingStrategy.NO_SHARD
-        # The root's own parameter comes last with original parameters, and first as a flat parameter.
+        # The root's own parameter comes last with use_orig_params, and first as a flat parameter.
         outer, inner = next(iter(model.parameters())), next(iter(model.module[0].parameters()))
         if fsdp_kwargs["use_orig_params"]:
             outer = model.module[1].weight
@@ -113,7 +113,7 @@ class TestUnshardParamsBase(FSDPTest):
             for full_param in model.parameters():
                 full_param.zero_()
 
-        # Without sharding the full parameter is the parameter itself, unless it was brought from the host.
+        # Without sharding the full parameter is the parameter itself, unless it was copied from the host.
         persists = writeback or (not uses_sharded_strategy and not cpu_offload.offload_params)
         values = self._without_padding(param)
         self.assertEqual(values, torch.full_like(values, 0 if persists else self.rank + 2))
@@ -152,7 +152,7 @@ class TestUnshardParamsBase(FSDPTest):
             mixed_precision=mixed_precision,
             use_orig_params=use_orig_params,
         )
-        # The root is none of FSDP's, so each of its FSDP submodules is a root of its own.
+        # The root is not wrapped, so each of its FSDP submodules is an FSDP root.
         self.assertNotIsInstance(fsdp_model, FSDP)
         with FSDP.summon_full_params(
             fsdp_model,
@@ -184,11 +184,11 @@ class TestUnshardParamsBase(FSDPTest):
             self.assertIsInstance(fsdp_param, nn.Parameter)
             offloaded = offload_to_cpu and name not in UNMANAGED_NAMES
             self.assertEqual(fsdp_param.device, HOST if offloaded else local_param.device)
-            # Full precision, also where FSDP computes in a lower one.
+            # Full precision, even if FSDP computes in a lower one.
             self.assertEqual(fsdp_param.dtype, local_param.dtype)
             self.assertEqual(fsdp_param.shape, local_param.shape)
             if offloaded and not fsdp_param.untyped_storage().size():
-                # Where moving to the host is no copy, FSDP has freed what it exposes; to read it would be fatal.
+                # If moving to the host is not a copy, FSDP has freed what it exposes, and reading it would crash.
                 self.skip_check("values: offload_to_cpu=True exposes freed storage on plain host memory")
             else:
                 self.assertEqual(fsdp_param, local_param, exact_device=False)
@@ -227,17 +227,17 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_writeback(self):
-        """``writeback`` decides whether changes outlive the context."""
+        """``writeback`` decides whether changes persist after the context."""
         self._check_writeback()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_param_data(self):
-        """Below a root that is none of FSDP's, all parameters are exposed in full with their data."""
+        """Below a root that is not wrapped, all parameters are exposed in full with their data."""
         self._check_param_data()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_singleton_param_writeback(self):
-        """A parameter of one element is written back on the rank that has it; padding elsewhere is left as it was."""
+        """A parameter of one element is written back on the rank that has it. Padding on other ranks is unchanged."""
         model = self._fsdp(self._linear(1, 1))
         flat_param = model._handle.flat_param
         self.assertEqual(flat_param.numel(), 1)
@@ -247,13 +247,13 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual(flat_param.numel(), 1)
             with torch.no_grad():
                 flat_param.zero_()
-        # Keeping padding is not needed for correctness; it shows that nothing was written to it.
+        # Correctness does not need the padding's value; that it is unchanged shows that nothing was written.
         self.assertEqual(flat_param[0], 0 if self.rank == 0 else self.rank + 2)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_respects_reshard(self):
         """
-        What FSDP keeps unsharded between forward and backward stays so, and what it freed stays freed.
+        Parameters that FSDP keeps unsharded between forward and backward stay unsharded; freed ones stay freed.
 
         Mixed precision is the exception: the context unshards in full precision, so a low-precision parameter that
         was kept would be stale, and is freed.
@@ -286,7 +286,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual(self._unsharded_storage_numel(inner), 0)
 
         def unshard_and_reshard() -> None:
-            # Without no_grad, bringing parameters back from the host leaves autograd history on FSDP's own buffer.
+            # Without no_grad, copying parameters from the host leaves autograd history on FSDP's buffer.
             with (
                 torch.no_grad(),
                 FSDP.summon_full_params(
@@ -301,7 +301,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         def forward() -> torch.Tensor:
             return model(torch.zeros(5, device=self.device))
 
-        # By itself the root stays unsharded after forward and other modules do not; after backward none does.
+        # By default the root stays unsharded after forward, other modules do not; after backward none does.
         output = forward()
         check_unsharded(unsharded_numel)
         output.sum().backward()
@@ -346,7 +346,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             return -(-numel // self.world_size)
 
         def full_numel(numel: int) -> int:
-            # With original parameters the flat parameter includes the padding that divides it among the ranks.
+            # With use_orig_params the flat parameter includes the padding that makes it divisible by the world size.
             return shard_numel(numel) * self.world_size if use_orig_params else numel
 
         self.assertEqual(inner.numel(), shard_numel(25))
@@ -357,7 +357,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_named_parameters_and_buffers(self):
-        """Under a wrapped root, names and values are those of the same module without FSDP."""
+        """Under a wrapped root, names and values are the same as without FSDP."""
         self.run_subtests(
             {"prefix": ["", "test_prefix"], "recurse": [False, True]},
             self._test_named_parameters_and_buffers,
@@ -415,7 +415,7 @@ class TestUnshardParams(TestUnshardParamsBase):
                 self._check_params_and_grads(ddp_model, fsdp_model)
                 for param in fsdp_model.parameters():
                     param.grad.mul_(3)
-            # Without sharding the gradient that was exposed is the gradient itself.
+            # Without sharding the exposed gradient is the gradient itself.
             if writeback or sharding_strategy == ShardingStrategy.NO_SHARD:
                 for param in ddp_model.parameters():
                     param.grad.mul_(3)
@@ -437,7 +437,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     def _backward(self, model: nn.Module):
         source, target = model.module.get_input(self.device)
-        # Ranks differ, so that a gradient which was not reduced shows.
+        # Ranks have different data, so that a gradient that was not reduced differs.
         output = model((source + self.rank) % 23, target)
         model.module.get_loss((source, target), output).backward()
 
@@ -471,7 +471,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_submodule(self):
-        """A submodule can be unsharded alone; it then shows its own parameters, and its sibling still a flat one."""
+        """A submodule can be unsharded alone: it then has its own parameters, and its sibling still a flat one."""
         pairs = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
         model = self._fsdp(nn.Sequential(*pairs).to(self.device), auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
         unsharded, sibling = model.module
@@ -490,12 +490,12 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_unshard_params_writeback_no_shard(self):
-        """``writeback`` where one rank holds everything."""
+        """``writeback`` without sharding."""
         self._check_writeback()
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_unshard_params_param_data_no_shard(self):
-        """All parameters are exposed where one rank holds everything; offloading is refused there, so not tried."""
+        """All parameters are exposed without sharding. FSDP refuses to offload then, so that is not tried."""
         self._check_param_data(offload_to_cpu=[False])
 
 
@@ -509,14 +509,14 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_from_forward_raises(self):
-        """A module may not unshard its own FSDP wrapper while that runs forward."""
+        """A module may not unshard its own FSDP wrapper during the wrapper's forward."""
         wrapper = self._fsdp(UnshardsItsWrapper().to(self.device))
         with self._refused_while_running():
             wrapper(wrapper)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_from_backward_raises(self):
-        """A hook may not unshard an FSDP module while that runs backward."""
+        """A hook may not unshard an FSDP module during the module's backward."""
         wrapper = self._fsdp(self._linear(2, 1))
         output = wrapper(torch.ones(2, device=self.device))
         output.register_hook(lambda grad: unshard_once(wrapper))
@@ -531,14 +531,14 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_rank0_only_with_writeback_raises(self):
-        """Rank 0 cannot write back what the other ranks hold."""
+        """Rank 0 cannot write back the shards of other ranks."""
         self._check_refused(
             "rank0_only=True is not supported", ShardingStrategy.FULL_SHARD, rank0_only=True, writeback=True
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offload_to_cpu_no_shard_raises(self):
-        """An unsharded parameter is in use on the device and cannot be offloaded."""
+        """A parameter that is not sharded is in use on the device and cannot be offloaded."""
         for rank0_only in (False, True):
             self._check_refused(
                 "NO_SHARD is not supported",

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 
-"""The RPC suites over the faulty agent: messages lost and late."""
+"""The RPC suites over the faulty agent, which loses and delays messages."""
 
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import FaultyRpcAgentTestFixture

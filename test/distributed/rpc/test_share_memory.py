@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 
-"""A pickler that sends shared memory by handle, so that two workers on one machine see the same parameters."""
+"""A pickler that sends shared memory by handle, so that workers on one machine share parameters."""
 
 import contextlib
 import copyreg
@@ -21,7 +21,7 @@ from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
 
 @contextlib.contextmanager
 def fs_sharing():
-    """Share memory through files, which any process can open; descriptors reach children of the same parent only."""
+    """Share memory through files, which any process can open; descriptors need a common parent."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -51,7 +51,7 @@ class ShareMemoryTest(RpcAgentTestFixture):
         return 2
 
     def _filled_by_the_peer(self):
-        """Return the parameters of a module in shared memory after the other worker has filled what it received."""
+        """Have the other worker fill the parameters of a module in shared memory, and return them here."""
         module = nn.Linear(2, 3)
         module.share_memory()
         fill_parameters(module, 1.0)

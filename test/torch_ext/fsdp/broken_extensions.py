@@ -1,6 +1,6 @@
-"""Tensor subclasses that each break the contract of all-gather extensions in one way, under the tests of the contract.
+"""Tensor subclasses that each break the contract of all-gather extensions in one way, with the contract's tests.
 
-``test_extension_contract.py`` runs this file in a folder of its own and reads what the failures say.
+``test_extension_contract.py`` runs this file in a separate folder and checks the failures' messages.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch_ext.testing.fsdp_extension_contract import FSDPExtensionContract, FSD
 
 
 class Sound(torch.Tensor):
-    """Wraps a tensor; gathered less an offset and divided by a scale, which travel as metadata."""
+    """Wraps a tensor. It is gathered minus an offset and divided by a scale, which are the metadata."""
 
     @staticmethod
     def __new__(cls, data):
@@ -210,7 +210,7 @@ class TestAutogradOn(Contract, FSDPTest):
 
 
 class TestStale(Contract, FSDPTest):
-    """Sends for ever what a weight was when it was gathered first after the hooks were checked."""
+    """Keeps sending the values that a weight had when it was first gathered after the check of the hooks."""
 
     class kind(Sound):
         def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
@@ -235,7 +235,7 @@ class TestNotInTheFile(Contract, FSDPTest):
 
 
 class TestWholeWorld(Contract, FSDPTest):
-    """Pads for all ranks there are, not for those of the mesh."""
+    """Pads for all ranks of the world instead of those of the mesh."""
 
     world_size = 4
 

@@ -1,4 +1,4 @@
-"""The test cases: what a rank finds when its body starts, what it leaves, and how state travels between ranks."""
+"""The base classes: what a rank finds when its body starts, what it leaves behind, and how ranks exchange state."""
 
 import os
 import random
@@ -32,7 +32,7 @@ from torch_ext.testing._internal.common_fsdp import (
     subtest_name,
 )
 
-# What fully_shard is when no decorator holds it.
+# fully_shard, while no decorator has replaced it.
 ORIGINAL_FULLY_SHARD = fully_shard
 
 
@@ -67,7 +67,7 @@ class TestProcessRun(FSDPTest):
             self.assertEqual(loaded.reset.call_count, 2)
 
     def _steps_of_run(self, run_test=None, **kwargs):
-        """Run ``_run`` once more, with every step recorded rather than taken."""
+        """Run ``_run`` again, with every step recorded instead of executed."""
         from torch_ext.testing._internal._fsdp import cases
 
         steps = []
@@ -93,7 +93,7 @@ class TestProcessRun(FSDPTest):
         return steps, join
 
     def test_run_takes_its_steps_in_order(self):
-        """Without the barriers a rank that skips at once would take the store away from a slower one."""
+        """Without the barriers, a rank that skips at once could close the store while a slower one joins."""
         steps, join = self._steps_of_run()
         self.assertEqual(steps, ["join", "barrier", "reset", "seed", "body", "reset", "barrier", "leave"])
         self.assertEqual(join.call_args.args, (distributed_backend(),))
@@ -138,7 +138,7 @@ class TestProcessRun(FSDPTest):
 
 
 class TestNotes(FSDPTest):
-    """What subtests skip reaches the parent half although the test passes."""
+    """The parent half prints skipped subtests even if the test passes."""
 
     @property
     def world_size(self):
@@ -171,7 +171,7 @@ class TestContinuousRun(FSDPTestContinuous):
         gathered = [None] * 2
         dist.all_gather_object(gathered, draws())
         self.assertEqual(gathered[0], gathered[1])
-        # A barrier and a seed before each test: every one draws the same.
+        # A barrier and a seed come before each test, so all draw the same numbers.
         return gathered[0]
 
     def test_a_first(self):
@@ -181,7 +181,7 @@ class TestContinuousRun(FSDPTestContinuous):
         self.assertEqual(self._check_group(), type(self).first_draws)
 
     def test_barriers_around_the_body(self):
-        """The barrier of this test's end must not meet a collective of the next one's body."""
+        """The barrier at the end of this test must not match a collective of the next one."""
         calls = []
         with mock.patch.object(dist, "barrier", lambda *args, **kwargs: calls.append("barrier")):
             with mock.patch.object(type(self), "test_a_first", lambda case: calls.append("body")):
@@ -282,7 +282,7 @@ class StopBodyError(Exception):
 
 class TestCompiled(FSDPTestMultiThread):
     def _run_decorated(self, body, only=None, triton=True, accelerator=True, gpu=True, scheduling=None):
-        """Run ``body`` under the decorator with compilation recorded rather than done."""
+        """Run ``body`` under the decorator, with compilation recorded instead of executed."""
         self.backends = []
         built, compiled_modules = [], []
 

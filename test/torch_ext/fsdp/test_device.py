@@ -1,4 +1,4 @@
-"""The device is asked for on use, through names that a test file may patch."""
+"""The device under test is looked up on use, through names that a test file may patch."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_patched_names_are_obeyed_and_forgotten():
         assert device.default_world_size() == 2
         moved = common_fsdp._move_to_device(torch.nn.Linear(1, 1), True)
         assert moved.weight.is_meta
-        # An accelerator is left for FSDP to find.
+        # FSDP finds an accelerator itself.
         assert device.with_compute_device({}) == {}
         common_fsdp.skip_without_accelerator("unused")
     assert accelerator.device_type() == common_fsdp.DEVICE_TYPE

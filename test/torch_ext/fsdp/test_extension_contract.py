@@ -1,6 +1,6 @@
-"""``FSDPExtensionContract`` passes what is sound, and says of each broken subclass what it lacks and what to do.
+"""``FSDPExtensionContract`` passes a correct subclass, and says what is wrong with each broken one and what to do.
 
-The subclasses are in ``broken_extensions.py``, which is run once, in a folder of its own.
+The subclasses are in ``broken_extensions.py``, which runs once, in a separate folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_ext.testing._internal._fsdp.extensions.errors import _by_message
 CHECKOUT = Path(__file__).resolve().parents[3]
 PAGE = CHECKOUT / "EXTENSIONS.md"
 
-# Test case, test, and what its failure must say.
+# Test case, test, and what its failure's message must contain.
 BROKEN = [
     ("TestNoPost", "test_hooks", r"0\.0\.weight: kind has no fsdp_post_all_gather; .* Define fsdp_post_all"),
     ("TestPlain", "test_hooks", r"is a plain Parameter, expected a tensor with hooks\. Check make_tensor"),
@@ -51,7 +51,7 @@ BROKEN = [
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter in ``folder`` as someone does who has torch_ext on their path and nothing of the checkout."""
+    """Run the interpreter in ``folder``, with torch_ext on the path but not the checkout's tests."""
     environment = {"TORCH_EXT_DEVICE": "cpu"} | os.environ | {"PYTHONPATH": str(CHECKOUT), "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=500,
@@ -94,7 +94,7 @@ def test_every_broken_subclass_is_looked_at() -> None:
 
 
 def test_no_broken_subclass_costs_a_time_limit(report: str) -> None:
-    """All ranks fail together where one alone would leave the others waiting."""
+    """If one rank fails, all do, so that the others do not wait for it."""
     assert "timed out" not in report
 
 
@@ -104,7 +104,7 @@ def test_ranks_that_say_the_same_are_named_together() -> None:
 
 @pytest.fixture(scope="module")
 def example() -> str:
-    """The test file that the page shows."""
+    """The test file on the page."""
     shown = re.search(r"<!-- test_my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     return shown[1]
@@ -112,7 +112,7 @@ def example() -> str:
 
 @pytest.fixture(scope="module")
 def subclass() -> str:
-    """The tensor subclass that the page shows."""
+    """The tensor subclass on the page."""
     shown = re.search(r"<!-- my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     return shown[1]
@@ -122,7 +122,7 @@ def test_example_on_the_page_is_as_short_as_it_says(example: str) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
 
-# How to run it, and how many tests that runs: all of them once, and by the other ways those that take least.
+# How to run it, and how many tests that runs: all of them once, otherwise the fastest.
 WAYS = {
     "python file.py": (("test_my_tensor.py", "TestMyTensor.test_hooks"), 1),
     "pytest": (("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_tensor.py", "-k", "hooks or meta"), 2),

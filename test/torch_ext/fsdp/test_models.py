@@ -1,4 +1,4 @@
-"""The test models train, repeat themselves where they say so, share what they should and delay when they should."""
+"""The test models train, are deterministic if asked, share the right parameters, and delay at the right moments."""
 
 from unittest import mock
 
@@ -74,11 +74,11 @@ class TestFSDP1Models(FSDPTest):
         self.run_subtests({"model_class": FSDP1_MODELS, "mode": list(FSDPInitMode)}, self._test_trains)
 
     def _test_trains(self, model_class, mode):
-        # A flat parameter cannot be frozen in part, as one of the models asks for.
+        # One of the models freezes some parameters, which a flat parameter cannot do in part.
         test_model = self._init(model_class, mode, deterministic=True, fsdp_kwargs={"use_orig_params": True})
         wrapped = any(isinstance(module, FSDP) for module in test_model.modules())
         self.assertEqual(wrapped, mode == FSDPInitMode.RECURSIVE)
-        # FSDP hands what it does not know on to the model that it wraps.
+        # FSDP forwards unknown attributes to the wrapped model.
         before = get_full_params(test_model)
         losses = [self._step(test_model, test_model, lr=0.01) for _ in range(2)]
         self.assertTrue(torch.isfinite(torch.stack(losses)).all())
@@ -108,7 +108,7 @@ class TestFSDP1Models(FSDPTest):
         self.assertEqual(get_full_params(sharded), list(plain.parameters()))
 
     def test_device_mode_decides_when_the_model_moves(self):
-        """Seen through the moves themselves, which plain host memory would not show."""
+        """Observes the moves themselves, because on the host nothing else shows them."""
         self.run_subtests(
             {"model_class": [TransformerWithSharedParams, NestedWrappedModule], "device_mode": list(DEVICEInitMode)},
             self._test_device_mode,
@@ -156,7 +156,7 @@ class TestFSDP1Models(FSDPTest):
             self._step(ddp_model, plain)
         with FSDP.summon_full_params(sharded):
             self.assertIs(sharded.module.output_proj.weight, sharded.module.embed_tokens.weight)
-        # Equal to what a gradient from both of its uses gives.
+        # The gradient is the sum of those of both uses.
         self.assertEqual(get_full_params(sharded), list(plain.parameters()))
 
     def test_transformer_batch_norm_is_optional_and_buffers_are_there(self):
@@ -261,7 +261,7 @@ class TestFSDP1Models(FSDPTest):
             loss = model.get_loss(inputs, output)
             self.assertEqual(events, [7])
             model.run_backward(loss)
-            # Put back before the test's own patch is.
+            # The model's patch is undone before the test's.
             self.assertIs(getattr(dist, REDUCE_SCATTER), recording_reduce_scatter)
         # Three FSDP modules, each delayed and then reduced.
         self.assertEqual(events, [7] + 3 * [5, "reduce"])
@@ -322,7 +322,7 @@ class TestMLPStackParallelized(FSDPTest):
     def _test_parallelize(self, with_seq_parallel, use_activation_checkpointing):
         mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
-        # In double precision, so that another order of summation stays far below any tolerance.
+        # In float64, so that the order of summation matters far less than any tolerance.
         reference, model = (MLPStack(8, with_seq_parallel=with_seq_parallel).to(get_devtype()).double() for _ in "ab")
         model.load_state_dict(reference.state_dict())
         returned = model.parallelize(mesh["tp"], mesh["dp"], use_activation_checkpointing, reshard_after_forward=True)

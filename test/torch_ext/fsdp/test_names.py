@@ -1,4 +1,4 @@
-"""Every name of the source documents exists where upstream has it."""
+"""Every upstream name exists, and ``common_fsdp`` exports what its modules list."""
 
 import importlib
 import pkgutil
@@ -120,7 +120,7 @@ def names():
 
 
 @pytest.mark.parametrize(("module", "owner", "member"), list(names()))
-def test_name_of_the_source_documents_exists(module, owner, member):
+def test_upstream_name_exists(module, owner, member):
     found = getattr(importlib.import_module(module), owner)
     if member is not None:
         assert hasattr(found, member) or is_parametrized(found, member)
@@ -153,7 +153,7 @@ def test_old_mode_names_are_the_same_members():
 def exports():
     """Yield ``(module, name)`` of everything that the modules behind ``common_fsdp`` list in ``__all__``."""
     for found in pkgutil.walk_packages(_fsdp.__path__, f"{_fsdp.__name__}."):
-        # A package's own file stands for its modules.
+        # A package's __init__ lists the names of its modules.
         if not found.name.startswith(f"{_fsdp.__name__}.extensions."):
             module = importlib.import_module(found.name)
             yield from ((module, name) for name in getattr(module, "__all__", ()))
@@ -173,7 +173,7 @@ def test_no_two_modules_export_one_name():
 
 
 def test_upstreams_names_are_exported():
-    # The three constants are looked up on use, so no module can list them.
+    # These three are looked up on use, so no module lists them.
     named = {owner for owner, _ in parse(HELPERS)} - {"DEVICE_TYPE", "DEVICE_COUNT", "DISTRIBUTED_BACKEND"}
     assert named - {name for _, name in exports()} == set()
 

@@ -1,4 +1,4 @@
-"""The parity checks accept what is equal and fail on each kind of difference: one that cannot fail proves nothing."""
+"""The parity checks accept equal models and fail on each kind of difference."""
 
 import copy
 from functools import partial
@@ -35,7 +35,7 @@ from torch_ext.testing._internal.common_fsdp import (
 
 
 class TwoTensorLayer(nn.Module):
-    """One weight, a subclass that holds two tensors."""
+    """One weight, of a subclass with two inner tensors."""
 
     def __init__(self, data):
         super().__init__()
@@ -118,7 +118,7 @@ class TestShardedParity(FSDPTest):
         self._check_fails(replicated, sharded, "other_proj")
 
     def test_missing_and_additional_parameter_fail(self):
-        """A comparison that ends with the shorter list would pass both."""
+        """Comparing only as many as the shorter list has would pass both."""
         replicated, sharded = self._pair()
         del sharded.out_proj.bias
         sharded.out_proj.bias = None
@@ -136,7 +136,7 @@ class TestShardedParity(FSDPTest):
         self._check_fails(replicated, sharded, "only the sharded parameter has a gradient")
 
     def test_wrong_placement_of_a_gradient_fails(self):
-        """Laid out otherwise, the gradient's values are right in full, and so is nothing that an optimiser does."""
+        """With another placement the full gradient is still correct, but an optimizer would use wrong shards."""
         replicated, sharded = self._pair()
         weight = sharded.in_proj.weight
         for placement in (Replicate(), Shard(1)):
@@ -158,7 +158,7 @@ class TestShardedParity(FSDPTest):
 
 
 def _with_gradient(parameter, whole, placement):
-    """Return a property whose value is ``whole``, distributed by ``placement``, for ``parameter`` alone."""
+    """Return a property that is ``whole``, distributed with ``placement``, for ``parameter`` only."""
     own = type(parameter).grad
     mesh = parameter.device_mesh
     local = whole if placement.is_replicate() else whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
@@ -227,7 +227,7 @@ class TestReduceScatterWithAssert(FSDPTest):
 
 
 class ForgetfulDDP(DDP):
-    """Has DDP's gradients, but counts them double."""
+    """Like DDP, but with doubled gradients."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -258,7 +258,7 @@ class TestFSDPParity(FSDPTest):
         )
 
     def test_options_reach_fsdp(self):
-        """Each option is one of FSDP's constructor, so one that was dropped would leave its default there."""
+        """Each option is an argument of FSDP's constructor; if one were dropped, FSDP would have its default."""
         built = []
         original = FSDP.__init__
 
@@ -284,12 +284,12 @@ class TestFSDPParity(FSDPTest):
     def test_half_precision_of_either_kind(self):
         self.run_subtests(
             {"precision": [{"use_pure_fp16": True}, {"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}]},
-            # One step: after a float16 reduction the two round differently by more than a loss may differ.
+            # One step, because after a float16 reduction rounding differs by more than the tolerance for losses.
             lambda precision: self._parity(save_model=False, num_iters=1, **precision),
         )
 
     def test_mixed_precision_of_parameters(self):
-        # Its loss, a cross entropy, is what every device's autocast computes in float32.
+        # Its loss is a cross entropy, which autocast computes in float32 on every device.
         self._parity(
             TransformerWithSharedParams,
             mixed_precision=MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16),
@@ -330,7 +330,7 @@ class TestFSDPParity(FSDPTest):
             self._parity_fails("Scalars are not close|did not match")
 
     def test_last_step_counts(self):
-        """After the last backward the losses agree already; only the parameters show what the optimiser then did."""
+        """The last loss is computed before the last step, so only the parameters show that step."""
         original = torch.optim.SGD.step
 
         def lazy_step(optimizer, *args, **kwargs):

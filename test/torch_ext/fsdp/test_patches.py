@@ -1,4 +1,4 @@
-"""Each patch context is seen by every rank, as process or thread, and is gone afterwards, also when the body raises."""
+"""Each patch is visible to every rank, process or thread, and undone afterwards, even if the body raises."""
 
 import threading
 
@@ -26,7 +26,7 @@ from torch_ext.testing._internal.common_fsdp import (
     rank_device,
 )
 
-# For each context what it replaces: the owner and the name, read raw.
+# For each context, the owner and the name of what it replaces.
 TARGETS = {
     patch_all_gather: (dist, ALL_GATHER),
     patch_reduce_scatter: (dist, REDUCE_SCATTER),
@@ -39,7 +39,7 @@ TARGETS = {
     patch_register_post_backward_hook_backward: (param_group.RegisterPostBackwardFunction, "backward"),
 }
 
-# As they are before any test runs.
+# Their values before any test runs.
 ORIGINALS = {patch: vars(owner)[name] for patch, (owner, name) in TARGETS.items()}
 
 
@@ -49,9 +49,9 @@ def current(patch):
 
 
 def counting(patch, calls):
-    """Return a replacement that counts its calls and does what the original does."""
+    """Return a replacement that counts its calls and calls the original."""
     original = ORIGINALS[patch]
-    original = getattr(original, "__func__", original)  # what a static method wraps
+    original = getattr(original, "__func__", original)  # the function in a static method
 
     def replacement(*args, **kwargs):
         calls.append(patch)
@@ -104,11 +104,11 @@ class PatchChecks:
     def check_training_calls_it(self):
         for patch in TARGETS:
             if patch is patch_all_reduce:
-                continue  # FSDP2 over one mesh dimension has no use for it
+                continue  # FSDP2 does not call it over a 1D mesh
             model = fully_shard(nn.Linear(4, 4, device=rank_device(self.rank)))
             calls = SHARED.setdefault(patch, [])
             with patch(counting(patch, calls)):
-                # The function whose backward is patched is only recorded for inputs that need a gradient.
+                # The function whose backward is patched runs only for inputs that require grad.
                 model(torch.ones(2, 4, device=rank_device(self.rank), requires_grad=True)).sum().backward()
             self.assertGreater(len(calls), 0, str(patch))
 
@@ -140,7 +140,7 @@ class TestPatchesAcrossProcesses(PatchChecks, FSDPTest):
         self.check_training_calls_it()
 
     def test_no_body_runs_before_every_rank_is_patched(self):
-        """The first rank's body would otherwise meet peers that still run the original."""
+        """Otherwise the first rank's body could communicate with peers that still run the original."""
         reported = []
         barrier = dist.barrier
 
@@ -173,7 +173,7 @@ class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
         self.check_training_calls_it()
 
     def test_late_reader_leaves_no_replacement_behind(self):
-        """Rank 1 enters while rank 0 already holds its replacement; what it finds must not be what is restored."""
+        """Rank 1 enters while rank 0's replacement is set. What rank 1 finds must not be restored."""
         entered = SHARED.setdefault("entered", threading.Event())
         if self.rank != 0:
             entered.wait(60)
@@ -192,7 +192,7 @@ class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
         self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])
 
     def test_thread_that_raises_early_takes_nothing_from_the_others(self):
-        """A rank still in its body keeps the replacement although another one has left by an exception."""
+        """A rank in its body keeps the replacement after another rank has raised."""
         left = SHARED.setdefault("left", threading.Event())
         context = patch_all_reduce(self.replacement)
         with self.assertRaises(StopBodyError):

@@ -1,4 +1,4 @@
-"""Random module trees: what is built from a description, and what training them means."""
+"""Random module trees: building them from a description, and training them."""
 
 import contextlib
 
@@ -40,7 +40,7 @@ def test_wrappers_may_replace_modules():
 
 
 def test_shares_of_the_rows_have_the_gradients_of_all_of_them_on_average():
-    """The equality on which comparisons of sharded with unsharded training rest, for one step."""
+    """Comparisons of sharded with unsharded training rest on this equality, here for one step."""
     losses = [train_tree(build_tree(TREE, HOST), rows, 1, HOST) for rows in (slice(0, 4), slice(4, 8), EVERYTHING)]
     torch.testing.assert_close((losses[0] + losses[1]) / 2, losses[2])
 

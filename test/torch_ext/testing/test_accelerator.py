@@ -1,4 +1,4 @@
-"""How the device under test is chosen, and what is then said about it. Devices that are not there are scripted."""
+"""How the device under test is chosen, and what ``accelerator`` says about it. Missing devices are mocked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTED = accelerator.DEVICE_VARIABLE
 
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process in which nobody has asked yet."""
+    """A process in which the device has not been chosen yet."""
     monkeypatch.setattr(accelerator, "_chosen", None)
     monkeypatch.delenv(REQUESTED, raising=False)
     yield
@@ -30,7 +30,7 @@ def pretend_module(available: bool = True, count: int = 2, **names: object) -> t
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A machine on which torch finds the accelerator ``found`` and has ``module`` for every device type."""
+    """A machine on which torch finds the accelerator ``found``, with ``module`` for every device type."""
     machine = types.SimpleNamespace(found=None, module=pretend_module())
     monkeypatch.setattr(
         torch.accelerator,
@@ -206,7 +206,7 @@ def test_devices_are_requested_of_those_who_can_make_them(
     machine.module = pretend_module(count=8, request_devices=asked.append)
     accelerator.request_devices(6)
     assert asked == [6]
-    assert accelerator.default_world_size() == 4  # the host carries them all
+    assert accelerator.default_world_size() == 4  # the host serves all ranks
     machine.module = pretend_module(count=8)
     accelerator.request_devices(6)
     assert asked == [6]

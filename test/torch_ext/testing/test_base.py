@@ -1,4 +1,4 @@
-"""``DistributedTestBase`` on plain cpu, and helpers inside real ranks with a process group."""
+"""``DistributedTestBase`` on ``cpu``, and helpers in real ranks with a process group."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class TestOnCpu(DistributedTestBase):
 
 
 class TestSkipping(DistributedTestBase):
-    """What a rank skips is skipped for the parent half, with the reason."""
+    """A skip in the ranks is a skip of the test, with the reason."""
 
-    __test__ = False  # the functions below run it
+    __test__ = False  # the test functions below run it
 
     @property
     def world_size(self) -> int:

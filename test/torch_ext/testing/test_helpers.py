@@ -1,4 +1,4 @@
-"""Helpers that bodies of tests call, without ranks: what needs a process group finds a recording barrier instead."""
+"""Helpers for test bodies, tested without ranks: a mock records barriers in place of a process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happened, in order; barriers are part of it."""
+    """Events in order, including barriers."""
     found: list[Any] = []
     monkeypatch.setattr(c10d, "barrier", lambda: found.append("barrier"))
     return found
@@ -86,7 +86,7 @@ def test_each_combination_is_a_sub_test_and_compiles_anew(events: list[Any], mon
 
 @pytest.fixture(params=[None, "INFO"], ids=["unset", "INFO"])
 def level_before(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The level that is set when a test begins; it is put back by hand, whatever the code under test does."""
+    """The debug level before a test. The fixture restores it, whatever the code under test does."""
     kept, wanted = os.environ.get(LEVEL), request.param
     put_level(wanted)
     yield wanted

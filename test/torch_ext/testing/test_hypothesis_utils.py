@@ -1,6 +1,6 @@
-"""Property-based tests across ranks: what they find, what they show, and what one example leaves for the next.
+"""Property-based tests across ranks: what runs, what they find and report, and how examples are isolated.
 
-The suite below is run from outside. Its ranks write down every example that they run, so that a test here can see which
+The suite below runs in another process. Its ranks record every example that they run, so that the tests here know which
 ranks ran what.
 """
 
@@ -261,14 +261,14 @@ if __name__ == "__main__":
 
 @dataclass
 class Told:
-    """A run of the suite and what its ranks wrote down."""
+    """A run of the suite, with what its ranks recorded."""
 
     run: Run
     seen: Mapping[str, list[dict[str, Any]]]
     database: list[int]
 
     def by_rank(self, test: str, key: str) -> list[list[Any]]:
-        """What each rank saw under ``key``, in order."""
+        """What each rank recorded under ``key``, in order."""
         return [[each[key] for each in self.seen[test] if each["rank"] == rank] for rank in (0, 1)]
 
     def text(self, test: str) -> str:
@@ -301,7 +301,7 @@ def whole(suite: Suite) -> Told:
         return told(suite, suite.run())
 
 
-# What is run
+# Which examples run
 
 
 def test_all_ranks_run_the_same_examples_in_one_set_of_processes(whole: Told) -> None:
@@ -320,7 +320,7 @@ def test_settings_and_explicit_examples_count_wherever_they_stand(whole: Told) -
     assert [len(seen) for seen in whole.by_rank("test_settings_above", "x")] == [3, 3]
 
 
-# What is found
+# Failures
 
 
 def test_a_failure_of_one_rank_shrinks_to_one_example_for_all(whole: Told) -> None:
@@ -333,7 +333,7 @@ def test_a_failure_of_one_rank_shrinks_to_one_example_for_all(whole: Told) -> No
 
 
 def test_shrinking_stays_in_step(whole: Told) -> None:
-    """Ranks that failed have no line of their own for a later example; those before it agree."""
+    """Ranks record the same examples up to the failure, which ends them."""
     first, second = whole.by_rank("test_rank_1_fails", "xs")
     assert first == second
     assert first[-1] == [137]
@@ -397,7 +397,7 @@ def test_skips_skip(whole: Told, test: str) -> None:
     assert whole.run.status[test] == "skipped", whole.run
 
 
-# What does not work
+# Errors
 
 
 def test_examples_that_do_not_fit_into_the_time_of_the_test_fail_it(whole: Told) -> None:
@@ -439,7 +439,7 @@ def test_nothing_outlives_the_run(whole: Told, suite: Suite) -> None:
     assert suite.files_left() == []
 
 
-# How it is run again
+# Running an example again
 
 
 def blob(text: str) -> str:
@@ -525,7 +525,7 @@ def test_settings_keep_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 def given_test() -> Callable[..., None]:
     @hypothesis.given(x=st.integers())
     def test_it(self: object, x: int) -> None:
-        """What it is for."""
+        """A docstring."""
 
     return test_it
 

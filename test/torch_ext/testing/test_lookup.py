@@ -1,4 +1,4 @@
-"""Lazy lookup of names that releases keep in different places."""
+"""Lazy lookup of names that are in different places in different releases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Area = Callable[..., types.ModuleType]
 
 @pytest.fixture
 def area(monkeypatch: pytest.MonkeyPatch) -> Area:
-    """Make a compat module of the given places."""
+    """Make a compat module with the given places."""
 
     def make(**places: tuple[str, ...]) -> types.ModuleType:
         module = types.ModuleType("area_of_compat")
@@ -31,7 +31,7 @@ def area(monkeypatch: pytest.MonkeyPatch) -> Area:
 
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module of some release of torch, with a name in it."""
+    """A module of some torch release, with a name in it."""
     module = types.ModuleType("release_of_torch")
     module.inner = types.SimpleNamespace(name="found")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -50,7 +50,7 @@ def test_nothing_is_looked_up_before_it_is_used(area: Area) -> None:
         assert module.name == "late"
     finally:
         del sys.modules["release_that_comes_later"]
-    assert module.name == "late"  # it was kept
+    assert module.name == "late"  # it is cached
 
 
 def test_a_name_in_no_place_says_where_it_was_sought_and_what_to_do(area: Area) -> None:

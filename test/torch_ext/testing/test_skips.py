@@ -1,4 +1,4 @@
-"""Each decorator on a plain host and on accelerators with n devices: who runs, who skips, and in which way."""
+"""Each decorator on the host and on accelerators with n devices: what runs, what skips, and how."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEEDS = "skipped: Needs {} accelerator devices. Run with --device sim to use sim
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Have so many devices under test; 0 stands for a plain host."""
+    """Pretend that the machine has an accelerator with ``count`` devices; 0 means none."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr(accelerator, "_chosen", "cuda" if count else "cpu")
@@ -46,7 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def ending(test: Callable[..., Any], *args: Any) -> str:
-    """Run a decorated test and say how it ended: its result, or the skip that it asked for by exit code."""
+    """Run a decorated test and return how it ended: its result, or the skip that it raised or exited with."""
     try:
         return str(test(*args))
     except SystemExit as stop:
@@ -140,7 +140,7 @@ class Case:
 )
 def test_the_required_world_size_is_that_of_the_current_test(current: object, expected: int) -> None:
     case = Case()
-    vars(case)["_current_test_name"] = current  # a property in one harness, a method in another
+    vars(case)["_current_test_name"] = current  # a property in one base class, a method in another
     assert get_required_world_size(case, 2) == expected
 
 
@@ -166,7 +166,7 @@ def test_at_least_x_gpu(machine: Machine, devices: int, x: int, enough: bool) ->
     assert at_least_x_gpu(x) is enough
 
 
-# --- backends, which are asked for when the decorator is made ---------------------------------------------------------
+# --- backends, which are looked up when the decorator is called -------------------------------------------------------
 
 
 def is_skipped(decorate: Callable[..., Any]) -> bool:
@@ -199,7 +199,7 @@ def test_requires_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, there: bool
 def test_requires_accelerator_dist_backend(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, wanted: Any, there: set[str], skipped: bool
 ) -> None:
-    """The backend of the device under test, "own" here, counts under whatever name."""
+    """The backend of the device under test, here "own", counts whatever its name is."""
     machine(devices)
     monkeypatch.setattr(accelerator, "backend", lambda: "own")
     monkeypatch.setattr(c10d, "is_backend_available", lambda name: name in there)

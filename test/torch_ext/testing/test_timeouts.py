@@ -1,4 +1,4 @@
-"""Whose word counts when several say how long a test may take."""
+"""Which time limit applies to a test if several are set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OfClassInSeconds(Plain):
 
 
 class OfClassAsMethod(Plain):
-    def timeout(self) -> int:  # no limit: some classes in the wild have a helper of this name
+    def timeout(self) -> int:  # not a time limit: some existing classes have a helper with this name
         return 1
 
 

@@ -1,4 +1,4 @@
-"""Which versions of torch count as tested, and that the user is told about others once."""
+"""Which torch versions count as tested, and one warning about others."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Drop the ranks after a failure, as some may wait for the one that failed; the next test starts others."""
+        """Drop the ranks after a failure: some may wait for the one that failed. The next test gets fresh ranks."""
         world, cls._world, cls.processes = cls._world, None, []
         if world is not None:
             world.close()

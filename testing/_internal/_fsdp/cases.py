@@ -1,4 +1,4 @@
-"""Test cases whose ranks are processes, threads, or processes that live as long as the class."""
+"""Base classes of FSDP tests: ranks are processes, threads, or processes that serve all tests of a class."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _skip_without_devices(world_size: int) -> None:
 
 
 def _use_device(rank: int) -> list[int] | None:
-    """Make the device of ``rank`` current and return what ``barrier`` wants to know of it, nothing on the host."""
+    """Make the device of ``rank`` current and return ``device_ids`` for ``barrier``, which is None on the host."""
     if not device.is_accelerator():
         return None
     index = device.rank_device(rank).index
@@ -60,7 +60,7 @@ def _use_device(rank: int) -> list[int] | None:
 
 
 def _silence_desync_debugging() -> None:
-    # Its clean-up thread makes short tests fail at random: https://github.com/pytorch/pytorch/issues/90848
+    # Its clean-up thread makes short tests fail now and then: https://github.com/pytorch/pytorch/issues/90848
     os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
 
 
@@ -74,10 +74,10 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
-    """Ranks are threads of one process over the threaded process group; the default group is made per test.
+    """Ranks are threads of one process over the threaded process group. Each test has its own default group.
 
-    Start-up costs nothing, but what threads share is shared by ranks: module globals, the random generator of the
-    host, the current device.
+    Ranks start at no cost, but they share what threads share: module globals, the host's random generator, the current
+    device.
     """
 
     @property
@@ -96,7 +96,7 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(SubtestMixin):
-    """What FSDP1 test cases share, whatever starts their ranks: the rank's run, checks, training, parity with DDP."""
+    """What FSDP1 test cases share, however their ranks start: the run of a rank, checks, training, parity with DDP."""
 
     if TYPE_CHECKING:
         rank: int
@@ -107,11 +107,11 @@ class FSDPTestMixin(SubtestMixin):
         run_test: Callable[[str, Any], None]
 
     def _notes_file(self) -> str:
-        """Return the path of a file, of this test's own, by which ranks leave notes for the parent half."""
+        """Return the path of a file of this test, through which ranks send notes to the parent half."""
         raise NotImplementedError
 
     def announce(self, text: str) -> None:
-        # What a rank prints is kept for failures.
+        # The output of a rank is shown only if the test fails.
         with open(self._notes_file(), "a", encoding="utf-8") as notes:
             notes.write(f"{text}\n")
 
@@ -127,8 +127,8 @@ class FSDPTestMixin(SubtestMixin):
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
         """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed, run, leave the group.
 
-        All ranks are in before any runs the test and out before any leaves, so that a rank which skips at once does
-        not take the store away from a slower one.
+        Barriers before and after the test keep a rank that skips at once from closing the store while a slower one
+        still joins.
 
         Args:
             fake_pg: (keyword) use a group that communicates with nobody.
@@ -151,7 +151,7 @@ class FSDPTestMixin(SubtestMixin):
         try:
             dist.init_process_group(backend, world_size=int(self.world_size), rank=self.rank, **meeting_point)
         except RuntimeError as error:
-            # torch's way to say that it was built without the backend
+            # torch says so if it was built without the backend
             if "recompile" in str(error):
                 skip_rank("backend_unavailable")
             raise
@@ -180,17 +180,18 @@ class FSDPTestMixin(SubtestMixin):
     ) -> torch.Tensor:
         """Train ``model`` by SGD with momentum and return the last loss, detached.
 
-        On the way the type of each loss is checked, and that FSDP is idle at the end. With offloading, parameters of
-        an FSDP model must be on the host after forward (where its strategy reshards there) and after backward.
+        Checks the type of each loss, and that FSDP is idle at the end. With offloading, the parameters of an FSDP model
+        must be on the host after backward, and after forward if the strategy reshards there.
 
         Args:
-            model: FSDP, DDP or a like wrapper whose ``module`` is an :class:`FSDPTestModel`.
+            model: FSDP, DDP or a similar wrapper whose ``module`` is an :class:`FSDPTestModel`.
             num_steps: at least 1.
             autocast: run forward under autocast, in the type of ``mixed_precision`` if it has one.
             lr: learning rate.
-            fsdp_cpu_offload: what an FSDP model was built with.
+            fsdp_cpu_offload: as given to the constructor of an FSDP model.
             save_model: save, zero and load the model's state after each step.
-            mixed_precision: what an FSDP model was built with; inputs of others are cast to its parameter type.
+            mixed_precision: as given to the constructor of an FSDP model; the inputs of other models are cast to its
+                ``param_dtype``.
             enable_sharded_grad_scaler: scale the loss.
             use_pure_fp16: the model is float16; inputs are cast.
             sharded_grad_scaler_kwargs: for the scaler's constructor.
@@ -224,28 +225,28 @@ class FSDPTestMixin(SubtestMixin):
         sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
         **fsdp_kwargs: Any,
     ) -> None:
-        """Check that FSDP trains as its reference does, which is DDP unless ``ref_init_fn`` says otherwise.
+        """Check that FSDP trains like a reference, which is DDP unless you give ``ref_init_fn``.
 
-        Compared are the last loss and, in full precision, all parameters. Offloaded parameters must be on the host
-        before and after; offloading with ``DEVICE_AFTER`` must be refused by FSDP.
+        Compares the last loss and, in full precision, all parameters. Offloaded parameters must be on the host before
+        and after training. FSDP must refuse offloading with ``DEVICE_AFTER``.
 
         Args:
-            model_class: the model; built deterministically for both sides.
-            fsdp_init_mode: how FSDP wraps it; not ``NO_FSDP``. A root left unwrapped is wrapped here.
-            device_init_mode: when the FSDP model moves to the device; the reference is always made there.
-            ref_init_fn: wraps the plain model into something with data-parallel meaning and a ``module``.
+            model_class: the model, built deterministically for both sides.
+            fsdp_init_mode: how FSDP wraps it, not ``NO_FSDP``. If the root is not wrapped, it is wrapped here.
+            device_init_mode: when the FSDP model moves to the device. The reference is always built there.
+            ref_init_fn: wraps the plain model into a data-parallel one with an attribute ``module``.
             num_iters: training steps on each side.
             save_model: save, zero and load the FSDP model after each step.
-            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision, forward_prefetch, use_orig_params:
-                for FSDP's constructor, as are ``fsdp_kwargs``.
+            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision, forward_prefetch, use_orig_params,
+            fsdp_kwargs: for FSDP's constructor.
             enable_sharded_grad_scaler: scale losses on both sides.
-            use_pure_fp16: both models are float16; parameters are not compared.
-            init_kwargs: further arguments of ``model_class.init``.
+            use_pure_fp16: both models are float16, and parameters are not compared.
+            init_kwargs: more arguments for ``model_class.init``.
             sharded_grad_scaler_kwargs: for the scaler's constructor.
 
         Raises:
             AssertionError: FSDP differs.
-            ValueError: the mode is ``NO_FSDP``, or the FSDP model cannot be built.
+            ValueError: the mode is ``NO_FSDP``, or building the FSDP model failed.
         """
         constructor_kwargs = {
             **fsdp_kwargs,
@@ -274,7 +275,7 @@ class FSDPTestMixin(SubtestMixin):
 
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
-    """Ranks are processes, fresh for each test, that have joined the default group when the test's body starts."""
+    """Ranks are processes, fresh for each test. They have joined the default group when the test's body starts."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -291,7 +292,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        # _run has a barrier to pass first
+        # _run passes a barrier first
         return False
 
     @property
@@ -303,12 +304,12 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
-    """Ranks are processes that serve all tests of the class: faster, and no test finds fresh processes but the first.
+    """Ranks are processes that serve all tests of the class. This is faster, but only the first test has fresh ones.
 
-    Every test begins and ends with a barrier, so that a collective left over from one cannot meet one of the next.
+    Every test starts and ends with a barrier, so that a leftover collective of one test cannot match one of the next.
     """
 
-    # A number in its place once ranks are started.
+    # Starting the ranks replaces it with a number.
     @property
     def world_size(self) -> int:
         return device.default_world_size()
@@ -345,7 +346,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
 
 class TwoRankTest(FSDPTest):
-    """An ``FSDPTest`` with two ranks on every device."""
+    """An ``FSDPTest`` with two ranks, on any device and however many there are."""
 
     @property
     def world_size(self) -> int:
@@ -353,23 +354,23 @@ class TwoRankTest(FSDPTest):
 
     @property
     def device(self) -> torch.device:
-        """This rank's own, where there are enough."""
+        """The device of this rank. Ranks share devices if there are too few."""
         return device.rank_device(self.rank)
 
 
 class FourRankTest(TwoRankTest):
-    """With four ranks there may be two shards of two replicas, and shards that stay empty."""
+    """An ``FSDPTest`` with four ranks: enough for two shards of two replicas, and for empty shards."""
 
     @property
     def world_size(self) -> int:
         return 4
 
     def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
-        """As ``assertEqual``, with ``what`` in front of the message."""
+        """Like ``assertEqual``, with ``what`` in front of the message."""
         self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
 
     def shared_folder(self) -> str:
-        """Return an empty folder, the same on all ranks, which call this together. Removed with the run's scratch."""
+        """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""
         folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
         dist.broadcast_object_list(folder)
         return folder[0]

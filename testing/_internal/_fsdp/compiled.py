@@ -1,4 +1,4 @@
-"""One FSDP2 test, once as it stands and once with each module's computation compiled."""
+"""Runs an FSDP2 test twice: eagerly, and with the computation of each module compiled."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class FullyShardMode(Enum):
 
 
 def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that runs a test eagerly, then with modules compiled as ``fully_shard`` is applied to them.
+    """Return a decorator that runs a test eagerly, then again with each module compiled when it is fully sharded.
 
-    The test must call ``fully_shard`` as a global of its module. That global and the compiler's settings are back in
-    place afterwards, also when the test raises.
+    The test must call ``fully_shard`` as a global of its module. That global and the compiler's settings are restored
+    afterwards, even if the test raises.
 
-    Inductor generates C++ for the host and the simulated accelerator, and needs Triton for GPUs. An accelerator that it
-    does not serve compiles with ``aot_eager``: the same graphs, forward and backward, run operator by operator.
+    Inductor generates C++ for the host and the simulated accelerator, and needs Triton for GPUs. Accelerators that it
+    does not support compile with ``aot_eager``, which runs the same graphs, forward and backward, op by op.
 
     Args:
-        compile_compute_on_module: compile instances of this class only; ``None`` compiles every module.
+        compile_compute_on_module: compile only instances of this class; ``None`` compiles every module.
     """
 
     def decorator(func: Callable[..., Any]) -> Callable[..., None]:
@@ -52,17 +52,17 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
 
 
 test_compiled_fsdp = compiled_fsdp_test
-# The name would have it collected as a test by whoever imports it.
+# pytest would collect it by its name in every file that imports it.
 compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
-    # Looked up here because nothing else needs the compiler.
+    # Imported here, because nothing else needs the compiler.
     dynamo = private.dynamo_config
     slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
         (ItemSlot(func.__globals__, fully_shard.__name__), partial(_shard_and_compile, only)),
-        # Worker processes of the compiler would be forked from a rank that has threads.
+        # The compiler would fork its workers from a rank that has threads.
         (AttributeSlot(inductor.config, "compile_threads"), 1),
     ]
     if hasattr(dynamo, "skip_fsdp_hooks"):
@@ -81,7 +81,7 @@ def _shard_and_compile(only: type | None, module: Any, *args: Any, **kwargs: Any
 
 
 def compile_backend() -> str:
-    """Return the name of the backend that the compiled mode uses on the device under test."""
+    """Return the backend with which :func:`compiled_fsdp_test` compiles on the device under test."""
     return "inductor" if not device.is_accelerator() or _inductor_serves(device.get_devtype().type) else "aot_eager"
 
 

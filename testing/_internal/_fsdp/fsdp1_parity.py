@@ -27,13 +27,13 @@ _LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True)
 class Precision:
-    """What a training run computes in.
+    """The precision of a training run.
 
     Attributes:
         mixed: FSDP's mixed precision, or ``None``.
         pure_fp16: parameters, inputs and loss are float16.
-        scale_gradients: scale the loss by a :class:`ShardedGradScaler`.
-        scaler_kwargs: for its constructor.
+        scale_gradients: scale the loss with a :class:`ShardedGradScaler`.
+        scaler_kwargs: for the scaler's constructor.
     """
 
     mixed: MixedPrecision | None = None
@@ -43,21 +43,21 @@ class Precision:
 
     @property
     def mixed_type(self) -> torch.dtype | None:
-        """The type that mixed precision computes in, or ``None`` where it computes in the parameters' own."""
+        """The type in which mixed precision computes, or ``None`` if it keeps that of the parameters."""
         return None if self.mixed is None else self.mixed.param_dtype
 
 
 class Trainer:
-    """Trains ``model``, whose test model is ``model.module``, by SGD with momentum (Adam would hide a wrong scale).
+    """Trains ``model``, which wraps the test model, by SGD with momentum. Adam would hide a wrong scale.
 
     Args:
         case: the test case, for its assertions.
-        model: an FSDP or DDP model over an :class:`FSDPTestModel`.
-        autocast: run forward and loss under autocast.
+        model: FSDP, DDP or a similar wrapper of an :class:`FSDPTestModel`.
+        autocast: compute forward and loss under autocast.
         lr: learning rate.
-        offloads: FSDP keeps parameters in host memory.
-        save_model: after each step save the state, zero the model and load the state again.
-        precision: what is computed in.
+        offloads: FSDP keeps the parameters in host memory.
+        save_model: after each step, save the state, zero the model and load the state.
+        precision: of the run.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Trainer:
         self.is_fsdp = isinstance(model, FSDP)
         self.offloads = offloads and self.is_fsdp
         self.loss_device = next(model.parameters()).device
-        # momentum makes a step depend on all gradients so far
+        # with momentum, each step depends on all gradients so far
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         scaler_kwargs = {"device": device.get_devtype().type, **precision.scaler_kwargs}
         self.scaler = ShardedGradScaler(enabled=precision.scale_gradients, **scaler_kwargs)
 
     def train(self, num_steps: int) -> torch.Tensor:
-        """Run ``num_steps`` steps and return the last loss, scaled as its backward saw it.
+        """Run ``num_steps`` steps and return the last loss, with the scale that its backward used.
 
         Raises:
-            ValueError: there is no step to take.
+            ValueError: ``num_steps`` is below 1.
         """
         if num_steps < 1:
             raise ValueError(f"got num_steps={num_steps}, expected at least 1: there would be no loss to return")
@@ -115,7 +115,7 @@ class Trainer:
     def _loss(self) -> torch.Tensor:
         compute = device.get_devtype()
         with torch.amp.autocast(compute.type, dtype=self.precision.mixed_type, enabled=self.autocast):
-            # Inputs live on the compute device wherever the parameters are kept.
+            # Inputs are on the compute device even if the parameters are offloaded.
             inputs = self._in_precision(self._test_model.get_input(compute))
             output = self.model(*inputs)
             if self.offloads and self._reshards_after_forward():
@@ -124,7 +124,7 @@ class Trainer:
 
     def _in_precision(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        # FSDP casts its inputs itself under mixed precision; nobody else does.
+        # Under mixed precision FSDP casts its inputs itself; other wrappers do not.
         target = torch.float16 if self.precision.pure_fp16 else None if self.is_fsdp else self.precision.mixed_type
         return tuple(tensor.to(target) if target and tensor.is_floating_point() else tensor for tensor in tensors)
 
@@ -138,25 +138,25 @@ class Trainer:
         elif self.is_fsdp:
             self.case.assertEqual(loss.dtype, self.precision.mixed_type or torch.float32)
         else:
-            # Parameters are float32, and so is what autocast computes a loss in.
+            # Parameters are float32, and autocast computes losses in float32.
             self.case.assertEqual(loss.dtype, torch.float32)
 
     def _save_and_load(self) -> None:
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        # So that a state that was not saved, or not loaded, is missed in the next step.
+        # A state that was not saved, or not loaded, then changes the next step.
         _zero_model(self.model)
         self.model.load_state_dict(state)
 
 
 def check_parameters_on_host(case: Any, model: nn.Module) -> None:
-    """Check that every parameter of ``model`` is in host memory, where offloading keeps it between uses."""
+    """Check that every parameter of ``model`` is in host memory, as offloading requires between uses."""
     for parameter in model.parameters():
         case.assertEqual(parameter.device, torch.device(accelerator.HOST))
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """One comparison; see ``FSDPTestMixin._test_fsdp_parity`` for what the fields mean."""
+    """One comparison. ``FSDPTestMixin._test_fsdp_parity`` documents the fields."""
 
     case: Any
     model_class: type[FSDPTestModel]
@@ -171,11 +171,11 @@ class ParityCheck:
     fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Train both models and compare losses, parameters and where parameters live.
+        """Train both models and compare losses, parameters and their devices.
 
         Raises:
             AssertionError: FSDP differs.
-            ValueError: the mode wraps nothing, or the model cannot be built.
+            ValueError: the mode wraps nothing, or building the model failed.
         """
         if self.fsdp_init_mode == FSDPInitMode.NO_FSDP:
             raise ValueError("got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no FSDP model to compare")
@@ -195,7 +195,7 @@ class ParityCheck:
 
     @property
     def _moves_offloaded(self) -> bool:
-        """Whether parameters that FSDP keeps on the host are moved off it behind its back, which it must refuse."""
+        """Whether offloaded parameters are moved to the device after wrapping, which FSDP must refuse."""
         return self._offloads and self.device_init_mode == DEVICEInitMode.DEVICE_AFTER
 
     def _expected_error(self) -> AbstractContextManager[Any]:
@@ -229,7 +229,7 @@ class ParityCheck:
         except Exception as error:
             raise ValueError(f"{self.model_class.__name__}.init with {self.fsdp_kwargs} raised: {error}") from error
         if not isinstance(model, FSDP):
-            # The reference reduces all gradients, so no parameter may stay outside FSDP.
+            # The reference reduces all gradients, so FSDP must manage every parameter.
             model = FSDP(model, group, **device.with_compute_device(self.fsdp_kwargs))
         if self.precision.pure_fp16:
             model.half()
@@ -255,11 +255,11 @@ class ParityCheck:
         if self._offloads:
             check_parameters_on_host(self.case, sharded)
             loss = loss.to(device.device_type())
-        # Collective, so before anything that may fail on one rank alone.
+        # Collective, so it must come before anything that may fail on one rank only.
         full = get_full_params(sharded)
-        # The loss of mixed precision is float32 in the reference alone.
+        # Under mixed precision only the reference has a float32 loss.
         torch.testing.assert_close(loss, expected, check_dtype=False)
-        # In half precision the two optimisers round differently; the losses above are what is left to compare.
+        # In half precision the two optimizers round differently, so only the losses are compared.
         if self.precision.mixed is None and not self.precision.pure_fp16:
             self.case.assertEqual(
                 full, list(reference.parameters()), exact_device=True, msg=_explain("FSDP did not match the reference")

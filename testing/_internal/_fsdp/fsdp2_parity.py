@@ -1,4 +1,4 @@
-"""FSDP2 against an unsharded replica: shards, gradients, whole training steps.
+"""FSDP2 against an unsharded replica: compares shards, gradients and training steps.
 
 The replica averages its gradients by plain all-reduces of this module, so that the reference depends on neither DDP nor
 FSDP.
@@ -43,11 +43,11 @@ def reduce_scatter_with_assert(
 ) -> Any:
     """Call ``assert_fn`` on the output tensor of a reduce-scatter, then run the reduce-scatter and return its result.
 
-    Bind the first three arguments with :func:`functools.partial` and hand the rest to ``patch_reduce_scatter``. The
-    output is seen before it is written: its shape, type and device hold, its values do not.
+    Bind the first three arguments with :func:`functools.partial`, and pass the partial to ``patch_reduce_scatter``.
+    ``assert_fn`` sees the output before it is written: shape, type and device are valid, values are not.
 
     Raises:
-        AssertionError: the call has no output argument; and whatever ``assert_fn`` raises.
+        AssertionError: the call has no output argument. Errors of ``assert_fn`` are passed on.
     """
     if not args and "output" not in kwargs:
         raise AssertionError(f"a reduce-scatter was called without an output: got args {args} and kwargs {kwargs}")
@@ -63,18 +63,18 @@ def check_sharded_parity(
 ) -> None:
     """Check that ``sharded_module`` holds the shards of ``replicated_module``: names, values, gradients, placements.
 
-    Not collective: each rank cuts its shard out of its own replicated tensors, by the layout of the sharded parameter.
+    Not collective: each rank shards its own replicated tensors, with the placements of the sharded parameters.
 
     Args:
         cls: the test case, for its assertions.
-        replicated_module: plain tensors, the same number of parameters in the same order.
-        sharded_module: DTensor parameters; a gradient must exist where the replicated one does, and be laid out as
-            its parameter is.
-        prefixes_to_ignore: substrings to drop from the sharded names, such as those of wrappers.
+        replicated_module: has plain tensors, in the same number and order.
+        sharded_module: has DTensor parameters. The same parameters must have gradients, with the parameters'
+            placements.
+        prefixes_to_ignore: substrings to remove from the sharded names, such as those of wrappers.
 
     Raises:
-        AssertionError: anything differs; or a parameter is sharded twice along dimension 0, where FSDP's order of
-            shards is not ``distribute_tensor``'s.
+        AssertionError: anything differs; or a parameter is sharded twice along dimension 0, for which the order of
+            shards in FSDP and in ``distribute_tensor`` differs.
     """
     replicated, sharded = list(replicated_module.named_parameters()), list(sharded_module.named_parameters())
     cls.assertEqual([name for name, _ in replicated], [_without(name, prefixes_to_ignore) for name, _ in sharded])
@@ -103,7 +103,7 @@ def _check_gradient(cls: Any, whole: torch.Tensor, part: DTensor, name: str) -> 
 
 def _check_is_dtensor(cls: Any, tensor: object, name: str) -> DTensor:
     cls.assertIsInstance(tensor, DTensor, name)
-    if not isinstance(tensor, DTensor):  # for the type checker: the assertion above has already failed
+    if not isinstance(tensor, DTensor):  # for the type checker; the assertion above has already failed
         raise AssertionError(f"{name}: got {type(tensor).__name__}, expected DTensor")
     return tensor
 
@@ -111,7 +111,7 @@ def _check_is_dtensor(cls: Any, tensor: object, name: str) -> DTensor:
 def _check_shard(cls: Any, whole: torch.Tensor, part: DTensor, layout: DTensor, name: str) -> None:
     if tuple(layout.placements) == (Shard(0), Shard(0)):
         raise AssertionError(
-            f"{name}: placements (Shard(0), Shard(0)) order their shards otherwise than distribute_tensor does, "
+            f"{name}: placements (Shard(0), Shard(0)) have another order of shards than in distribute_tensor, "
             "so the two cannot be compared. Compare full_tensor() instead."
         )
     expected = distribute_tensor(whole, layout.device_mesh, layout.placements, src_data_rank=None)
@@ -121,9 +121,9 @@ def _check_shard(cls: Any, whole: torch.Tensor, part: DTensor, layout: DTensor, 
 
 
 def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return the tensors inside each: comparing a subclass dispatches dozens of operations and may look at one part.
+    """Return the inner tensors of each, because comparing a subclass is slow and may ignore some of them.
 
-    A plain tensor, as FSDP reduces gradients into, stands for every part of a subclass.
+    A plain tensor, such as a gradient that FSDP has reduced, is compared with every inner tensor of a subclass.
     """
     parts = [inner_tensors(each) if hasattr(each, "__tensor_flatten__") else [each] for each in tensors]
     count = max(map(len, parts))
@@ -131,10 +131,10 @@ def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
 
 
 def effective_reduce_dtype(policy: MixedPrecisionPolicy, original: torch.dtype = torch.float32) -> torch.dtype:
-    """Return the type in which FSDP2 reduces gradients of parameters of type ``original`` that ask for no other type.
+    """Return the type in which FSDP2 reduces gradients of parameters of type ``original`` under ``policy``.
 
-    Without ``policy.reduce_dtype`` it is the type of the computation, and since torch 2.15 that of the parameters (see
-    the documentation of ``MixedPrecisionPolicy``).
+    Without ``policy.reduce_dtype`` it is the type of the computation, or since torch 2.15 that of the parameters; see
+    the documentation of ``MixedPrecisionPolicy``.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
@@ -143,16 +143,16 @@ def effective_reduce_dtype(policy: MixedPrecisionPolicy, original: torch.dtype =
 
 
 def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
-    """Return up to three perceptrons in turn, the same on every rank.
+    """Return a sequence of up to three MLPs, the same on every rank. Shapes: ``(*, width)`` in and out.
 
-    By default no number of ranks divides a width, so that every parameter is padded. Shapes: ``(*, width)`` in and out.
+    With the default width no first dimension is divisible by 4, so on four ranks FSDP2 pads every parameter.
     """
     torch.manual_seed(0)
     return nn.Sequential(*(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count]))
 
 
 def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard each child of ``model``, then ``model`` with what is left; return it."""
+    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and return it."""
     for child in model.children():
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -160,7 +160,7 @@ def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient of ``model``, which every rank holds whole, by its mean over the world. Collective."""
+    """Average the gradients of an unsharded ``model`` over the world, in place. Collective."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -168,24 +168,24 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` unsharded and detached. Collective if it is a DTensor."""
+    """Return ``tensor``, unsharded and detached. Collective for a DTensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class FullyShardParityTest(FourRankTest):
-    """Four ranks, each with data of its own, that train a sharded model and a whole one in the same steps."""
+    """Four ranks, each with its own data, train a sharded model and an unsharded replica side by side."""
 
     def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
-        """Return this rank's data of that step, shape ``(count, width)``; no other rank or step has the same."""
+        """Return this rank's input for ``step``, shape ``(count, width)``. It differs by rank and step."""
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(count, width, generator=generator).to(self.device)
 
     def replica(self, model: nn.Module) -> nn.Module:
-        """Return a copy of ``model``, taken before it is sharded, on this rank's device."""
+        """Return a copy of ``model`` on this rank's device. Call it before you shard ``model``."""
         return copy.deepcopy(model).to(self.device)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # One tensor at a time, so that parameters of different meshes may share an optimizer.
+        # Not foreach, so that parameters on different meshes may share an optimizer.
         return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False)
 
     def check_train_parity(
@@ -199,16 +199,18 @@ class FullyShardParityTest(FourRankTest):
         loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
         **tolerance: float,
     ) -> None:
-        """Train both and compare loss, gradients and parameters in each step, and that parameters moved. Collective.
+        """Train both models, compare loss, gradients and parameters in each step, and check that parameters change.
+
+        Collective.
 
         Args:
-            reference: plain tensors, a :meth:`replica` of ``sharded``.
-            sharded: has been given to ``fully_shard``.
+            reference: the unsharded model, a :meth:`replica` of ``sharded``.
+            sharded: the model to which ``fully_shard`` was applied.
             width: last dimension of the input.
-            steps: optimizer steps.
-            check: compares gradients and parameters after each backward and at the end; shard by shard by default.
-            loss_of: of a model and its input; by default the sum of the squared output.
-            tolerance: ``atol`` and ``rtol`` for losses.
+            steps: number of optimizer steps.
+            check: compares gradients and parameters after each backward and at the end; :meth:`check_shards` by
+                default. loss_of: computes the loss from a model and its input; by default the sum of the squared
+                output. tolerance: ``atol`` and ``rtol`` for losses.
         """
         compare = check or self.check_shards
         optimizers = [self.optimizer(model) for model in (reference, sharded)]
@@ -227,11 +229,11 @@ class FullyShardParityTest(FourRankTest):
         self.assertNotEqual(before, [parameter.detach() for parameter in reference.parameters()])
 
     def check_shards(self, reference: nn.Module, sharded: nn.Module, **kwargs: Any) -> None:
-        """Compare parameters and gradients shard by shard, layouts included."""
+        """Compare parameters and gradients shard by shard, with their placements."""
         check_sharded_parity(self, reference, sharded, **kwargs)
 
-    def check_whole(self, reference: nn.Module, sharded: nn.Module) -> None:
-        """Compare parameters and gradients unsharded, for layouts that ``distribute_tensor`` orders otherwise."""
+    def check_full_tensors(self, reference: nn.Module, sharded: nn.Module) -> None:
+        """Compare full parameters and gradients, where :meth:`check_shards` cannot compare placements. Collective."""
         pairs = zip(reference.named_parameters(), sharded.named_parameters(), strict=True)
         for (name, expected), (_, found) in pairs:
             self.check_equal(name, full_tensor(found), expected.detach())

@@ -1,7 +1,7 @@
-"""For tests of FSDP1 optimizer states: a model wrapped at several depths, its optimizers, and comparison of states.
+"""The base class for tests of FSDP1 optimizer states, and the models that it trains.
 
-All ranks train on the same data, so an unwrapped model on each rank is the reference for the whole. Its state is
-compared by parameter: one that went to the wrong parameter shows even if some other parameter owns such a state.
+All ranks train on the same data, so an unwrapped model on each rank is the reference. States are compared by parameter,
+so that a state which went to the wrong parameter is found.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ParamGroups = list[dict[str, Any]]
 
 
 def skip_offload_of_orig_params() -> None:
-    """Leave out the running sub-case, or test, on the plain host.
+    """Skip the running subtest, or the test if it has none, on the host.
 
-    FSDP of torch 2.13 gathers all states of a flat parameter into one buffer, one after the other: where the "copy" to
-    the host is no copy, each overwrites the one before.
+    FSDP of torch 2.13 gathers the states of a flat parameter one after the other into one buffer. If the "copy" to the
+    host is not a copy, each overwrites the previous one.
 
     Raises:
         unittest.SkipTest: there is no accelerator.
     """
     skip_without_accelerator(
-        "to offload a full optimizer state with use_orig_params=True needs memory apart from the host's"
+        "offloading a full optimizer state with use_orig_params=True needs memory apart from the host's"
     )
 
 
@@ -64,7 +64,7 @@ class _Bias(nn.Module):
 
 
 class _Block(nn.Module):
-    """A weight of its own between two modules with a bias each. Shapes: ``(*, in_dim)`` to ``(*, out_dim)``."""
+    """A weight, and two submodules with a bias each. Shapes: ``(*, in_dim)`` to ``(*, out_dim)``."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class _Block(nn.Module):
         self.bias_module1: nn.Module = _Bias(out_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Without a function in between both biases would have one gradient.
+        # Without a nonlinearity in between, both biases would have the same gradient.
         hidden = torch.relu(self.bias_module0(x @ self.weight))
         output: torch.Tensor = self.bias_module1(hidden)
         return output
 
 
 class OptimStateNestedModel(nn.Module):
-    """Five blocks for wrapping at several depths and a bias; always the same weights. Shapes: ``(8, 5)`` in and out."""
+    """Five blocks, to be wrapped at several depths, and a bias; always the same weights. Shapes: ``(8, 5)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class OptimStateNestedModel(nn.Module):
         return (torch.randn(8, 5, device=device),)
 
     def get_loss(self, inp: Any, output: torch.Tensor) -> torch.Tensor:
-        # Not linear, so that gradients change from step to step.
+        # Nonlinear, so that gradients change from step to step.
         return (output * output).mean() + output.sum()
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -108,12 +108,12 @@ class OptimStateNestedModel(nn.Module):
     def wrap(
         self, group: dist.ProcessGroup | None = None, ignore_modules: bool = False, **fsdp_kwargs: Any
     ) -> OptimStateNestedModel:
-        """Wrap ``block1`` and two blocks of ``block2``, some of their biases apart; the rest stays outside FSDP.
+        """Wrap ``block1``, two blocks of ``block2``, and some of their biases separately. The rest stays unwrapped.
 
         Args:
-            group: the ranks, all by default.
-            ignore_modules: keep one bias of the last block outside as well.
-            fsdp_kwargs: for each FSDP constructor.
+            group: the process group; the default group if None.
+            ignore_modules: have FSDP ignore one bias of the last block.
+            fsdp_kwargs: for every FSDP constructor.
         """
         fsdp = _sharding(group, fsdp_kwargs)
         self.block1.bias_module0 = fsdp(self.block1.bias_module0)
@@ -126,20 +126,20 @@ class OptimStateNestedModel(nn.Module):
         return self
 
     def wrap_alt(self, group: dist.ProcessGroup | None = None, **fsdp_kwargs: Any) -> OptimStateNestedModel:
-        """Wrap ``block0``, one bias of it apart, and nothing that :meth:`wrap` wraps."""
+        """Wrap ``block0``, and one of its biases separately; nothing that :meth:`wrap` wraps."""
         fsdp = _sharding(group, fsdp_kwargs)
         self.block0.bias_module0 = fsdp(self.block0.bias_module0)
         self.block0 = fsdp(self.block0)
         return self
 
     def param_groups(self) -> _ParamGroups:
-        """Return two groups, out of the order of the parameters, without ``bias``."""
+        """Return two groups that are not in the order of the parameters and lack ``bias``."""
         rest = [*self.block2.parameters(), *self.block0.parameters()]
         return [{"params": [*self.block1.parameters()]}, {"params": rest, "weight_decay": 0.9}]
 
 
 class OptimStateModel(nn.Module):
-    """Four layers; always the same weights. Shapes: ``(8, 8)`` in and out.
+    """Four layers, always with the same weights. Shapes: ``(8, 8)`` in and out.
 
     Args:
         no_grad: freeze the first layer.
@@ -162,18 +162,18 @@ class OptimStateModel(nn.Module):
 
 
 def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter whole and on the host; a collective where it is sharded."""
+    """Return the state of one parameter, unsharded and on the host. Collective if it is sharded."""
     whole = _gather_state_dict(dict(state))
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
 
 
 def state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of each parameter of an unwrapped ``model`` under its name."""
+    """Return the optimizer state of each parameter of an unwrapped ``model``, by name."""
     return {name: optim.state[param] for name, param in model.named_parameters() if param in optim.state}
 
 
 class FSDPOptimStateTest(FSDPTest):
-    """Two ranks, fresh for each test; models with their optimizers, training, and comparison of optimizer states."""
+    """Two ranks; methods that build a model with its optimizer, train, and compare optimizer states."""
 
     @property
     def world_size(self) -> int:
@@ -188,7 +188,7 @@ class FSDPOptimStateTest(FSDPTest):
         use_diff_optim_inputs: bool = False,
         fsdp_kwargs: dict[str, Any] | None = None,
     ) -> tuple[OptimStateNestedModel, torch.optim.Optimizer, Any]:
-        """Return model, Adam and its input: where inputs are to differ, odd ranks list their parameters in reverse."""
+        """Return the model, Adam and its input. If inputs are to differ, odd ranks list the parameters in reverse."""
         model = OptimStateNestedModel().to(compute_device())
         if wrap:
             model = (model.wrap_alt if wrap_alt else model.wrap)(group, **(fsdp_kwargs or {}))
@@ -200,7 +200,7 @@ class FSDPOptimStateTest(FSDPTest):
         return model, torch.optim.Adam(optim_input, lr=0.01), optim_input
 
     def _step_model(self, model: nn.Module, optim: Any, num_iters: int = 2, seed: int = 0) -> list[float]:
-        """Train on the same batches on all ranks and return the losses."""
+        """Train with the same batches on all ranks and return the losses."""
         torch.manual_seed(seed)
         module: Any = getattr(model, "module", model)
         losses = []
@@ -220,7 +220,7 @@ class FSDPOptimStateTest(FSDPTest):
         return received
 
     def _check_same_state(self, fsdp_osd: Mapping[str, Any], ref_state: Mapping[Any, Any]) -> None:
-        """Check that both have the same parameters, at least one, with the same state for each."""
+        """Check that both have the same parameters, at least one, each with the same state."""
         actual = {param: _gathered(state) for param, state in fsdp_osd["state"].items()}
         expected = {param: _gathered(state) for param, state in ref_state.items()}
         self.assertEqual(set(actual), set(expected))
@@ -231,7 +231,7 @@ class FSDPOptimStateTest(FSDPTest):
     def _check_same_param_groups(
         self, fsdp_osd: Mapping[str, Any], ref_osd: Mapping[str, Any], with_params: bool
     ) -> None:
-        """Check that both have the same groups in order, with the same members if asked."""
+        """Check that both have the same groups in the same order, and the same members if ``with_params``."""
         left_out = set() if with_params else {"params"}
         actual, expected = (
             [{key: value for key, value in group.items() if key not in left_out} for group in osd["param_groups"]]

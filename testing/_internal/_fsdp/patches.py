@@ -1,16 +1,16 @@
-"""Contexts that replace a function of c10d or FSDP2 for all ranks.
+"""Context managers that replace a function of c10d or FSDP2 on all ranks.
 
 Note [Patches and threads]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks may be processes, each with the name to itself, or threads that share it. In both the contexts promise:
+Ranks may be processes, which each have the patched name to themselves, or threads, which share it. In both cases:
 
-- no rank runs its body before every rank has its replacement in place (a barrier after setting);
-- while any thread is in its body, the name is not restored (a barrier before leaving);
-- what is restored is what was there before the first thread came, whichever thread leaves last: threads that read
-  the name themselves could read another thread's replacement and leave it behind for ever.
+- No rank runs its body before every rank has set its replacement (a barrier after setting).
+- The name is not restored while a thread is in its body (a barrier before leaving).
+- The last thread to leave restores what the first thread found. If every thread restored what it found itself, one
+  could restore another thread's replacement for good.
 
-Threads share one replacement, the one set last. A body that raises leaves without waiting, since a peer may never
-arrive, and the name is restored as soon as no thread is inside any more.
+Threads share one replacement, the one that was set last. A body that raises leaves without the barrier, because a peer
+may never arrive; the name is restored when the last thread has left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ REDUCE_SCATTER = _first_present("reduce_scatter_single", "reduce_scatter_tensor"
 
 @dataclass(frozen=True)
 class AttributeSlot:
-    """A module's global or a class's method, read raw so that a static method is put back as one."""
+    """An attribute of a module or class, read without binding, so that a static method is restored as one."""
 
     owner: Any
     name: str
@@ -64,7 +64,7 @@ class AttributeSlot:
         return id(self.owner), self.name
 
     def read(self) -> Any:
-        # Configuration modules compute their attributes: nothing by that name is in their namespace.
+        # Configuration modules compute their attributes, which are not in their namespace.
         return vars(self.owner)[self.name] if self.name in vars(self.owner) else getattr(self.owner, self.name)
 
     def write(self, value: Any) -> None:
@@ -91,7 +91,7 @@ class ItemSlot:
 
 @dataclass
 class _Level:
-    """One depth of nested contexts over a slot: who is inside, and what the outermost of them found."""
+    """One depth of nested contexts over a slot: how many threads are inside, and what the first of them found."""
 
     before: Any
     threads_inside: int = 0
@@ -117,7 +117,7 @@ class _Registry:
             levels, depth = self.levels[slot.key], self._depth(slot) - 1
             self._set_depth(slot, depth)
             levels[depth].threads_inside -= 1
-            # A thread that raised may leave an outer level while another one is still in an inner level.
+            # A thread that raised may leave an outer level while another is still in an inner one.
             while levels and not levels[-1].threads_inside:
                 slot.write(levels.pop().before)
             if not levels:
@@ -140,9 +140,9 @@ _registry = _Registry()
 
 @contextmanager
 def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
-    """Hold ``replacement`` in ``slot`` while every rank of the default group runs its body.
+    """Keep ``replacement`` in ``slot`` while all ranks of the default group run their bodies.
 
-    Collective: all ranks enter, and all leave or all raise. See Note [Patches and threads].
+    Collective: all ranks must enter, and all must leave or raise. See Note [Patches and threads].
     """
     _registry.enter(slot, replacement)
     try:
@@ -154,12 +154,12 @@ def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
 
 
 def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> _Patch:
-    """Replace the all-gather into one tensor that FSDP calls through ``torch.distributed``."""
+    """Replace the single-tensor all-gather that FSDP calls through ``torch.distributed``."""
     return patched(AttributeSlot(dist, ALL_GATHER), new_all_gather_into_tensor)
 
 
 def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., Any]) -> _Patch:
-    """Replace the reduce-scatter of one tensor that FSDP calls through ``torch.distributed``."""
+    """Replace the single-tensor reduce-scatter that FSDP calls through ``torch.distributed``."""
     return patched(AttributeSlot(dist, REDUCE_SCATTER), new_reduce_scatter_tensor)
 
 
@@ -169,32 +169,32 @@ def patch_all_reduce(new_all_reduce: Callable[..., Any]) -> _Patch:
 
 
 def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> _Patch:
-    """Replace the function with which an FSDP2 parameter group gathers all its parameters."""
+    """Replace the function that all-gathers the parameters of an FSDP2 parameter group."""
     return patched(AttributeSlot(private.param_group, "foreach_all_gather"), new_foreach_all_gather)
 
 
 def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> _Patch:
-    """Replace the function with which an FSDP2 parameter group reduces all its gradients."""
+    """Replace the function that reduces the gradients of an FSDP2 parameter group."""
     return patched(AttributeSlot(private.param_group, "foreach_reduce"), new_foreach_reduce)
 
 
 def patch_unshard(new_unshard: Callable[..., Any]) -> _Patch:
-    """Replace the method ``FSDPParamGroup.unshard`` of FSDP2."""
+    """Replace FSDP2's method ``FSDPParamGroup.unshard``."""
     return _patch_param_group("unshard", new_unshard)
 
 
 def patch_reshard(new_reshard: Callable[..., Any]) -> _Patch:
-    """Replace the method ``FSDPParamGroup.reshard`` of FSDP2."""
+    """Replace FSDP2's method ``FSDPParamGroup.reshard``."""
     return _patch_param_group("reshard", new_reshard)
 
 
 def patch_post_backward(new_post_backward: Callable[..., Any]) -> _Patch:
-    """Replace the method ``FSDPParamGroup.post_backward`` of FSDP2."""
+    """Replace FSDP2's method ``FSDPParamGroup.post_backward``."""
     return _patch_param_group("post_backward", new_post_backward)
 
 
 def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any]) -> _Patch:
-    """Replace the backward of the autograd function whose backward runs an FSDP2 parameter group's post-backward."""
+    """Replace the backward of the autograd function that runs the post-backward of an FSDP2 parameter group."""
     return patched(AttributeSlot(private.param_group.RegisterPostBackwardFunction, "backward"), new_backward)
 
 

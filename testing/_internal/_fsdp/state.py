@@ -1,4 +1,4 @@
-"""Reading, zeroing, sharing and comparing the state of a model."""
+"""Reads, zeroes, broadcasts and compares the state of a model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _assert_module_states(
     process_group: dist.ProcessGroup,
     assert_fn: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> None:
-    """Call ``assert_fn(state on rank 0, state on another rank)`` for each parameter and buffer of ``model``.
+    """Call ``assert_fn(tensor on rank 0, tensor on another rank)`` for each parameter and buffer of ``model``.
 
-    Every rank gathers every state and compares all ranks, so all ranks fail alike.
+    Every rank gathers all tensors and compares all ranks, so all ranks fail with the same error.
 
     Raises:
-        AssertionError: the ranks name their states differently; and whatever ``assert_fn`` raises.
+        AssertionError: ranks have different names of parameters or buffers. Errors of ``assert_fn`` are passed on.
     """
     gathered: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(gathered, _named_states(model), group=process_group)
@@ -61,10 +61,11 @@ def _check_same_names(rank: int, first: _NamedStates, other: _NamedStates) -> No
 
 
 def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool = True) -> None:
-    """Zero the parameters of ``model`` in place, and its buffers if asked.
+    """Zero the parameters of ``model`` in place.
 
     Args:
-        summon_full: unshard FSDP1 parameters first and write the zeros back; without it, zero what is there.
+        zero_buffers: zero the buffers too.
+        summon_full: unshard FSDP1 parameters first and write the zeros back. Otherwise zero the shards.
     """
     unsharded: AbstractContextManager[Any] = FSDP.summon_full_params(model) if summon_full else nullcontext()
     with unsharded, torch.no_grad():
@@ -73,17 +74,17 @@ def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool 
 
 
 def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Any]:
-    """Return the state of ``model`` after moving it to the device (unless offloaded) and to half precision (if so)."""
+    """Return the state dict of ``model``, moved to the device unless ``cpu_offload`` and to float16 if ``half``."""
     if not cpu_offload:
         model = model.to(device.device_type())
     return (model.half() if half else model).state_dict()
 
 
 def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return rank 0's ``state_dict`` on every rank, each tensor on the device under test.
+    """Return rank 0's ``state_dict`` on every rank, with tensors on the device under test. Collective.
 
-    The tensors travel through host memory, because rank 0 may hold some on a device that other ranks cannot open.
-    What other ranks pass is ignored.
+    Tensors are sent through host memory, because other ranks may be unable to open rank 0's device. The argument is
+    ignored on other ranks.
     """
     shared: list[Any] = [None]
     if rank == 0 and state_dict is not None:
@@ -93,10 +94,10 @@ def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor] | None)
 
 
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-    """Return copies of the unsharded parameters of ``model``, on the compute device even where FSDP offloads them.
+    """Return copies of the unsharded parameters of ``model``, on the compute device even if FSDP offloads them.
 
     Args:
-        recurse: whether FSDP submodules are unsharded too.
+        recurse: unshard FSDP submodules too.
     """
     with FSDP.summon_full_params(model, recurse=recurse):
         return [deepcopy(parameter) for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""A base for suites of FSDP1's state dicts: models, ways to take and load a state dict, comparisons."""
+"""The base class for tests of FSDP1 state dicts, with its helpers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FP32_MIXED_PRECISION = MixedPrecision(
     param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32
 )
 
-# By upstream's names of the three kinds.
+# The three types, by upstream's names.
 STATE_DICT_MAPPING = {
     "state_dict": StateDictType.FULL_STATE_DICT,
     "local_state_dict": StateDictType.LOCAL_STATE_DICT,
@@ -53,31 +53,33 @@ STATE_DICT_MAPPING = {
 
 
 def identity(module: nn.Module) -> nn.Module:
-    """Return ``module``: what stands where another test has a wrapper."""
+    """Return ``module``; stands in for a wrapper."""
     return module
 
 
 def skip_offload_of_full_state() -> None:
-    """Leave the sub-case out where the host's memory is the device's."""
-    # FSDP frees the unsharded storage that the state dict still views when the "copy" to the host is no copy.
+    """Skip the running subtest where the device uses the host's memory.
+
+    FSDP frees the unsharded storage, which the state dict still views if the "copy" to the host is not a copy.
+    """
     skip_without_accelerator("a full state dict offloaded to the host needs memory apart from the host's")
 
 
 def skip_unsupported_state_dict(
     state_dict_type: str, rank0_and_offload: bool, use_orig_params: bool = False, cpu_offload: CPUOffload | None = None
 ) -> None:
-    """Leave out what FSDP does not support, by name.
+    """Skip the running subtest if FSDP does not support the combination.
 
     Args:
         state_dict_type: a key of ``STATE_DICT_MAPPING``.
-        rank0_and_offload: the state dict is for rank 0 alone, on its host.
+        rank0_and_offload: the state dict goes to the host, on rank 0 only.
         use_orig_params, cpu_offload: of the model.
 
     Raises:
-        unittest.SkipTest: the reason.
+        unittest.SkipTest: with the reason.
     """
     if rank0_and_offload and state_dict_type != "state_dict":
-        raise unittest.SkipTest("rank0_only is an option of full state dicts alone")
+        raise unittest.SkipTest("rank0_only is an option of full state dicts only")
     if rank0_and_offload:
         skip_offload_of_full_state()
     if use_orig_params and state_dict_type == "local_state_dict":
@@ -86,7 +88,7 @@ def skip_unsupported_state_dict(
 
 
 def train_on_random_batches(model: nn.Module, *batch_shape: int, steps: int) -> list[torch.Tensor]:
-    """Train on random batches, the same on all ranks, and return the losses."""
+    """Train on random batches of ``batch_shape``, the same on all ranks, and return the loss of each step."""
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
@@ -105,7 +107,7 @@ def _enum_value(state_dict_type: str) -> StateDictType:
 
 
 class FSDPStateDictTest(FSDPTest):
-    """Models, ways to take and load a state dict, and comparisons."""
+    """Two ranks; methods that build models, get and load state dicts, and compare them."""
 
     @property
     def world_size(self) -> int:
@@ -135,7 +137,7 @@ class FSDPStateDictTest(FSDPTest):
         check_fp16: bool = False,
         check_buffers: bool = True,
     ) -> None:
-        """Compare all unsharded parameters and, if there are any, all buffers."""
+        """Compare all unsharded parameters, and all buffers if there are any."""
         self.assertIn(assert_fn, (self.assertEqual, self.assertNotEqual))
         with FSDP.summon_full_params(model), FSDP.summon_full_params(model_new):
             self._state_compare(model, model_new, assert_fn)
@@ -161,7 +163,7 @@ class FSDPStateDictTest(FSDPTest):
     def _get_multibuffer_nested_model(
         self, *fsdp_args: Any, wrap: bool = True, checkpoint_wrap: bool = False, **fsdp_kwargs: Any
     ) -> nn.Module:
-        """Two layers with a batch norm between them that is in full precision whatever the others are in."""
+        """Return two layers with a batch norm between them, which stays in full precision."""
         layers: list[nn.Module] = [linear(), nn.BatchNorm1d(10, device=compute_device()), linear()]
         if not wrap:
             return nn.Sequential(*layers)
@@ -184,7 +186,7 @@ class FSDPStateDictTest(FSDPTest):
     def _get_state_dict_mgr(
         self, model: nn.Module, state_dict_type: str, state_dict_rank0_and_offload: bool
     ) -> AbstractContextManager[None]:
-        """Choose the type of ``model``'s state dicts, on the host if asked, and full ones then on rank 0 alone."""
+        """Set the type of ``model``'s state dicts. If asked, they go to the host, and full ones to rank 0 only."""
         configs: dict[str, Callable[..., Any]] = {
             "state_dict": partial(FullStateDictConfig, rank0_only=state_dict_rank0_and_offload),
             "local_state_dict": LocalStateDictConfig,
@@ -202,7 +204,7 @@ class FSDPStateDictTest(FSDPTest):
         state_dict_rank0_and_offload: bool,
         ignore_keys: Iterable[str] = (),
     ) -> None:
-        """Check that a full state dict made for rank 0 is on its host, and that other ranks hold nothing of FSDP's."""
+        """Check that a full state dict for rank 0 is on the host there, and has no entries of FSDP on other ranks."""
         if not state_dict_rank0_and_offload:
             self.assertNotEqual(fsdp_state_dict, {})
         elif self.rank == 0:
@@ -211,7 +213,7 @@ class FSDPStateDictTest(FSDPTest):
             for name, state in managed.items():
                 self.assertEqual(state.device, _HOST, f"{name} is on {state.device}, expected the host")
         else:
-            # Under a root that is not FSDP's, its own parameters are there on every rank.
+            # A root that is not wrapped has its own parameters on every rank.
             self.assertEqual(sorted(fsdp_state_dict), [] if isinstance(model, FSDP) else sorted(ignore_keys))
 
     def _initialize_model(self, wrap_fsdp: bool, wrap_ddp: bool = True, register_buffers: bool = False) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a training step does, in order, as lines of text: collectives by the unit they serve, and the units' compute."""
+"""Logs a training step as lines of text: the collectives, named by FSDP unit, and the compute of the units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_ext.compat.fsdp import TorchDispatchMode
 
 __all__ = ["StepLog", "ThreeUnits", "layout_over_ranks"]
 
-# By the name of c10d's operator: what it is called here, and the tensors that together are not sharded.
+# For each c10d op: its name in the log, and which of its arguments are the unsharded tensors.
 _COLLECTIVES: Mapping[str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.Tensor]]]] = {
     "_allgather_base_": ("all-gather", lambda args: [args[0]]),
     "allgather_": ("all-gather", lambda args: args[0][0]),
@@ -24,9 +24,10 @@ _COLLECTIVES: Mapping[str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.T
 
 
 class ThreeUnits(nn.Module):
-    """Linear layers ``first``, ``second`` and ``last`` in turn; the first two are meant to be sharded by themselves.
+    """Linear layers ``first``, ``second`` and ``last`` in sequence. Shard the first two each on their own.
 
-    Their sizes (16, 48 and 240 elements) tell them apart, as do halves; their rows divide by 2 and by 4.
+    Their sizes (16, 48 and 240 elements) identify them, and so do half sizes. Their rows are divisible by 2 and 4.
+    Shapes: ``(*, 4)`` to ``(*, 20)``.
     """
 
     UNITS = ("first", "second", "last")
@@ -43,10 +44,10 @@ class ThreeUnits(nn.Module):
 
 
 class StepLog(TorchDispatchMode):
-    """Logs a step of a :class:`ThreeUnits`, sharded or about to be.
+    """Logs a step of a :class:`ThreeUnits` model, which you may shard before or after.
 
-    Compute is seen where the units' own forward and backward run. A collective is named after the unit of which it
-    moves all elements, or a share of them after a reduction over shards; others show their number of elements.
+    Compute is logged when the forward or backward of a unit runs. A collective is named after the unit whose elements
+    it moves: all of them, or half after a reduction over two shards. Otherwise the log shows the number of elements.
     """
 
     def __init__(self, model: ThreeUnits) -> None:
@@ -85,7 +86,7 @@ class StepLog(TorchDispatchMode):
 
     @contextmanager
     def of(self, title: str) -> Iterator[None]:
-        """Log what happens inside, under ``title``."""
+        """Log what happens in the ``with`` block, indented under ``title``."""
         self.lines.append(f"{title}:")
         start = len(self.lines)
         with self:
@@ -97,7 +98,7 @@ class StepLog(TorchDispatchMode):
 
 
 def layout_over_ranks(named_shards: Mapping[str, torch.Tensor]) -> str:
-    """Return a line for each tensor with its shape on every rank of the default group; every rank gets the same."""
+    """Return a line for each tensor, with its shape on every rank of the default group. Collective."""
     own = {name: tuple(tensor.shape) for name, tensor in named_shards.items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

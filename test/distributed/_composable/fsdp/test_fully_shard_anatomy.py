@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 makes of a model and what a training step consists of, written out for a reader to see.
+"""What FSDP2 turns a model into, and what a training step consists of, written out in full.
 
-Numbers cannot tell whether parameters were gathered once too often or gradients reduced too early; these can.
+Numerical parity does not show that parameters are gathered too often or gradients reduced too early. These tests do.
 """
 
 import sys
@@ -186,7 +186,7 @@ with:
 class TestState(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Each has a type of its own, so that none can stand for another."""
+        """Compute, reduction and output each have a type of their own, so none can be mistaken for another."""
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}
@@ -215,7 +215,7 @@ gradient: torch.float32""",
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_layout(self):
-        """Rows go to ranks in equal blocks; what does not fill a block leaves ranks with less, or none."""
+        """Ranks get equal blocks of rows; if these run out, the last ranks get fewer rows, or none."""
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(self.device)
         fully_shard(model)
         shards = {name: param.to_local() for name, param in model.named_parameters()}
@@ -230,19 +230,19 @@ gradient: torch.float32""",
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_load_reaches_parameters_that_are_still_gathered(self):
-        """After a forward that does not reshard, the next one must not use what it had gathered."""
+        """The next forward must not use what an earlier one gathered and did not reshard."""
         model, _ = self._sharded(reshard_after_forward=False)
         rows = self._rows()
         self._check_load(model, rows)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_assigned_state_is_what_the_next_forward_uses(self):
-        """Also where the loaded tensors take the place of those that were sharded."""
+        """As above, if the loaded tensors replace the sharded parameters."""
         model, _ = self._sharded()
         self._check_load(model, self._rows(), assign=True)
 
     def _check_load(self, model, rows, **options):
-        """Load twice the values between two forwards; the second must compute with them."""
+        """Load doubled values between two forwards. The second must use them."""
         reference = ThreeUnits().to(self.device)
         reference.load_state_dict({name: 2 * tensor for name, tensor in reference.state_dict().items()})
         with torch.no_grad():

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Which gradients reach which parameters: graphs that use a module twice, alone or not at all; frozen, ignored and
-unsharded parameters; hooks.
+"""Which gradients reach which parameters: graphs that use a module twice, alone or not at all; frozen parameters;
+gradient clipping; parameters outside FSDP.
 """
 
 import sys
@@ -29,7 +29,7 @@ if not dist.is_available():
 class TestFullyShardAutograd(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_non_root_forward_backward(self):
-        """A child may run by itself once the root has run, and its gradients add up with those of the root's run."""
+        """A child may run by itself after the root has run. Its gradients add to those of the root's run."""
         model = sequential_mlps()
         reference = self.replica(model)
         fully_shard_children(model.to(self.device))
@@ -42,7 +42,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_child_that_runs_first_is_a_root_for_good(self):
-        """It has the gradients of its own run, and no root above it may run later."""
+        """It gets the gradients of its own run. A module above it may not become the root later."""
         model = sequential_mlps()
         reference = self.replica(model)
         fully_shard_children(model.to(self.device))
@@ -55,7 +55,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_multi_forward_module(self):
-        """A module that runs twice in forward gathers the sum of both gradients."""
+        """A module that runs twice in forward accumulates both gradients."""
 
         class Twice(nn.Module):
             def __init__(self):
@@ -76,7 +76,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unused_forward_output(self):
-        """A module whose output the loss leaves out in some steps stalls no rank and gets no gradient."""
+        """If the loss does not use a module's output, no rank hangs, and the module gets no gradient."""
 
         class Halves(DoubleLinear):
             def forward(self, x):
@@ -98,7 +98,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unused_module(self):
-        """A module that forward leaves out, or whose output the loss does, ends without gradients."""
+        """A module that forward skips, or whose output the loss ignores, has no gradients."""
         for use_second_linear in (True, False):
             torch.manual_seed(0)
             model = DoubleLinear(5, use_second_linear=use_second_linear)
@@ -113,7 +113,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_frozen_parameters(self):
-        """They are gathered, not trained; forward without autograd gives what it gives with it."""
+        """They are gathered, but not trained. Forward gives the same output with autograd and without."""
         model = sequential_mlps()
         model[1].requires_grad_(False)
         reference = self.replica(model)
@@ -125,7 +125,7 @@ class TestFullyShardAutograd(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_clipping(self):
-        """The norm is that of all shards, of parameters whose shards differ in size too."""
+        """The norm is that of all shards, even if shards differ in size."""
         model = sequential_mlps()
         reference = self.replica(model)
         fully_shard_children(model.to(self.device))
@@ -155,7 +155,7 @@ class TestFullyShardIgnoredParams(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharding_below_a_module_that_is_not_sharded(self):
-        """Parameters outside stay plain: averaging their gradients is up to the caller."""
+        """Parameters outside stay plain tensors, whose gradients the caller averages."""
         model = sequential_mlps()
         reference = self.replica(model)
         model.to(self.device)

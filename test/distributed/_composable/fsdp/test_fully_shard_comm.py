@@ -1,8 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2's communication: how often it gathers and reduces, in which order, and what the collectives move.
+"""FSDP2's communication: how often it gathers and reduces, in which order, and what the collectives transfer.
 
-The order of a plain step, compute included, is written out in ``test_fully_shard_anatomy``; here are the switches that
-change it.
+``test_fully_shard_anatomy`` shows the order of a plain step. The tests here cover the settings that change it.
 """
 
 import functools
@@ -52,7 +51,7 @@ class CommTest(FullyShardParityTest):
         model(self.rows(4, step)).square().sum().backward()
 
     def counts(self, run):
-        """Return how many all-gathers, reduce-scatters and all-reduces ``run`` calls."""
+        """Return how many all-gathers, reduce-scatters and all-reduces ``run`` issues."""
         with CommDebugMode() as counted:
             run()
         found = counted.get_comm_counts()
@@ -61,11 +60,11 @@ class CommTest(FullyShardParityTest):
 
 
 class TestFullyShardCollectiveOps(CommTest):
-    """What the two main collectives are given and leave behind."""
+    """Inputs and results of the two main collectives."""
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_gather_fp32(self):
-        """An all-gather moves a padded shard of every parameter of its group, each rank's behind the other."""
+        """An all-gather transfers a padded shard of every parameter of its group, concatenated by rank."""
         torch.manual_seed(0)
         model = nn.Linear(3, 5).to(self.device)
         weight = model.weight.detach().clone()
@@ -88,7 +87,7 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unshard_numerics_over_uneven_parameters(self):
-        """Each parameter comes back whole and in its place, and reshard leaves what was there."""
+        """Unshard restores each full parameter, and reshard restores each shard."""
         torch.manual_seed(0)
         model = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)])
         reference = self.replica(model)
@@ -101,7 +100,7 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reduce_scatter_fp32(self):
-        """Each rank receives the rows it owns, averaged; the padding of short shards is zero when it is sent."""
+        """Each rank receives the average of its rows. The padding of short shards is sent as zeros."""
         torch.manual_seed(0)
         model = nn.Linear(3, 5, bias=False).to(self.device)
         reference = self.replica(model)
@@ -137,7 +136,7 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_on_the_wire(self):
-        """Parameters are gathered in the type of the computation; gradients come in it and are reduced in their own."""
+        """Parameters are gathered in ``param_dtype``; gradients are computed in it and reduced in ``reduce_dtype``."""
         self.run_subtests(
             {"param_dtype": [None, torch.bfloat16], "reduce_dtype": [None, torch.float32, torch.bfloat16]},
             self._test_types_on_the_wire,
@@ -170,13 +169,13 @@ class TestFullyShardCollectiveOps(CommTest):
             self.step(model)
         used, reduced_in = param_dtype or torch.float32, effective_reduce_dtype(policy)
         self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
-        # Where the policy leaves the type to torch, gradients have it before they are handed to the reduction.
+        # If the policy sets no reduce_dtype, gradients already have the type when they reach the reduction.
         self.assertEqual(computed, [used if reduce_dtype else reduced_in] * 3)
         self.assertEqual(reduced, [(numel, reduced_in) for numel in (12, 60, 4)])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_gradient_divide_factor(self):
-        """A factor of one sums; any other divides the sum."""
+        """A factor of one gives the sum; any other divides it."""
         if not self._device_premultiplies():
             self._test_divide_factor(force_sum=True)
         else:
@@ -201,7 +200,7 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_all_reduce_hook(self):
-        """The hook sees each group's reduced gradients once, and what it writes is what parameters get."""
+        """The hook gets each group's reduced gradients once, and parameters get what it writes."""
         model = ThreeUnits()
         reference = self.replica(model)
         fully_shard(model.to(self.device), mesh=world_mesh(4))
@@ -224,7 +223,7 @@ class TestFullyShardCollectiveOps(CommTest):
 class TestFullyShardCommunication(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fully_shard_communication_count(self):
-        """One all-gather a group in forward, one more in backward for each that resharded, one reduce-scatter each."""
+        """Per group: an all-gather in forward, another in backward if it resharded, and a reduce-scatter."""
         for reshard, expected in ((True, (6, 3, 0)), (False, (3, 3, 0)), (None, (5, 3, 0))):
             model = self.three_units(reshard_after_forward=reshard)
             for _ in range(2):
@@ -251,7 +250,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_forward(self):
-        """The setting takes effect from the next forward, for one module or for all below."""
+        """The setting takes effect in the next forward, for one module or recursively."""
         model = self.three_units()
         model.set_reshard_after_forward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
@@ -264,7 +263,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_backward(self):
-        """Parameters that stay gathered need no all-gather in the next step, and none in its backward."""
+        """Parameters that stay gathered need no all-gather in the next step."""
         model = self.three_units(reshard_after_forward=False)
         model.set_reshard_after_backward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
@@ -291,7 +290,7 @@ class TestFullyShardCommunication(CommTest):
 class TestFullyShardUnshard(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unshard_async(self):
-        """Waited for, more than once, or left to the forward, parameters are whole, gathered once and used."""
+        """Parameters are gathered once, whether you wait for the handle once, twice or not at all."""
         for waits in (2, 0):
             model = self.three_units()
             reference = ThreeUnits().to(self.device)
@@ -311,7 +310,7 @@ class TestFullyShardUnshard(CommTest):
     def test_unshard_without_async(self):
         model = self.three_units()
         with CommDebugMode() as counted:
-            for _ in range(2):  # the second time there is nothing to do
+            for _ in range(2):  # the second call does nothing
                 self.assertIsNone(model.first.unshard())
         self.assertEqual(counted.get_total_counts(), 1)
         self.assertNotIsInstance(model.first.weight, DTensor)
@@ -320,10 +319,10 @@ class TestFullyShardUnshard(CommTest):
 
 
 class TestFullyShardPrefetch(CommTest):
-    """The order in which units are gathered and freed: prefetch moves all-gathers forward, and adds or drops none."""
+    """The order in which modules are gathered and freed. Prefetching only issues all-gathers earlier."""
 
     def order_of_step(self, model):
-        """Return what forward and what backward do, both in words, leaving out calls that find nothing to do."""
+        """Return what forward does and what backward does, in words, without calls that do nothing."""
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         units = {getattr(model, unit).weight.numel() // 4: unit for unit in model.UNITS}
@@ -351,7 +350,7 @@ class TestFullyShardPrefetch(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_order_without_prefetch_settings(self):
-        """Backward gathers the unit before while it computes; in the first step it learns which that is."""
+        """Backward prefetches the next module while it computes. It learns the order in the first step."""
         model = self.three_units(reshard_after_forward=True)
         for _ in range(2):
             forward, backward = self.order_of_step(model)

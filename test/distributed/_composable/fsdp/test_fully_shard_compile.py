@@ -1,9 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""Modules compiled under ``fully_shard`` train as eager ones do, and are compiled in earnest.
+"""Modules compiled under ``fully_shard`` train like eager ones, and really are compiled.
 
-``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each case here counts graphs in both.
-Inductor generates C++ on the host and on the simulated accelerator, and Triton where there is some; another
-accelerator stops after AOTAutograd: the same graphs, run operator by operator.
+``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each test counts graphs in both modes.
+Inductor generates C++ for the host and the simulated accelerator, and Triton where it is available. Other accelerators
+stop after AOTAutograd, which runs the same graphs op by op.
 """
 
 import sys
@@ -42,13 +42,13 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         return self.replica(model), model.to(self.device)
 
     def _count_graphs(self):
-        """Return the number of graphs that were captured, and put through autograd's tracer, since the last call."""
+        """Return how many graphs Dynamo captured and AOTAutograd traced since the last call."""
         counts = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
         counters.clear()
         return counts
 
     def _check_runs(self, body):
-        """Run ``body`` in both modes and return the graphs of the compiled one; the eager one has none."""
+        """Run ``body`` in both modes, check that eager mode has no graphs, and return those of compiled mode."""
         self.graphs = []
         self._count_graphs()
         metrics.reset()
@@ -62,7 +62,7 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compiled_training_equals_eager_training(self):
-        """Three steps: what was compiled in the first serves the later ones, on new shards each time."""
+        """Three steps: later steps reuse what the first one compiled, with new shards each time."""
         self._check_runs(self._train)
 
     @compiled_fsdp_test()
@@ -78,7 +78,7 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_only_modules_of_a_class_are_compiled(self):
-        """The root and its other child stay eager around the compiled child."""
+        """The root and its other child stay eager."""
         self._check_runs(self._train_some)
 
     @compiled_fsdp_test(compile_compute_on_module=MLP)

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""All-gather extensions of FSDP2: a shard decides by two hooks what is gathered and what the unsharded weight is.
+"""All-gather extensions of FSDP2: two hooks of a shard decide what is gathered and what the unsharded weight is.
 
-A subclass of two tensors, plain tensors patched with hooks of their own, and a subclass that gathers in bfloat16. That
-a hook ran is asserted on every rank: FSDP gathers a tensor without hooks just as happily.
+Tests a subclass of two tensors, plain tensors patched with hooks, and a subclass that gathers in bfloat16. Every rank
+checks that its hooks ran, because FSDP also gathers tensors without hooks.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from torch_ext.testing._internal.common_utils import run_tests
 
 
 def two_tensor_fsdp_pre_all_gather(self, mesh):
-    """The signature of one argument, which FSDP still calls: shards must be even, for nothing tells of padding."""
+    """The signature with one argument, which FSDP still supports. It cannot pad, so shards must be even."""
     return (self.a, self.b), None
 
 
 def two_tensor_fsdp_pre_all_gather_with_outer_size(self, mesh, outer_size, outer_stride, module, mp_policy):
-    """The signature of five arguments: the outer size tells how many rows every rank must give."""
+    """The signature with five arguments. The outer size tells how many rows each rank must return."""
     rows = -(-outer_size[0] // mesh.size())
     return tuple(padded(inner, rows) for inner in (self.a, self.b)), None
 
@@ -59,7 +59,7 @@ def two_tensor_fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dt
 
 
 def padded(shard, rows):
-    """Return ``shard`` with memory that nobody wrote behind it, up to ``rows`` rows."""
+    """Return ``shard``, padded with uninitialized memory to ``rows`` rows."""
     if shard.size(0) == rows:
         return shard
     whole = shard.new_empty((rows, *shard.shape[1:]))
@@ -74,10 +74,10 @@ PRE_ALL_GATHER = {
 
 
 class SharedHooks:
-    """Puts hooks on ``TwoTensor`` for as long as some rank wants them, ranks that are threads of one process included.
+    """Adds hooks to ``TwoTensor`` while any rank needs them, also if ranks are threads of one process.
 
-    The first to enter sets them, the last to leave takes them away: a rank that is done early must not take them
-    from those that still train.
+    The first rank to enter sets them and the last to leave removes them, because others may still train when one is
+    done.
     """
 
     def __init__(self):
@@ -100,7 +100,7 @@ SHARED_HOOKS = SharedHooks()
 
 
 class BFloat16AllGatherTensor(torch.Tensor):
-    """Holds a tensor of any type and has it gathered in bfloat16; unsharded, it is a plain tensor of its own type."""
+    """Holds a tensor of any type that is gathered in bfloat16. Unsharded, it is a plain tensor of the original type."""
 
     @staticmethod
     def __new__(cls, data):
@@ -144,10 +144,10 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
 
 class PatchedHooks:
-    """Hooks for single plain tensors, bound to them as methods, that count their calls.
+    """Hooks that are bound to single plain tensors as methods, and count their calls.
 
-    With ``metadata`` each tensor gives its scale along and is scaled back by what comes out: metadata of another weight
-    would show in the values.
+    With ``metadata`` each tensor passes its scale as metadata and is scaled back by the metadata it gets. Metadata of
+    another weight would change the values.
     """
 
     def __init__(self):
@@ -175,7 +175,7 @@ class PatchedHooks:
                 out.copy_(unsharded)
             return None
 
-        # On the tensor itself: to_local() returns a new object each time, which FSDP never sees.
+        # On the local tensor itself: to_local() returns a new object each time, which FSDP never sees.
         tensor.fsdp_pre_all_gather = fsdp_pre_all_gather.__get__(tensor)
         tensor.fsdp_post_all_gather = fsdp_post_all_gather.__get__(tensor)
 
@@ -198,7 +198,7 @@ class TestFullyShardAllGatherExtensionsCommon:
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, num_arguments=1):
-        """Collective: no rank goes on to other hooks before all are done with these."""
+        """Collective: no rank continues with other hooks before all are done with these."""
         SHARED_HOOKS.enter(PRE_ALL_GATHER[num_arguments])
         try:
             yield
@@ -207,7 +207,7 @@ class TestFullyShardAllGatherExtensionsCommon:
         dist.barrier()
 
     def _init_two_tensor_mlp(self, dim=8):
-        # A bias of the reference would get a TwoTensor as its gradient, which FSDP's does not.
+        # The gradient of a bias would be a TwoTensor in the reference, but not under FSDP.
         model = nn.Sequential(*[MLP(dim, bias=False) for _ in range(3)])
         return wrap_weights(model, lambda data: TwoTensor(data, data.clone()))
 
@@ -221,7 +221,7 @@ class TestFullyShardAllGatherExtensionsCommon:
         return torch.randn((2, dim), device=self.device)
 
     def _train(self, model, num_steps=3):
-        """Return the losses, which must fall or rise: a weight that is not trained, or trained on nothing, stays."""
+        """Train, check that losses change, and return them. Weights that are not trained would leave them constant."""
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
         inp, losses = self._input(), []
         for _ in range(num_steps):
@@ -233,7 +233,7 @@ class TestFullyShardAllGatherExtensionsCommon:
         return losses
 
     def _average_gradients(self, model):
-        # One inner tensor at a time: of the two reductions of a TwoTensor, a caller waits for one.
+        # One inner tensor at a time, because a caller waits only for one of a TwoTensor's two reductions.
         for param in model.parameters():
             for inner in (param.grad.a, param.grad.b):
                 dist.all_reduce(inner)
@@ -243,7 +243,7 @@ class TestFullyShardAllGatherExtensionsCommon:
 class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_all_gather_extensions_train_parity(self):
-        """Ten steps of a sharded TwoTensor model equal those of a replicated one, with either signature."""
+        """A sharded TwoTensor model trains like a replicated one for ten steps, with either signature."""
         for num_arguments in PRE_ALL_GATHER:
             with self._patch_two_tensor_fsdp_all_gather(num_arguments):
                 self.run_subtests(
@@ -273,7 +273,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_all_gather_extensions_uneven_train_parity(self):
-        """The same with first dimensions that two ranks cannot share evenly: rank 1 gives padding that none may see."""
+        """As above with first dimensions that two ranks cannot share evenly. No rank may see rank 1's padding."""
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             self.run_subtests(
                 {"reshard_after_forward": [True, False], "dim": [3], "steps": [3]},
@@ -282,7 +282,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards_without_padding_are_refused(self):
-        """FSDP itself names the padded size; only the rank with the small shard learns of it, so it alone is asked."""
+        """FSDP's error names the padded size. Only the rank with the small shard raises it."""
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             model = self._shard(self._init_two_tensor_mlp(3))
             model(self._input(3))  # the first use replaces local tensors that need padding
@@ -301,25 +301,25 @@ def unpadded_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_pol
 class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
     @property
     def device(self):
-        # One for all ranks: DTensor's caches are shared by threads, and remember whose device was current.
+        # One for all ranks: threads share DTensor's caches, which keep the device that was current.
         return rank_device(0)
 
     def perThreadSetUp(self):
         super().perThreadSetUp()
         if self.device.index is not None:
-            torch.accelerator.set_device_index(self.device.index)  # else a new mesh chooses one by rank
+            torch.accelerator.set_device_index(self.device.index)  # otherwise a new mesh sets it by rank
 
     def _input(self, dim=8):
-        # Positive inputs, and positive weights below, so that ReLU stops no gradient.
+        # Inputs here, and weights below, are positive, so that ReLU passes every gradient.
         return super()._input(dim).abs()
 
     def _initialize(self, param):
-        # Of the local tensor: through DTensor, threads would share what it remembers of devices.
+        # Of the local tensor, because threads share DTensor's cached devices.
         with torch.no_grad():
             nn.init.uniform_(param._local_tensor, 0.01, 0.1)
 
     def _materialize(self, dim=8, **options):
-        """Return a sharded model that was made on ``meta``, with values on the device."""
+        """Return a sharded model that was created on ``meta`` and materialized on the device."""
         with torch.device("meta"):
             model = self._init_two_tensor_mlp(dim)
         for param in model.parameters():
@@ -331,14 +331,14 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         return model
 
     def _patch_weights(self, model):
-        """Give each local tensor hooks of its own, with a scale of its own in their metadata."""
+        """Give each local tensor its own hooks, with its own scale as metadata."""
         hooks = PatchedHooks()
         for index, (name, param) in enumerate(model.named_parameters()):
             hooks.patch(param._local_tensor, name, scale=2.0**index)
         return hooks
 
     def _check_hooks_ran(self, hooks, model, num_unshards):
-        """Each weight was gathered ``num_unshards`` times through its own hooks, on this rank."""
+        """Check that on this rank each weight was gathered ``num_unshards`` times through its own hooks."""
         for name, _ in model.named_parameters():
             calls = [call for owner, call in hooks.calls if owner == name]
             self.assertEqual(calls.count("pre"), num_unshards, name)
@@ -347,7 +347,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_all_gather_extensions_end_to_end(self):
-        """A model made on the meta device trains in mixed precision, with either signature."""
+        """A model created on the meta device trains in mixed precision, with either signature."""
         for num_arguments in PRE_ALL_GATHER:
             with self._patch_two_tensor_fsdp_all_gather(num_arguments):
                 self.run_subtests(
@@ -370,23 +370,23 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_all_gather_extensions_monkey_patch(self):
-        """Hooks of single tensors, no subclass: bfloat16 on the way, float32 before and after."""
+        """Hooks of single tensors, without a subclass: float32 weights, gathered in bfloat16."""
         model = nn.Sequential(*[MLP(8, bias=False, device=torch.device("meta")) for _ in range(3)])
         self._shard(model).to_empty(device=self.device)
         for param in model.parameters():
             self._initialize(param)
-        # Not earlier: to_empty() replaces the local tensors.
+        # After to_empty(), which replaces the local tensors.
         hooks = self._patch_weights(model)
         before = [param.to_local().clone() for param in model.parameters()]
         self._train(model, num_steps=3)
-        # Each step unshards for forward and for backward, but the root reshards only after backward.
+        # Each step unshards in forward and in backward, but the root reshards only after backward.
         self._check_hooks_ran(hooks, model, num_unshards=6)
         for param, old in zip(model.parameters(), before, strict=True):
             self.assertNotEqual(param.to_local(), old)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_patched_result_of_to_local_is_never_called(self):
-        """Why the local tensor itself is patched: a hook on what ``to_local()`` returns is on an object of its own."""
+        """Why the local tensor itself is patched: ``to_local()`` returns another object, whose hooks never run."""
         model = fully_shard(MLP(8, bias=False).to(self.device))
         hooks = PatchedHooks()
         for name, param in model.named_parameters():
@@ -396,7 +396,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_metadata_belongs_to_its_weight(self):
-        """Weights of one group, whose metadata travel beside each other, unshard to their own values rounded."""
+        """Each weight of a group gets its own metadata, and unshards to its own rounded values."""
         model = MLP(8, bias=False).to(self.device)
         torch.manual_seed(0)
         for param in model.parameters():
@@ -452,7 +452,7 @@ class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCom
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_gather_extension_hsdp_mesh(self):
-        """Hooks see the dimension over which they are gathered and no other; the weight comes back whole."""
+        """Hooks get only the shard dimension of the mesh, and the unsharded weight is complete."""
         torch.manual_seed(0)
         model = MLP(8, bias=False).to(self.device)
         whole = [param.detach().clone() for param in model.parameters()]
@@ -491,7 +491,7 @@ class TestTwoTensorContract(FSDPExtensionContract, FSDPTest):
 
 
 class TestBFloat16AllGatherContract(FSDPExtensionContract, FSDPTest):
-    """Weights are rounded to eight bits for the all-gather: they, and what ten steps make of that, are that far off."""
+    """Weights are rounded to eight bits in the all-gather. The tolerances allow for that over ten steps."""
 
     rtol = atol = 0.02
 

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""What a sharded module does with a call: where inputs go, which parameters it shows, which methods gather."""
+"""What a sharded module does when it is called: where inputs go, which parameters it has, which methods gather."""
 
 import sys
 import unittest
@@ -28,7 +28,7 @@ if not dist.is_available():
 class TestFullyShardForwardInputs(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_root_move_forward_input_to_device(self):
-        """Inputs on the host reach the module on the device, also from within containers."""
+        """Inputs on the host are moved to the device, also within containers."""
         seen = []
 
         class Adds(nn.Module):
@@ -60,7 +60,7 @@ class TestFullyShardForwardInputs(FullyShardParityTest):
 
 
 class TestFullyShardRegisteredParams(FullyShardParityTest):
-    """Which parameters a module shows between the phases of a step."""
+    """Which parameters a module has between the phases of a step."""
 
     def _check_kind(self, what, parameters, sharded):
         kinds = [isinstance(parameter, DTensor) for parameter in parameters]
@@ -84,7 +84,7 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
         model(self.rows(5))
         inner = [parameter for child in list(model)[:3] for parameter in child.parameters()]
         self._check_kind("inner parameters", inner, reshard_after_forward is not False)
-        # By default the root is needed first in backward and stays gathered.
+        # By default the root stays gathered, because backward needs it first.
         stays = reshard_after_forward in (None, False)
         self._check_kind("root parameters", model[3].parameters(), not stays)
         for module in model.modules():
@@ -103,7 +103,7 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reshard_to_fewer_ranks_holds_larger_shards(self):
-        """With ``reshard_after_forward=2`` a pair of ranks holds the whole between forward and backward."""
+        """With ``reshard_after_forward=2``, each pair of ranks holds all shards between forward and backward."""
         model = nn.Linear(4, 8, bias=False).to(self.device)
         fully_shard(model, reshard_after_forward=2)
         rows = []

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2's memory on the device: shards between steps, no more than two whole groups at once, nothing left behind.
+"""FSDP2's device memory: shards between steps, at most two unsharded groups at once, no leaks.
 
-Bounds are in bytes of the model's own tensors, which is what a device that accounts for its memory can tell.
+Bounds are in bytes of the model's tensors, as a device with memory statistics reports them.
 """
 
 import gc
@@ -25,13 +25,13 @@ if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-# Large beside what allocators round up to, small beside a test.
+# Large compared with allocators' rounding, and small enough for a test.
 WIDTH, LAYERS = 256, 6
 LAYER_BYTES = WIDTH * WIDTH * 4
 MODEL_BYTES = LAYERS * LAYER_BYTES
-# Activations of a batch of 8, losses, indices: far below one shard of one layer.
+# Activations of a batch of 8, losses and indices: far less than one shard of a layer.
 SLACK = LAYER_BYTES // 4
-# For memory to become what it should be; only a failure takes it.
+# How long to wait for memory to be freed. Only a failure waits this long.
 PATIENCE_S = 5.0
 
 
@@ -51,11 +51,11 @@ class TestFullyShardMemory(TwoRankTest):
         return torch.accelerator.memory_allocated()
 
     def _held(self) -> int:
-        """Return how many bytes the model and its training hold now."""
+        """Return how many bytes the model and its training use now."""
         return self._allocated() - self.base
 
     def _peak_of(self, body: Any) -> int:
-        """Return the most bytes held while ``body`` ran."""
+        """Run ``body`` and return its peak memory in bytes."""
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         body()
@@ -66,7 +66,7 @@ class TestFullyShardMemory(TwoRankTest):
         return torch.ones(8, WIDTH, device=self.device)
 
     def assertHeld(self, expected: float, what: str) -> None:
-        """Check that ``expected`` bytes are held, once threads of the process group have let go of finished work."""
+        """Check that ``expected`` bytes are in use, once the process group's threads have released finished work."""
         deadline = time.monotonic() + PATIENCE_S
         while not expected - SLACK <= (held := self._held()) <= expected + SLACK:
             if time.monotonic() > deadline:
@@ -83,7 +83,7 @@ class TestFullyShardMemory(TwoRankTest):
         outputs: list[torch.Tensor] = []
         peak = self._peak_of(lambda: outputs.append(model(self._inputs()).sum()))
         if reshard_after_forward:
-            # The group at work and the next one, whose gather has an output and a copy of it per parameter.
+            # The current group and the next one, whose all-gather has an output and a copy for each parameter.
             self.assertLess(peak, shards + 4 * LAYER_BYTES + SLACK, "peak of forward")
             self.assertHeld(shards, "after forward")
         else:
@@ -92,7 +92,7 @@ class TestFullyShardMemory(TwoRankTest):
 
         held = self._held()
         peak = self._peak_of(lambda: outputs.pop().backward())
-        # Whole gradients of the group at work and of the one whose reduction is under way.
+        # Unsharded gradients of the current group and of the one that is being reduced.
         self.assertLess(peak, max(held, shards) + shards + 6 * LAYER_BYTES + SLACK, "peak of backward")
         self.assertHeld(2 * shards, "after backward: shards and their gradients")
 
@@ -111,7 +111,7 @@ class TestFullyShardMemory(TwoRankTest):
             peaks.append(self._peak_of(lambda: model(self._inputs()).sum().backward()))
             optim.step()
             optim.zero_grad()
-        # What a thread of the process group lets go of late is one layer's; what leaks is more with every step.
+        # A thread of the process group may release one layer late. A leak would grow with every step.
         self.assertLessEqual(max(peaks[1:]) - peaks[0], LAYER_BYTES, f"peaks of four steps: {peaks}")
 
     @skip_if_lt_x_gpu(2)

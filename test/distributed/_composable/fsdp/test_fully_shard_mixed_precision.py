@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""``MixedPrecisionPolicy``: the types that FSDP2 computes, reduces and answers in, and those it leaves alone."""
+"""``MixedPrecisionPolicy``: the types of compute, reduction and outputs, and what keeps its type."""
 
 import copy
 import sys
@@ -43,7 +43,7 @@ class MixedPrecisionCase(TwoRankTest):
         return model
 
     def _reduced_in(self, body: Callable[[], Any]) -> set[torch.dtype]:
-        """Run ``body``; return the types in which gradients were reduced."""
+        """Run ``body`` and return the types in which gradients were reduced."""
         types: set[torch.dtype] = set()
         reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
@@ -57,7 +57,7 @@ class MixedPrecisionCase(TwoRankTest):
 
 
 class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
-    """Beside a reference that does by hand what the policy says."""
+    """Compares with a reference that implements the policy by hand."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("param_dtype", [BRAIN, HALF])
@@ -111,7 +111,7 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
 
 
 class Seeing(nn.Module):
-    """A linear layer that remembers the types it met. Shapes: ``(*, 8)``; takes what it passes over as it is."""
+    """A linear layer that records the types that it sees. Shapes: ``(*, 8)`` in and out."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""What holds for every model, however FSDP2 shards it: it trains as the unsharded one does, its state carries it from
-any world size to any other, and an all-gather extension may fill padding with whatever it likes.
+"""Properties of every model, however FSDP2 shards it: it trains like the unsharded model, its state dict loads at any
+world size, and all-gather extensions may fill padding with any value.
 
-Models are drawn as trees of small layers with odd sizes, so that shards are uneven and, at four ranks, often empty.
+Models are random trees of small layers with odd sizes, so shards are uneven and, on four ranks, often empty.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ if not dist.is_available():
 
 WORLD_SIZE = 4
 ROWS_PER_RANK = 2
-# Sums of a few hundred float64 terms of size one, in another order.
+# For sums of a few hundred float64 terms of size one in different orders.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 @contextlib.contextmanager
 def unreduced(model):
-    """Have backward keep its gradients unsharded, to be reduced together with later ones."""
+    """Have backward accumulate unsharded gradients, which a later backward reduces."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -67,7 +67,7 @@ class PropertiesTest(FourRankTest):
         return build_tree(tree, self.device, lambda module: fully_shard(module, mesh=mesh, **options), seed)
 
     def _check_training(self, model, reference, steps, accumulate=None):
-        """Train both, the model on this rank's rows and the reference on all, and compare losses and parameters."""
+        """Train the model on this rank's rows and the reference on all rows; compare losses and parameters."""
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         losses = train_tree(model, own, steps, self.device, accumulate)
         dist.all_reduce(losses)
@@ -89,7 +89,7 @@ class TestTrainingProperties(PropertiesTest):
         steps=st.integers(1, 3),
         accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
     )
-    # Backward needs the weights of the second layer, gathered from a mesh of two: drawn too rarely to rely on it.
+    # Backward gathers the second layer over a mesh of two, which is drawn too rarely to rely on.
     @example(
         tree=BlockSpec((LayerSpec(4, wrapped=True), LayerSpec(4))),
         sizes=(4,),
@@ -99,7 +99,7 @@ class TestTrainingProperties(PropertiesTest):
     )
     def test_sharded_training_equals_unsharded(self, tree, sizes, reshard_after_forward, steps, accumulate):
         if sizes[-1] % 2 and reshard_after_forward == 2:
-            reshard_after_forward = True  # a world of one cannot be resharded to two
+            reshard_after_forward = True  # one rank cannot reshard to two
         reference = self._unsharded(tree)
         model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
         self.check_equal("parameters before training", full_params(model), list(reference.parameters()))
@@ -153,7 +153,7 @@ class TestStateDictProperties(PropertiesTest):
 
 
 class Padding:
-    """The two hooks of an extension on plain shards: pads each with ``filler`` on the way out, counts its calls."""
+    """Extension hooks for plain shards, which pad each shard with ``filler`` and count their calls."""
 
     def __init__(self, filler):
         self.filler = filler
@@ -180,7 +180,7 @@ class Padding:
             self.gathered += 1
             (padded,) = outputs
             if out is not None:
-                return None  # it lies in the memory that was gathered into
+                return None  # it is a view of the gathered memory
             return padded[: outer_size[0]], (padded,)
 
         return fsdp_post_all_gather

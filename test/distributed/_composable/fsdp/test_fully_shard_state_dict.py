@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""State dicts of ``fully_shard`` models: sharded as they are, whole through the checkpoint helpers, and back.
+"""State dicts of ``fully_shard`` models: sharded, full through the checkpoint helpers, and loading both.
 
-A load is checked by values that differ between ranks' shards, on every rank, so that one which reached rank 0 alone,
-or put a shard in another's place, shows.
+Every rank checks loaded values, which differ between shards. So a load that reaches only rank 0, or that swaps shards,
+is found.
 """
 
 import copy
@@ -57,7 +57,7 @@ class StateDictTest(FullyShardParityTest):
         return self.shard(make_model(seed).to(self.device), mesh, **options)
 
     def check_is(self, model, seed):
-        """The model holds, whole and on every rank, what ``make_model(seed)`` draws."""
+        """Check on every rank that the full parameters are those of ``make_model(seed)``."""
         expected = make_model(seed).state_dict()
         found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
         self.assertEqual(list(found), list(expected))
@@ -68,13 +68,13 @@ class StateDictTest(FullyShardParityTest):
 class TestFullyShardStateDictMultiProcess(StateDictTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_dp_state_dict_save_load(self):
-        """Names are those of the plain model; parameters are DTensors that share memory with the model."""
+        """Names are those of the plain model, and tensors are DTensors that share memory with the parameters."""
         self.run_subtests({"mesh_shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}, self._test_save_load)
 
     def _test_save_load(self, mesh_shape, reshard_after_forward):
         mesh = world_mesh(*mesh_shape)
         model = self.sharded(0, mesh, reshard_after_forward=reshard_after_forward)
-        # With parameters left gathered, the state dict is sharded all the same.
+        # Even if parameters stay gathered, the state dict is sharded.
         model(self.rows(WIDTH))
         state = model.state_dict()
         self.assertEqual(list(state), list(make_model().state_dict()))
@@ -90,7 +90,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_plain_tensors_are_refused_by_a_sharded_model(self):
-        """A whole tensor must be distributed before it is loaded; nothing scatters it silently."""
+        """A plain tensor must be distributed before it is loaded; it is not scattered silently."""
         model = self.sharded(0)
         with self.assertRaisesRegex(
             (RuntimeError, NotImplementedError), "mixed torch.Tensor and DTensor|size mismatch"
@@ -119,7 +119,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_dp_state_dict_cpu_offload(self):
-        """An offloaded model's state is on the host and loads from the host, into memory the optimizer still owns."""
+        """The state of an offloaded model is on the host and loads into the memory that the optimizer refers to."""
         self.run_subtests({"mesh_shape": [(4,), (2, 2)]}, self._test_cpu_offload)
 
     def _test_cpu_offload(self, mesh_shape):
@@ -170,7 +170,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_rank0_loads_for_all_on_meta(self):
-        """From the meta device: materialize, then rank 0's values reach the shards of all ranks."""
+        """After a model on the meta device is materialized, rank 0's values are loaded into the shards of all ranks."""
         with torch.device("meta"):
             model = make_model()
         self.shard(model).to_empty(device=self.device)
@@ -201,7 +201,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
 class TestFullyShardCheckpoint(StateDictTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_full_state_dict(self):
-        """Whole tensors for all ranks; offloaded, for rank 0 alone and on the host."""
+        """Full tensors on all ranks, or with offloading on rank 0 only and on the host."""
         model = self.sharded(0)
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         expected = make_model(0).state_dict()
@@ -224,7 +224,7 @@ class TestFullyShardCheckpoint(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_round_trip_across_meshes(self):
-        """Saved under one mesh and loaded under another, by way of files."""
+        """A checkpoint in files is saved under one mesh and loaded under another."""
         self.run_subtests({"meshes": [((4,), (2, 2)), ((2, 2), (4,))]}, self._test_round_trip)
 
     def _test_round_trip(self, meshes):
@@ -239,7 +239,7 @@ class TestFullyShardCheckpoint(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_optimizer_state_round_trip(self):
-        """Training goes on after a load as it would have without one."""
+        """Training continues after a load as it would have without it."""
         self.run_subtests({"full": [True, False]}, self._test_optimizer_round_trip)
 
     def _test_optimizer_round_trip(self, full):
@@ -248,7 +248,7 @@ class TestFullyShardCheckpoint(StateDictTest):
         optimizer, other_optimizer = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, other))
         self._train(model, optimizer, steps=2)
         set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
-        # Sharded state is handed out as it is; a copy stands for the way through a file.
+        # Sharded state is not copied, so copy it, as a file would.
         state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
         set_optimizer_state_dict(other, other_optimizer, state, options=options)
         for each, of_each in ((model, optimizer), (other, other_optimizer)):

@@ -1,9 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2 trains as the model without it does, over ways to shard, to place and to synchronize.
+"""FSDP2 trains like the unsharded model, for every way to shard, place and synchronize.
 
-The reference holds the whole model on every rank. Data differs by rank and step: a gradient that comes from one rank
-only, is divided by the wrong number or lands in another shard shows in the first step; state that survives from one
-step to the next shows in the later ones.
+The reference has the full model on every rank. Data differs by rank and step. So the first step shows gradients that
+come from one rank only, are divided by the wrong number, or go to the wrong shard; later steps show stale state.
 """
 
 import itertools
@@ -40,7 +39,7 @@ if not dist.is_available():
 class TestFullyShard1DTrainingCore(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_single_group_shard_dim0(self):
-        """Rows that divide evenly, unevenly, and so few that ranks hold none; also of all parameters."""
+        """Rows that divide evenly or unevenly, and so few that ranks hold none."""
         self.run_subtests({"widths": [(4, 8, 4), (5, 7, 3), (6, 2, 1), (1, 1, 1)]}, self._test_single_group)
 
     def _test_single_group(self, widths, shard_placement_fn=None):
@@ -63,7 +62,7 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_multi_group(self):
-        """To two of two shards would be to all of them, which is ``True``."""
+        """Resharding to two of two ranks would be the same as ``True``, so it is not tried."""
         layouts = [((4,), reshard) for reshard in (True, False, 1, 2)]
         layouts += [((2, 2), reshard) for reshard in (True, False, 1)]
         self.run_subtests({"layout": layouts, "prefetch": [False, True]}, self._test_multi_group)
@@ -83,7 +82,7 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_multi_group_cpu_offload(self):
-        """Parameters, gradients and optimizer state stay on the host; compute does not."""
+        """Parameters, gradients and optimizer state are on the host; compute is on the device."""
         self.run_subtests({"pin_memory": [True, False], "reshard_after_forward": [True, False]}, self._test_cpu_offload)
 
     def _test_cpu_offload(self, pin_memory, reshard_after_forward):
@@ -110,7 +109,7 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
         self.assertEqual(computed_on, {self.device})
 
     def _shard(self, reference, name, *, of_gradient=False):
-        """This rank's rows, cut without help from DTensor."""
+        """Return this rank's rows, without using DTensor."""
         tensor = reference.get_parameter(name)
         tensor = tensor.grad if of_gradient else tensor.detach()
         size = -(-len(tensor) // self.world_size)
@@ -134,7 +133,7 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_optim_event(self):
-        """The next forward waits for the event that says parameters are ready, once."""
+        """The next forward, and only that one, waits for the event after which parameters are ready."""
         skip_without_accelerator("events need an accelerator")
         model = sequential_mlps()
         reference = self.replica(model)
@@ -165,7 +164,7 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
 class TestFullyShard1DTrainingCompose(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_activation_checkpointing(self):
-        """Checkpointing outside or inside the sharded module, and sharded modules within a checkpointed one."""
+        """Activation checkpointing outside or inside sharded modules, and of a module that contains sharded ones."""
         self.run_subtests(
             {"reshard_after_forward": [True, False], "where": ["same", "inside", "around"]}, self._test_checkpointing
         )
@@ -176,7 +175,7 @@ class TestFullyShard1DTrainingCompose(FullyShardParityTest):
         runs = []
         model.to(self.device)
         for mlp in model:
-            # Before the layer: what is run again stops as soon as it has all that backward needs.
+            # Before the layer, because recomputation stops as soon as it has all that backward needs.
             mlp.in_proj.register_forward_pre_hook(lambda *_: runs.append(None))
             checkpoint(mlp.in_proj if where == "inside" else mlp)
             if where == "around":
@@ -226,7 +225,7 @@ class TestFullyShardSharedParams(FullyShardParityTest):
 class TestFullyShardGradientAccumulation(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_accumulation(self):
-        """Microbatches with the reduction in all of them, in the last, or (hybrid) the all-reduce in the last."""
+        """Microbatches with a reduction in each, only in the last, or (HSDP) with the all-reduce in the last."""
         self.run_subtests(
             {
                 "mode": ["every", "no_sync", "no_all_reduce"],
@@ -265,7 +264,7 @@ class TestFullyShardGradientAccumulation(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_1f1b_microbatching(self):
-        """Several forwards before the backwards, as a pipeline has them."""
+        """Several forwards before their backwards, as in pipeline parallelism."""
         model = sequential_mlps(2)
         reference = self.replica(model)
         fully_shard_children(model.to(self.device), reshard_after_forward=False)
@@ -301,7 +300,7 @@ class TestFullyShardHSDPTraining(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_replicas_stay_equal(self):
-        """After steps on different data, ranks that hold the same shard hold the same bits."""
+        """After steps on different data, ranks with the same shard have the same bits."""
         model = fully_shard_children(sequential_mlps().to(self.device), mesh=world_mesh(2, 2))
         optimizer = self.optimizer(model)
         for step in range(3):
@@ -318,10 +317,10 @@ class TestFullyShardHSDPTraining(FullyShardParityTest):
 
 
 class TestFullyShardNDTraining(FullyShardParityTest):
-    """Shards of tensor-parallel pieces: two by two ranks."""
+    """FSDP2 with tensor parallelism on two by two ranks."""
 
     def rows(self, width, step=0, count=3):
-        """As elsewhere, and the same for the ranks that hold pieces of the same parameters."""
+        """The same data for ranks of one tensor-parallel group."""
         own = super().rows(width, step, count)
         dist.broadcast(own, self.rank // 2 * 2, self._mesh["tp"].get_group())
         return own
@@ -343,13 +342,13 @@ class TestFullyShardNDTraining(FullyShardParityTest):
             use_activation_checkpointing,
             reshard_after_forward=reshard_after_forward,
         )
-        self.check_train_parity(reference, model, 8, check=self.check_whole)
+        self.check_train_parity(reference, model, 8, check=self.check_full_tensors)
 
 
 class TestFullyShardShareCommContext(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_share_comm_context(self):
-        """Roots that share streams train as ever, and do share them."""
+        """Roots that share a communication context train correctly, and really share it."""
         torch.manual_seed(0)
         stages = nn.Sequential(MLP(5), MLP(5))
         reference = self.replica(stages)

@@ -28,9 +28,9 @@ else:
 __all__ = ["FSDPExtensionContract"]
 
 _STEPS = 10
-# Where a layout differs and nothing else: enough for a weight that stays as it was in the step before to show.
+# For tests that vary only the layout: enough to find a weight that is not updated.
 _FEW_STEPS = 3
-_BATCH = 2  # rows of input a rank
+_BATCH = 2  # rows of input on each rank
 
 _LOST = (
     "Its __torch_dispatch__ must wrap the outputs of the operations that FSDP, to_empty() and optimizers call on "
@@ -39,21 +39,22 @@ _LOST = (
 
 
 class FSDPExtensionContract(_FSDPTest):
-    """A mixin for ``FSDPTest`` that trains models made of your tensor subclass, sharded and whole, and compares.
+    """A mixin for ``FSDPTest`` that trains models with your tensor subclass, sharded and unsharded, and compares them.
 
-    Define :meth:`make_tensor`, or :meth:`swap_weights` where wrapping each weight is not enough; adjust the attributes
-    where your subclass rounds. Before anything is trained, the hooks of every weight are called as FSDP calls them,
-    so that a mistake is reported by its name, by all ranks, rather than by a hang. Each test has fresh processes: four
-    on ``cpu`` and the simulated accelerator. All tests together take some seconds.
+    Define :meth:`make_tensor`, or :meth:`swap_weights` if wrapping each weight is not enough. If your subclass rounds,
+    adjust the tolerances. Before training, the hooks of every weight are called as FSDP calls them, so that a mistake
+    is an error with a name on all ranks instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
+    simulated accelerator. All tests together take a few seconds.
 
     Attributes:
-        dim: width of the models; ``dim`` and ``4 * dim`` are the first dimensions of weights and should be divisible by
-            the number of ranks.
-        uneven_dim: another width, whose shards differ in size and may be empty, or None if the subclass refuses it.
-        rtol, atol: how far sharded values may be from whole ones in full precision; None is torch's default for the
-            type. Allow for what the subclass rounds in the all-gather, ten steps of training long.
+        dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should be divisible by the number of
+            ranks.
+        uneven_dim: another width, whose shards differ in size and may be empty; None if the subclass does not support
+            uneven sharding.
+        rtol, atol: tolerances between sharded and unsharded values in full precision; None is torch's default for the
+            type. Allow for rounding in the all-gather over ten steps of training.
         param_dtype: the type of unsharded parameters under mixed precision.
-        mixed_precision_rtol, mixed_precision_atol: the same two for that.
+        mixed_precision_rtol, mixed_precision_atol: tolerances under mixed precision.
         learning_rate: of SGD with momentum.
     """
 
@@ -67,53 +68,53 @@ class FSDPExtensionContract(_FSDPTest):
     learning_rate: float = 0.05
 
     def make_tensor(self, data: torch.Tensor) -> torch.Tensor:
-        """Return your subclass with the values of plain ``data``, 2D, on any device, ``meta`` among them."""
+        """Return your subclass with the values of ``data``, a plain 2D tensor on any device, even ``meta``."""
         raise TypeError(
             f"{type(self).__name__} defines neither make_tensor(self, data) nor swap_weights(self, model). The "
             "contract needs one of them to make tensors of your subclass."
         )
 
     def swap_weights(self, model: nn.Module) -> None:
-        """Give ``model`` weights of your subclass, in place: by default :meth:`make_tensor` of each parameter.
+        """Replace the weights of ``model`` by tensors of your subclass, by default with :meth:`make_tensor`.
 
-        Override it to swap modules, such as ``nn.Linear`` for a class of yours; names of parameters must stay.
+        Override it to swap modules, such as ``nn.Linear`` for your own class. Names of parameters must not change.
         """
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(self.make_tensor(parameter.detach())))
 
     def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return plain tensors to compare in place of ``tensor``, which is a weight, an output, or a shard of one.
+        """Return the plain tensors that are compared in place of ``tensor``: a weight, an output, or a shard of one.
 
-        By default the tensors that it flattens into. Override it where the unsharded tensor is made of other parts
-        than the shard, and return what both stand for.
+        By default these are its inner tensors. Override it if the unsharded tensor and the shard have different inner
+        tensors, and return values that can be compared.
         """
         return inner_tensors(tensor)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks(self) -> None:
-        """Each hook, alone, takes and returns what FSDP relies on, in full precision and with ``param_dtype``."""
+        """Each hook takes and returns what FSDP expects, in full precision and with ``param_dtype``."""
         for dim in self._dims():
             for policy in (MixedPrecisionPolicy(), self._mixed_precision()):
                 self._sharded(dim, mp_policy=policy)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_parity(self) -> None:
-        """Ten steps give the outputs and the weights that unsharded training on all ranks' data gives."""
+        """Ten steps give the same outputs and weights as unsharded training on the data of all ranks."""
         self.run_subtests({"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards(self) -> None:
-        """Three steps of the same where shards differ in size, so that some are padded and some are empty."""
+        """Three such steps with shards of different sizes, some padded and some empty."""
         if self.uneven_dim is None:
-            raise unittest.SkipTest(f"{type(self).__name__} sets uneven_dim = None: its subclass shards evenly or not")
+            raise unittest.SkipTest(f"{type(self).__name__} sets uneven_dim = None: its subclass shards only evenly")
         self.run_subtests(
             {"reshard_after_forward": [True, False]}, self._check_parity, dim=self.uneven_dim, steps=_FEW_STEPS
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_mixed_precision(self) -> None:
-        """Unsharded weights are of ``param_dtype``, shards keep theirs, and training stays near full precision."""
+        """Unsharded weights have ``param_dtype``, shards keep their type, and training is close to full precision."""
         policy, tolerances = self._mixed_precision(), self._mixed_tolerances()
         model = self._check_parity(self.dim, steps=_FEW_STEPS, tolerances=tolerances, mp_policy=policy)
         seen: list[torch.dtype] = []
@@ -124,7 +125,7 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hsdp_mesh(self) -> None:
-        """Over a 2D mesh, hooks are given its shard dimension alone, and training is the same."""
+        """Over a 2D mesh, hooks get only its shard dimension, and training is the same."""
         shape = (2, dist.get_world_size() // 2)
         mesh = init_device_mesh(get_devtype().type, shape, mesh_dim_names=("replicate", "shard"))
         for dim in self._dims():
@@ -132,7 +133,7 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_meta_device_flow(self) -> None:
-        """A model made on ``meta``, sharded, materialized and initialized trains as one that was made whole."""
+        """A model created on ``meta``, then sharded, materialized and initialized, trains like any other."""
         with torch.device("meta"):
             model = self._whole(self.dim)
         self._check_devices(model, "meta", "before sharding")
@@ -146,7 +147,7 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_save_and_load(self) -> None:
-        """A state dict that went through a file restores every shard in a model that was initialized otherwise."""
+        """A state dict from a file restores every shard of a model with other initial values."""
         for dim in self._dims():
             trained = self._check_parity(dim, steps=_FEW_STEPS)
             file = io.BytesIO()
@@ -160,7 +161,7 @@ class FSDPExtensionContract(_FSDPTest):
                 outputs = [model(inputs) for model in (restored, trained)]
                 self._compare(outputs[0], outputs[1], "the output after loading a state dict", (0.0, 0.0))
 
-    # What follows is no part of the interface.
+    # What follows is not part of the interface.
 
     @property
     def _device(self) -> torch.device:
@@ -179,7 +180,7 @@ class FSDPExtensionContract(_FSDPTest):
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=torch.float32)
 
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
-        """Return two blocks of two layers each, with weights of the subclass; alike on all ranks."""
+        """Return two blocks of two layers each, with weights of the subclass, the same on all ranks."""
         torch.manual_seed(seed)
         hidden = 3 * dim if dim % 2 else 4 * dim
         model = nn.Sequential(
@@ -201,7 +202,7 @@ class FSDPExtensionContract(_FSDPTest):
         return model
 
     def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
-        """Return a sharded model whose hooks are sound, and the whole model that it equals."""
+        """Return a sharded model whose hooks have been checked, and the same model unsharded."""
         model, reference = self._shard(self._whole(dim), **options), self._whole(dim)
         self._check_hooks(model, reference, options.get("mp_policy", MixedPrecisionPolicy()))
         return model, reference
@@ -243,7 +244,7 @@ class FSDPExtensionContract(_FSDPTest):
             output = model(inputs[self.rank])
             mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
             what = f"the output of step {step}"
-            # Means over a rank's rows average to the mean over all rows, as gradients do: no collective is needed.
+            # Means over the rows of each rank average to the mean over all rows, as FSDP averages gradients.
             for each in (whole_output, output):
                 each.square().mean().backward()
             for optimizer in optimizers:
@@ -260,7 +261,7 @@ class FSDPExtensionContract(_FSDPTest):
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
-        """Return the input of every rank, ``(_BATCH, dim)`` each; alike on all ranks."""
+        """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all ranks."""
         generator = torch.Generator().manual_seed(1000 + step)
         rows = torch.randn(dist.get_world_size() * _BATCH, dim, generator=generator)
         return list(rows.to(self._device).chunk(dist.get_world_size()))
@@ -328,7 +329,7 @@ class FSDPExtensionContract(_FSDPTest):
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield each parameter with the module that owns it and its name from the root."""
+    """Yield each parameter with the module that owns it and its fully qualified name."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield module, f"{prefix}.{name}", parameter
@@ -345,7 +346,7 @@ def _shard_mesh(parameter: Any) -> DeviceMesh:
 
 
 def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the rows of ``whole`` that this rank of ``mesh`` holds, which may be none."""
+    """Return the rows of ``whole`` that this rank of ``mesh`` holds, possibly none."""
     rows = -(-whole.size(0) // mesh.size())
     start = min(rows * mesh.get_local_rank(), whole.size(0))
     return whole.narrow(0, start, min(rows, whole.size(0) - start))

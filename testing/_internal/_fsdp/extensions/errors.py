@@ -1,4 +1,4 @@
-"""The contract's failures: what they say, and how all ranks come to say the same."""
+"""The contract's failures, raised on all ranks alike."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _Result = TypeVar("_Result")
 
 
 class ContractError(AssertionError):
-    """A tensor subclass breaks the contract of all-gather extensions; the message says where, how, and the remedy."""
+    """A tensor subclass breaks the contract of all-gather extensions. The message says where, how, and what to do."""
 
 
 def together(step: Callable[[], _Result]) -> _Result:
-    """Run ``step`` on every rank and return its result, or fail on every rank if it failed on one.
+    """Run ``step`` on every rank and return its result. If it fails on one rank, fail on all.
 
-    A rank that failed alone would leave the others in their next collective until the time limit, and its message
-    would be one among many. Collective over the default group; ``step`` itself must not communicate.
+    A rank that failed alone would leave the others in their next collective until the time limit. Collective over the
+    default group; ``step`` itself must not communicate.
 
     Raises:
-        ContractError: ``step`` failed somewhere. Ranks with the same message are named together.
+        ContractError: ``step`` failed on some rank. The message groups ranks with the same failure.
     """
     failure: str | None = None
     try:
@@ -34,7 +34,7 @@ def together(step: Callable[[], _Result]) -> _Result:
     except Exception as error:
         failure = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}"
     failed = torch.tensor(failure is not None, device=device.rank_device(dist.get_rank()), dtype=torch.int32)
-    # Most steps pass, and one number is a fraction of what sending messages around costs.
+    # Most steps pass, and reducing one number is much cheaper than gathering messages.
     dist.all_reduce(failed)
     if failed.item():
         failures: list[str | None] = [None] * dist.get_world_size()
@@ -44,7 +44,7 @@ def together(step: Callable[[], _Result]) -> _Result:
 
 
 def _by_message(failures: list[str | None]) -> str:
-    """Return each message once, after the ranks that have it.
+    """Return each message once, with the ranks that have it.
 
     >>> print(_by_message(["no hooks", "no hooks", None, "too small"]))
     on ranks 0, 1 of 4: no hooks

@@ -1,13 +1,13 @@
-"""Calls the two hooks of one sharded weight as FSDP2 calls them, and says what is wrong with the answers.
+"""Calls the two hooks of a sharded weight as FSDP2 calls them, and checks what they return.
 
 Note [What FSDP2 does with the hooks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Unsharding calls ``fsdp_pre_all_gather`` of the local shard. Each tensor that it returns is flattened and gathered over
-the shard mesh. The first time, ``fsdp_post_all_gather`` makes the unsharded tensor out of the gathered ones and names
-the further tensors whose memory goes with it; FSDP views the result in the size of the whole weight. Resharding frees
-the gathered tensors and those further ones. Every later time their memory comes back without its contents, the gather
-fills the gathered ones, and ``fsdp_post_all_gather(out=...)`` is to fill in the rest, unseen by autograd: the weight
-may be saved for a backward that is still to come.
+Unsharding calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor that it returns and all-gathers
+it over the shard mesh. The first time, ``fsdp_post_all_gather`` builds the unsharded tensor from the gathered tensors,
+and returns it with any other tensors to free on reshard. FSDP views the result in the size of the unsharded weight.
+Resharding frees the gathered tensors and those others. Each later time their memory is allocated again without its
+contents, the all-gather fills the gathered tensors, and ``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd
+must not see these writes, because the weight may be saved for a backward that is still to come.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def require_hooks(tensor: torch.Tensor, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Gather:
-    """Inputs as the hook gave them, and what gathering them filled; outputs are ND, ``inputs[i].shape[1:]`` behind."""
+    """The inputs that the hook returned, and the gathered outputs, ``(*, *inputs[i].shape[1:])``."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
@@ -73,11 +73,11 @@ class HookCheck:
     Attributes:
         name: of the parameter, for messages.
         local: this rank's shard, unpadded.
-        whole: the same weight before it was sharded.
-        module: owns the parameter.
-        mesh: over which it is sharded, 1D.
+        whole: the same weight, unsharded.
+        module: the module that owns the parameter.
+        mesh: the 1D mesh over which it is sharded.
         policy: FSDP's mixed precision.
-        values: makes plain tensors to compare out of the unsharded and of the whole tensor.
+        values: returns the plain tensors to compare in place of a tensor.
         tolerances: ``(rtol, atol)`` of that comparison.
     """
 
@@ -92,10 +92,10 @@ class HookCheck:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Take the weight through two unshards and a reshard. Collective over the default group.
+        """Unshard the weight, reshard it, and unshard it again. Collective over the default group.
 
         Raises:
-            ContractError: on every rank, if a hook misbehaves on any.
+            ContractError: on every rank, if a hook fails a check on any.
         """
         together(lambda: require_hooks(self.local, self.name))
         inputs, metadata = together(self._call_pre)
@@ -163,7 +163,7 @@ class HookCheck:
             raise self._error(PRE, f"returned all_gather_inputs[{index}] that is not contiguous. Call contiguous().")
 
     def _check_ranks_agree(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Check what a gather needs: on every rank the same number of tensors, sizes and types."""
+        """Check what an all-gather requires: the same number of tensors, sizes and types on every rank."""
         mine = [(tuple(each.shape), str(each.dtype)) for each in inputs]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
@@ -182,7 +182,7 @@ class HookCheck:
         together(lambda: self._check_padded(inputs))
 
     def _check_padded(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        # FSDP asks it of the ranks with padding only, and only of the signature that is told the outer size.
+        # FSDP checks this only on ranks with padding, and only for the signature that takes the outer size.
         if len(inspect.signature(getattr(self.local, PRE)).parameters) != 5:
             return
         if self.local.size() != self._padded_size and any(each.size() != self._padded_size for each in inputs):
@@ -224,7 +224,7 @@ class HookCheck:
 
     @torch.enable_grad()
     def _call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
-        # FSDP calls it in the middle of forward, with autograd on; the other hook it calls with autograd off.
+        # FSDP calls this hook during forward, with autograd on, and the other hook with autograd off.
         return self._call(getattr(self.local, POST), POST, outputs, metadata, self._dtype, **out)
 
     def _in_whole_size(self, unsharded: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ class HookCheck:
             raise self._error(
                 POST,
                 f"returned size {tuple(unsharded.shape)}, expected {tuple(size)} (or more rows of padding at the end). "
-                "all_gather_outputs hold the ranks' inputs one behind the other along dimension 0.",
+                "all_gather_outputs hold the ranks' inputs, concatenated along dimension 0.",
             )
         try:
             return torch.as_strided(unsharded, size, torch.empty(size, device="meta").stride(), storage_offset=0)
@@ -269,7 +269,7 @@ class HookCheck:
             )
 
     def _check_out(self, gather: _Gather, unsharded: torch.Tensor, also_freed: Sequence[torch.Tensor]) -> None:
-        # See Note [What FSDP2 does with the hooks]: freed memory comes back without its contents.
+        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again without its contents.
         for tensor in (*gather.outputs, *also_freed):
             scribble(tensor)
         inputs, metadata = together(self._call_pre)
@@ -298,7 +298,7 @@ class HookCheck:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         return inner_tensors(tensor)
-    except ContractError:  # does not say what it holds; the values are the test class's affair
+    except ContractError:  # it has no __tensor_flatten__; the test class overrides values()
         return []
 
 

@@ -1,4 +1,4 @@
-"""What a tensor subclass holds, as plain tensors that can be compared, overwritten and traced to their memory."""
+"""The inner tensors of a tensor subclass: how to find them, compare them, overwrite them and identify their memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["ScribbledEmpty", "check_close", "inner_tensors", "scribble", "storag
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# What makes a tensor without writing it.
+# Functions that return uninitialized memory.
 _EMPTY = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided
 }  # fmt: skip
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that ``tensor`` is made of, those of nested subclasses included, detached.
+    """Return the plain tensors that ``tensor`` consists of, detached, including those of nested subclasses.
 
     Raises:
-        ContractError: a subclass that does not say what it holds.
+        ContractError: a subclass has no ``__tensor_flatten__``.
     """
     if type(tensor) in _PLAIN:
         return [tensor.detach()]
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         raise ContractError(
-            f"{type(tensor).__name__} has no __tensor_flatten__, so that its values cannot be read. Define "
+            f"{type(tensor).__name__} has no __tensor_flatten__, so its values cannot be read. Define "
             "__tensor_flatten__ and __tensor_unflatten__, or override values(tensor) in the test class."
         )
     names, _ = flatten()
@@ -38,12 +38,12 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storage_keys(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Return what identifies the memory behind plain ``tensors``, leaving out those that have none."""
+    """Return the addresses of the storages of plain ``tensors``, except of empty ones."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel() > 0}
 
 
 def scribble(tensor: torch.Tensor) -> None:
-    """Overwrite plain ``tensor``: NaN for floating-point types, otherwise the value of all bits set."""
+    """Overwrite plain ``tensor`` with NaN, or for other types with their maximum."""
     with torch.no_grad():
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             tensor.fill_(float("nan"))
@@ -52,7 +52,7 @@ def scribble(tensor: torch.Tensor) -> None:
 
 
 class ScribbledEmpty(TorchFunctionMode):
-    """Within it, memory that ``torch.empty`` and its kin hand out is scribbled over, so that reading it shows."""
+    """Overwrites the memory that ``torch.empty`` and similar functions return, to expose code that reads it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
@@ -69,7 +69,7 @@ def check_close(
     complaint: str,
     check_dtype: bool = True,
 ) -> None:
-    """Compare plain tensors pairwise within ``(rtol, atol)``, torch's defaults for the type where both are None.
+    """Compare plain tensors pairwise within ``(rtol, atol)``; None for both means torch's defaults for the type.
 
     Raises:
         ContractError: ``complaint``, and the first difference.
@@ -86,6 +86,6 @@ def check_close(
 
 
 def _both(tolerances: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
-    # assert_close takes both or neither
+    # assert_close needs both or neither
     rtol, atol = tolerances
     return tolerances if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)

@@ -1,4 +1,4 @@
-"""What every FSDP1 test model offers, and the two steps they share: moving to the device and wrapping."""
+"""The interface of FSDP1 test models, the modes in which they are built, and helpers that build them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 class FSDPInitMode(Enum):
     """Which modules of a test model are wrapped with FSDP.
 
-    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root as well where the model's ``init`` says so.
+    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root if the model's ``init`` says so.
     """
 
     NO_FSDP = auto()
@@ -40,9 +40,9 @@ class FSDPInitMode(Enum):
 
 
 class DEVICEInitMode(Enum):
-    """When a test model moves to the device: before FSDP's constructor sees it, after, or never.
+    """When a test model moves to the device: before FSDP wraps it, after, or never.
 
-    The names that begin with ``CUDA_`` are the same members under the names they had before other devices came.
+    Names that start with ``CUDA_`` are older names of the same members.
     """
 
     DEVICE_BEFORE = auto()
@@ -57,11 +57,11 @@ CUDAInitMode = DEVICEInitMode
 
 
 class FSDPTestModel(nn.Module, ABC):
-    """A model that brings its own input, loss and backward, so that one training loop serves them all."""
+    """A model with its own input, loss and backward, so that one training loop serves all models."""
 
     @abstractmethod
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the positional inputs of one step on ``device``; they may differ by rank, never by call."""
+        """Return the positional inputs of one step on ``device``. They may differ by rank, but not by call."""
 
     @abstractmethod
     def get_loss(self, input: Any, output: Any) -> torch.Tensor:
@@ -69,12 +69,12 @@ class FSDPTestModel(nn.Module, ABC):
 
     @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of ``loss`` and whatever gradient reduction the wrapper does not do."""
+        """Run the backward pass of ``loss``, and any gradient reduction that the wrapper does not do."""
 
     @staticmethod
     @abstractmethod
     def init(*args: Any, **kwargs: Any) -> nn.Module:
-        """Return a model wrapped as the given modes ask."""
+        """Return a model, wrapped and moved as the modes say."""
 
 
 def _move_to_device(model: nn.Module, move_to_device: bool) -> nn.Module:
@@ -99,10 +99,10 @@ def init_by_mode(
     device_init_mode: DEVICEInitMode,
     fsdp_kwargs: dict[str, Any] | None,
 ) -> nn.Module:
-    """Return ``build(wrap, kwargs)`` for the mode, moved to the device where that comes after wrapping.
+    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if that comes after wrapping.
 
     Raises:
-        ValueError: the mode is none of :class:`FSDPInitMode`.
+        ValueError: the mode is not a :class:`FSDPInitMode`.
     """
     if fsdp_init_mode == FSDPInitMode.NO_FSDP:
         return build(False, {})
@@ -113,12 +113,12 @@ def init_by_mode(
 
 
 def unsupported_mode(mode: object) -> NoReturn:
-    """Raise the error for a mode that is none of :class:`FSDPInitMode`."""
+    """Raise the error for a mode that is not a :class:`FSDPInitMode`."""
     raise ValueError(f"Unsupported FSDP init mode: {mode}. Pass one of {', '.join(map(str, FSDPInitMode))}.")
 
 
 class DummyProcessGroup:
-    """A process group of ``size`` ranks, seen from ``rank``, that communicates with nobody."""
+    """A process group of ``size`` ranks, as seen from ``rank``, that does not communicate."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -131,7 +131,7 @@ class DummyProcessGroup:
         return self._size
 
     def allreduce(self, *args: Any, **kwargs: Any) -> _DoneWork:
-        """Leave the tensors as they are and return work that is already done."""
+        """Leave the tensors as they are and return completed work."""
         return _DoneWork()
 
 
@@ -149,7 +149,7 @@ class _DoneWork:
 
 
 class DummyDDP(nn.Module):
-    """Has DDP's shape (the model under ``module``) without its gradient reduction."""
+    """Has DDP's structure (the model is ``module``) without its gradient reduction."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

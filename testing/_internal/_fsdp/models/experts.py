@@ -1,4 +1,4 @@
-"""Experts that each rank has to itself, between layers that all ranks share."""
+"""A mixture of experts: each rank has its own expert, between layers that all ranks share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _INPUT, _SHARED, _EXPERT = 8, 12, 23
 class MixtureOfExperts(NestedWrappedModule):
     """Linear layers 8 to 12, 12 to 23 (shared), 23 to 12 (this rank's expert), 12 to 8.
 
-    Parameters of the expert carry an attribute ``expert``, are sharded over a group of this rank alone, and their
-    gradients are never reduced. With ``deterministic`` experts differ by rank and all else is equal.
+    The expert's parameters have an attribute ``expert`` and are sharded over a group of this rank only; their gradients
+    are never reduced. With ``deterministic``, experts differ by rank and all other weights are the same.
 
     Args:
-        delay_before_free_ms: delay before FSDP frees the expert's parameters in forward, in milliseconds: a reshard
-            that does not wait for the computation then frees what is in use.
+        delay_before_free_ms: delay before FSDP frees the expert's parameters in forward, in milliseconds. A reshard
+            that does not wait for the computation then frees parameters in use.
     """
 
     _EXPERT_INDEX = 2
@@ -53,7 +53,7 @@ class MixtureOfExperts(NestedWrappedModule):
             torch.manual_seed(42 + self.rank)
         expert = make.linear(_EXPERT, _SHARED)
         for parameter in expert.parameters():
-            parameter.expert = True  # type: ignore[attr-defined]  # the mark that run_backward looks for
+            parameter.expert = True  # type: ignore[attr-defined]  # read by run_backward
         self.num_expert_params = sum(parameter.numel() for parameter in expert.parameters())
         if deterministic:
             torch.manual_seed(0)
@@ -78,7 +78,7 @@ class MixtureOfExperts(NestedWrappedModule):
             return self.module(x)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run backward, and average shared gradients over the group where FSDP does not."""
+        """Run backward, and average the shared gradients over the group if FSDP does not."""
         super().run_backward(loss)
         if self.wrap_fsdp:
             return
@@ -97,10 +97,10 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool = False,
         delay_before_free_ms: int = 0,
     ) -> nn.Module:
-        """Return the model; under ``RECURSIVE`` the shared layer and the expert are wrapped, the root is not.
+        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but not the root.
 
         Raises:
-            ValueError: the mode is none of :class:`FSDPInitMode`.
+            ValueError: the mode is not a :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -110,5 +110,5 @@ class MixtureOfExperts(NestedWrappedModule):
 
 
 def _own_group() -> dist.ProcessGroup:
-    # Ranks name different groups here, so the others must not be waited for.
+    # Each rank creates a different group, so it must not wait for the others.
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""Models for FSDP2 tests: perceptrons, alone and stacked under tensor parallelism, and a pair of linear layers."""
+"""Models for FSDP2 tests: an MLP, a stack of MLPs for tensor parallelism, and a pair of linear layers."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class MLP(nn.Module):
         return output if self.buffer is None else output + self.buffer
 
     def reset_parameters(self) -> None:
-        """Draw the buffer anew, as the meta-device flow asks of each module that owns tensors itself."""
+        """Initialize the buffer. The meta-device flow calls this on each module that owns tensors directly."""
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 
 
 class MLPStack(nn.Sequential):
-    """Three perceptrons of hidden widths 3, 4 and 3 times ``mlp_dim``: 3 divides unevenly over an even mesh.
+    """Three MLPs with hidden widths of 3, 4 and 3 times ``mlp_dim``; 3 is not divisible by the size of an even mesh.
 
-    With ``with_seq_parallel`` a layer norm without bias follows, on activations sharded along their sequence.
+    With ``with_seq_parallel``, a layer norm without bias follows, on activations sharded along the sequence.
     """
 
     def __init__(self, mlp_dim: int, *, with_seq_parallel: bool = False) -> None:
@@ -79,19 +79,19 @@ class MLPStack(nn.Sequential):
         use_activation_checkpointing: bool,
         **fsdp_kwargs: Any,
     ) -> MLPStack:
-        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh``, in place; return the stack.
+        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh``, in place, and return the stack.
 
-        Inner activations stay DTensors, because a local tensor no longer knows its uneven width. The last perceptron
-        gives a plain tensor, or with sequence parallelism shards dimension 1 for the norm behind it. Each perceptron
-        and the root become FSDP modules; activation checkpointing covers each perceptron.
+        Inner activations stay DTensors, because a local tensor does not know its uneven global width. The last MLP
+        returns a plain tensor; with sequence parallelism it shards dimension 1 for the norm that follows. Each MLP and
+        the root become FSDP modules. With activation checkpointing, each MLP is checkpointed.
         """
         parallelize_module(self, tp_mesh, self._tensor_parallel_plan())
-        for perceptron in self:
-            if isinstance(perceptron, nn.LayerNorm):
+        for mlp in self:
+            if isinstance(mlp, nn.LayerNorm):
                 continue
             if use_activation_checkpointing:
-                private.checkpoint(perceptron)
-            fully_shard(perceptron, mesh=dp_mesh, **fsdp_kwargs)
+                private.checkpoint(mlp)
+            fully_shard(mlp, mesh=dp_mesh, **fsdp_kwargs)
         fully_shard(self, mesh=dp_mesh, **fsdp_kwargs)
         return self
 
@@ -107,7 +107,7 @@ class MLPStack(nn.Sequential):
 
 
 class DoubleLinear(nn.Module):
-    """Two linear layers side by side: two outputs, or with ``use_second_linear=False`` one output and an unused layer.
+    """Two parallel linear layers with two outputs. With ``use_second_linear=False`` one output, and an unused layer.
 
     Shapes: ``(*, dim)`` in and out.
     """

@@ -1,4 +1,4 @@
-"""Linear layers of several sizes with FSDP at several depths."""
+"""Linear layers of several sizes, with FSDP at several depths, and variants with delays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Makes the layers of a nested model, on the device and wrapped as the model's arguments ask."""
+    """Makes the layers of a nested model, moved and wrapped according to the model's arguments."""
 
     group: Any
     wrap_fsdp: bool
@@ -45,22 +45,22 @@ class LayerMaker:
         return _move_to_device(nn.Linear(features_in, features_out), self.move_to_device)
 
     def wrapped(self, *layers: nn.Module, group: Any = None) -> nn.Module:
-        """Return the only layer, or the sequence of several, under FSDP over ``group`` (default: the model's)."""
+        """Return the layer, or a sequence of several, wrapped over ``group`` (by default the model's)."""
         module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
         return _maybe_wrap_fsdp(module, self.wrap_fsdp, self.group if group is None else group, **self.fsdp_kwargs)
 
 
 class NestedWrappedModule(FSDPTestModel):
-    """Five linear layers in a sequence of four, some inside FSDP, some inside FSDP twice, the first and last in none.
+    """Five linear layers. The inner ones are wrapped with FSDP, one of them twice; the first and the last are not.
 
-    Shapes: input and output ``(4, 8)``; the input differs by rank. The loss is the output's sum.
+    Shapes: ``(4, 8)`` in and out. The input differs by rank. The loss is the sum of the output.
 
     Args:
-        group: the ranks.
-        wrap_fsdp: whether the inner layers are wrapped.
-        device_init_mode: ``DEVICE_BEFORE`` makes each layer on the device before it is wrapped.
-        deterministic: same weights in every construction.
-        fsdp_kwargs: for each FSDP constructor.
+        group: the process group.
+        wrap_fsdp: wrap the inner layers.
+        device_init_mode: ``DEVICE_BEFORE`` moves each layer to the device before it is wrapped.
+        deterministic: give every instance the same weights.
+        fsdp_kwargs: for every FSDP constructor.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model; what ``RECURSIVE`` wraps is told by each class, and the root is mostly left to the caller.
+        """Return the model. Each class decides what ``RECURSIVE`` wraps; most leave the root to the caller.
 
         Raises:
-            ValueError: the mode is none of :class:`FSDPInitMode`.
+            ValueError: the mode is not a :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -123,12 +123,12 @@ class NestedWrappedModule(FSDPTestModel):
     def _build(
         cls, group: Any, wrap_fsdp: bool, device_init_mode: DEVICEInitMode, deterministic: bool, **kwargs: Any
     ) -> nn.Module:
-        """Return the model of one mode, wrapped by ``kwargs`` if that is asked."""
+        """Return the model, wrapped with ``kwargs`` if ``wrap_fsdp``."""
         return cls(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers where ``RECURSIVE`` puts every module under FSDP, root included, all over the default group."""
+    """The same layers. ``RECURSIVE`` wraps every module, the root included, over the default group."""
 
     @classmethod
     def _build(
@@ -139,14 +139,13 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same layers with the last two under one FSDP module, and all parameters frozen but the very last two.
+    """The same layers, with the last two in one FSDP module, and only the last layer's parameters trainable.
 
-    With ``use_orig_params=True`` the trainable elements then all lie on one rank, so other ranks hold shards without
-    any gradient: the case in which gradient scaling must not take an empty shard for an overflow. A flat parameter
-    cannot be frozen in part: without ``use_orig_params`` it is frozen whole.
+    With ``use_orig_params=True`` all trainable elements are then on one rank and other ranks have no gradient, which
+    gradient scaling must not take for an overflow. Without ``use_orig_params`` the flat parameter is frozen as a whole.
     """
 
-    # With and without an FSDP module in between.
+    # With or without an FSDP module in between.
     _TRAINABLE = re.compile(r"module\.2.*\.1.*")
 
     def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
@@ -172,8 +171,8 @@ class NonUniformReqGradNWM(NestedWrappedModule):
 class ModuleWithDelay(FSDPTestModel):
     """Wraps a test model and delays it after its loss, before each reduce-scatter of its gradients, or both.
 
-    A delay shows a stream that does not wait for another one: the optimiser that steps before gradients are reduced,
-    the reduction that reads a gradient still being computed.
+    Delays expose a stream that does not wait for another: an optimizer that steps before gradients are reduced, or a
+    reduction that reads a gradient before it is computed.
     """
 
     def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:
@@ -217,10 +216,10 @@ class ModuleWithDelay(FSDPTestModel):
 
 
 class NestedWrappedModuleWithDelay(ModuleWithDelay):
-    """A :class:`NestedWrappedModule` with delays, constructed like the other test models."""
+    """A :class:`NestedWrappedModule` with delays, built like the other test models."""
 
     @staticmethod
-    def init(  # type: ignore[override]  # a fixed module class, with the constructor arguments of that class
+    def init(  # type: ignore[override]  # takes the arguments of its one module class
         group: Any,
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
@@ -229,6 +228,6 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
         delay_after_loss_ms: int = 0,
         delay_before_reduction_ms: int = 0,
     ) -> ModuleWithDelay:
-        """Return the delayed model; see :meth:`NestedWrappedModule.init` for what is wrapped."""
+        """Return the model with delays in milliseconds. :meth:`NestedWrappedModule.init` says what is wrapped."""
         nested = NestedWrappedModule.init(group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic)
         return ModuleWithDelay(nested, delay_after_loss_ms, delay_before_reduction_ms)

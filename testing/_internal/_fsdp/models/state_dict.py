@@ -1,4 +1,4 @@
-"""Small FSDP1 models for tests of state dicts, and the two ways to wrap their layers: on a device, or by ``wrap``."""
+"""Small FSDP1 models for tests of state dicts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ FP16_MIXED_PRECISION = MixedPrecision(param_dtype=torch.float16, reduce_dtype=to
 
 
 def linear() -> nn.Linear:
-    """Return a layer without bias on this rank's device. Shapes: ``(*, 10)`` in and out."""
+    """Return a linear layer without bias on this rank's device. Shapes: ``(*, 10)`` in and out."""
     return nn.Linear(10, 10, bias=False, device=compute_device())
 
 
 class StateDictModel(nn.Module):
-    """An inner layer, which may be under FSDP of its own, applied twice and followed by an outer one.
+    """An inner layer, applied twice, and an outer one. With ``wrap_fsdp`` the inner layer is wrapped.
 
     Shapes: ``(*, 4)`` in, ``(*, 5)`` out.
     """
@@ -76,9 +76,9 @@ class StateDictModel(nn.Module):
 
 
 class SharedParametersModel(nn.Module):
-    """Two of its three layers are one module, two of its three loose parameters one tensor; always the same weights."""
+    """Has a layer and a parameter that are each used under two names. Always the same weights."""
 
-    __test__ = False  # upstream's name reads like a test case's
+    __test__ = False  # suites import it under upstream's name, which looks like that of a test case
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class SharedParametersModel(nn.Module):
 
 
 class FSDPContainer(nn.Module):
-    """A layer outside FSDP, then two modules that may be under it."""
+    """An unwrapped layer, then two modules that may be wrapped."""
 
     def __init__(self, fsdp_1: nn.Module, fsdp_2: nn.Module) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class FSDPContainer(nn.Module):
 
 
 def partly_managed_model(double_nest: bool, wrap_fsdp: bool = True) -> nn.Module:
-    """Return a ``SkipModel`` whose ``linear_skip`` FSDP does not manage."""
+    """Return a ``SkipModel`` whose ``linear_skip`` is not managed by FSDP."""
     with enable_wrap(wrapper_cls=FSDP) if wrap_fsdp else nullcontext():
         model = SkipModel(double_nest=double_nest)
         skipped = model.linear_skip
@@ -130,12 +130,12 @@ def _linear() -> nn.Linear:
 
 
 def _wrap(module: nn.Module, **kwargs: Any) -> nn.Module:
-    """Wrap ``module`` if the caller is inside ``enable_wrap``."""
+    """Wrap ``module`` if ``enable_wrap`` is active."""
     return wrap(module, **device.with_compute_device(kwargs))
 
 
 class SkipModule(nn.Module):
-    """One linear layer, left unwrapped. Shapes: ``(*, 10)`` in and out."""
+    """One linear layer, not wrapped. Shapes: ``(*, 10)`` in and out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class SkipModule(nn.Module):
 
 
 class NestedLinear(nn.Module):
-    """One linear layer, wrapped by itself if ``fsdp_wrap``. Shapes: ``(*, 10)`` in and out."""
+    """One linear layer, wrapped if ``fsdp_wrap``. Shapes: ``(*, 10)`` in and out."""
 
     def __init__(self, fsdp_wrap: bool) -> None:
         super().__init__()
@@ -158,7 +158,10 @@ class NestedLinear(nn.Module):
 
 
 class SkipModel(nn.Module):
-    """A bare layer, a skipped module and a wrapped one, which is wrapped inside as well if ``double_nest``."""
+    """A plain layer, a skipped module, and a wrapped one, whose layer is wrapped too if ``double_nest``.
+
+    Shapes: ``(*, 10)`` in and out.
+    """
 
     def __init__(self, double_nest: bool) -> None:
         super().__init__()

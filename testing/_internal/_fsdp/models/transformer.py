@@ -1,4 +1,4 @@
-"""A small transformer whose input embedding and output projection are one parameter."""
+"""A small transformer whose input embedding and output projection share a parameter."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["TransformerWithSharedParams"]
 _VOCABULARY, _WIDTH, _FEEDFORWARD, _BATCH = 23, 16, 8, 2
 _SOURCE_STEPS, _TARGET_STEPS = 6, 4
 
-# FSDP derives the two groups of these strategies itself when it is given none.
+# Without a group, FSDP creates the two groups of these strategies itself.
 _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
 
 class TransformerWithSharedParams(FSDPTestModel):
-    """Sequence to sequence over a 23-word vocabulary; parameters, a float and an integer buffer, optional batch norm.
+    """Sequence to sequence over a vocabulary of 23, with a float and an integer buffer and an optional batch norm.
 
-    With ``deterministic`` every construction gives the same weights, and the model is in evaluation mode, so that
-    dropout and batch statistics take no part.
+    With ``deterministic``, all instances have the same weights and are in evaluation mode, which turns dropout and
+    batch statistics off.
 
     Shapes: source ``(6, 2)`` and target ``(4, 2)`` token ids, time before batch; output ``(4, 2, 23)``.
     """
@@ -62,7 +62,7 @@ class TransformerWithSharedParams(FSDPTestModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        # Whatever a caller draws next is then the same in every step and differs by rank.
+        # What a caller draws next is then the same in every step, and differs by rank.
         torch.manual_seed(1 + self.rank)
         source, target = (torch.arange(steps * self.bs, device=device) for steps in (_SOURCE_STEPS, _TARGET_STEPS))
         return source.view(-1, self.bs), target.view(-1, self.bs)
@@ -81,7 +81,7 @@ class TransformerWithSharedParams(FSDPTestModel):
         loss.backward()
 
     def get_ignored_modules(self) -> list[nn.Module]:
-        """Return the modules that tests of ``ignored_modules`` leave out of FSDP."""
+        """Return the modules that tests of ``ignored_modules`` exclude from FSDP."""
         return [self.transformer]
 
     @staticmethod
@@ -93,18 +93,18 @@ class TransformerWithSharedParams(FSDPTestModel):
         deterministic: bool = False,
         add_bn: bool = True,
     ) -> nn.Module | FSDP:
-        """Return a transformer; under ``RECURSIVE`` its encoder and decoder layers and the root are wrapped.
+        """Return a transformer. ``RECURSIVE`` wraps its encoder and decoder layers and the root.
 
         Args:
-            group: the ranks; a pair for hybrid sharding, whose first group then is the model's.
+            group: the process group. For hybrid sharding a pair, whose first group is the model's.
             fsdp_init_mode: what to wrap.
             device_init_mode: when to move to the device.
             fsdp_kwargs: for FSDP's constructor; an ``auto_wrap_policy`` here replaces the default one.
-            deterministic: same weights in every construction, and evaluation mode.
-            add_bn: whether target embeddings pass a batch norm.
+            deterministic: the same weights in every instance, and evaluation mode.
+            add_bn: add a batch norm after the target embeddings.
 
         Raises:
-            ValueError: the mode is none of :class:`FSDPInitMode`.
+            ValueError: the mode is not a :class:`FSDPInitMode`.
         """
         own_group = group[0] if isinstance(group, tuple) else group
 

@@ -1,6 +1,6 @@
-"""Models drawn at random: trees of small linear layers with odd sizes, and a regression to train them on.
+"""Random models for property-based tests: trees of small linear layers with odd sizes, and a task to train them on.
 
-Runs in float64: what remains between a sharded and an unsharded run is the order of summation.
+In float64, so that a sharded and an unsharded run differ only by the order of summation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A linear layer with ``width`` outputs; ``wrapped`` means that it is sharded by itself."""
+    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on its own."""
 
     width: int
     bias: bool = True
@@ -31,7 +31,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Layers and blocks in sequence, with a bounded nonlinearity after each; ``wrapped`` as one."""
+    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``, they are sharded as one."""
 
     parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False
@@ -56,21 +56,21 @@ def _some(parts: st.SearchStrategy[LayerSpec | BlockSpec]) -> st.SearchStrategy[
     return st.lists(parts, min_size=1, max_size=3).map(tuple)
 
 
-def _as_it_is(module: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
 def build_tree(
     tree: BlockSpec,
     device: torch.device,
-    wrap: Callable[[nn.Module], nn.Module] = _as_it_is,
+    wrap: Callable[[nn.Module], nn.Module] = _unwrapped,
     seed: int = 0,
     dtype: torch.dtype = _DTYPE,
 ) -> nn.Module:
-    """Return the model that ``tree`` describes, on ``device`` and alike wherever the seed is alike.
+    """Return the model that ``tree`` describes, on ``device``. The same seed gives the same weights.
 
     Args:
-        wrap: called on every part that is to be wrapped, innermost first, and on the whole.
+        wrap: wraps every part that is to be wrapped, innermost first, and the root.
     """
     torch.manual_seed(seed)
     make = functools.partial(nn.Linear, dtype=dtype)
@@ -103,14 +103,14 @@ def train_tree(
     device: torch.device,
     accumulate: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> torch.Tensor:
-    """Train on ``rows`` (of 8) of each step's batch by Adam and return the losses, 1D, one a step.
+    """Train by Adam on ``rows`` of each step's batch of 8 and return the losses, one for each step.
 
-    With equal shares of the rows on each rank, averaged gradients are those of all rows at once.
+    If ranks have equal numbers of rows, averaged gradients are those of the whole batch.
 
     Args:
-        accumulate: if given, every other step only adds to the gradients, inside this context.
+        accumulate: if given, every other step only accumulates gradients, inside this context.
     """
-    # Adam sees by what factor gradients are wrong through eps alone: the default would hide it.
+    # A wrong scale of gradients changes Adam's steps only through eps, so the default would hide it.
     optim = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
     losses = []
     for step in range(steps):
