@@ -1,7 +1,7 @@
 """Small programs that must not pass, run from outside, and what their runs said.
 
-A program is a file of tests. It is run by ``run_test.py`` (or by any other way to run a file) in a session of its own, so
-that what it does to its process group does not reach the tests that judge it.
+A program is a file of tests. It is run by ``run_test.py`` (or in any other way) in a session of its own, so that what
+it does to its process group does not reach the tests that judge it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ BASES = {
 
 
 class Programs(Suite):
-    """A folder of programs. Statuses and texts of a run are found by the last part of a test's, class's or file's id."""
+    """A folder of programs. A run's statuses and texts are found by the last part of a test's, class's or file's id."""
 
     def add(self, name: str, source: str) -> None:
         (self.folder / name).write_text(PREAMBLE + textwrap.dedent(source))

@@ -1,4 +1,4 @@
-"""What a class does before its first test and after its last counts as well: its process may not die or hang in silence."""
+"""What a class does before its first test and after its last counts: its process may not die or hang in silence."""
 
 from __future__ import annotations
 

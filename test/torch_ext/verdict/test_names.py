@@ -1,4 +1,4 @@
-"""Remembered names: what a file defines may depend on more than its text, and then the tests that it defines now run."""
+"""Remembered names: what a file defines may depend on more than its text; the tests that it defines now run."""
 
 from __future__ import annotations
 
