@@ -144,14 +144,19 @@ class Programs(Suite):
     def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
         return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra, **how)
 
-    def finish(self, process: subprocess.Popen[str], parse: Callable[[Run], None] | None = None) -> Run:
+    def finish(
+        self,
+        process: subprocess.Popen[str],
+        parse: Callable[[Run], None] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Run:
         """Wait for the end. A run that takes for ever is ended with all it started, and has no exit code of its own."""
         start_s = time.monotonic()
         late = ""
         try:
-            out, err = process.communicate(timeout=DEADLINE_S)
+            out, err = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            late = f"\nended from outside: it had not ended by itself after {DEADLINE_S} seconds"
+            late = f"\nended from outside: it had not ended by itself after {deadline_s} seconds"
             process.kill()
             self.end_survivors()
             out, err = process.communicate()

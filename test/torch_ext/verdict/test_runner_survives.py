@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
 import subprocess
 import time
 import uuid
@@ -19,7 +18,7 @@ from test.torch_ext.verdict.programs import Programs, named_first, programs
 from test.torch_ext.world.suites import CHECKOUT, Run
 
 NEXT = """
-class TestNext(Ranks):
+class TestZNext(Ranks):
     def test_next(self):
         self.check()
 """
@@ -51,7 +50,7 @@ def test_import_that_hangs_has_a_limit_and_blocks_no_other_file(importing: Progr
 
 def test_list_of_a_file_that_hangs_ends(importing: Programs) -> None:
     run = importing.run("--list", "--timeout", "3")
-    assert run.out.splitlines() == ["test_z.py::TestNext::test_next"], run
+    assert run.out.splitlines() == ["test_z.py::TestZNext::test_next"], run
     assert run.code == 1
 
 
@@ -158,7 +157,8 @@ def test_nothing_that_was_started_outlives_the_run(started: Run, started_suite: 
 
 # Signals to others
 
-SIGNALS = """
+SIGNALS = (
+    """
 class TestSignals(Ranks):
     def test_terminates_its_process_group(self):
         if self.rank == 1:
@@ -193,7 +193,9 @@ class TestPlain(unittest.TestCase):
     def test_plain_terminates_its_process_group(self):
         os.kill(0, signal.SIGTERM)
         forever()
-""" + NEXT
+"""
+    + NEXT
+)
 SIGNALLED = [name for name in re.findall(r"def test_(\w+)", SIGNALS) if name != "next"]
 
 
@@ -246,7 +248,7 @@ def test_signal_to_the_group_ends_no_other_runner(tmp_path: Path, runner: str) -
     with programs(tmp_path, SIGNALS) as suite:
         extra = {"TORCH_EXT_TIMEOUT": "4"}
         if runner == "unittest":
-            run = suite.run_unittest("TestSignals.test_terminates_its_process_group", "TestNext", extra=extra)
+            run = suite.run_unittest("TestSignals.test_terminates_its_process_group", "TestZNext", extra=extra)
         else:
             command = ["-m", "pytest", "-q", str(suite.file), "-k", "test_next or (Signals and terminates_its_process)"]
             run = suite.finish(suite.start(command, extra))
@@ -500,19 +502,9 @@ def test_eight_runs_side_by_side_never_meet(tmp_path_factory: pytest.TempPathFac
         """
         program = "import os, sys; os.execvp('unshare', ['unshare', '-n', 'sh', '-c', *sys.argv[1:]])"
         runner = [os.sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite.folder), "-v"]
-        suite.finish(suite.start(["-c", program, command, "sh", *runner]))
+        suite.finish(suite.start(["-c", program, command, "sh", *runner]), deadline_s=240)
         for number in range(1, 9):
             out = (suite.folder / f"out{number}").read_text()
             assert out.splitlines()[-1:] == ["4 passed, 4 failed, 0 skipped"], out
             assert out.count("were killed by SIGKILL") == 4, out
         suite.assert_nothing_left()
-
-
-def test_scratch_folder_mode_is_what_the_program_saw(tmp_path: Path) -> None:
-    with programs(tmp_path, SLOW) as suite:
-        process = suite.start_runner()
-        suite.await_note("runs1", process)
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in suite.temporary.iterdir()}
-        os.killpg(process.pid, signal.SIGINT)
-        suite.finish(process)
-        assert modes and all(mode & 0o077 == 0 for mode in modes.values()), modes
