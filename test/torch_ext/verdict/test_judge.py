@@ -79,7 +79,7 @@ class Judge:
 
 
 def play(events: Iterable[Event], stands: bool = False) -> tuple[Judge, dict[int, str]]:
-    """Have the events happen that can: a rank that ended says nothing. Return the judge and what each rank said first."""
+    """Have those events happen that can (a rank that ended says nothing); return the judge and what each rank said."""
     judge, said = Judge(stands), dict[int, str]()
     for event in events:
         if judge.done:

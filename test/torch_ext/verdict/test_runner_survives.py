@@ -1,4 +1,4 @@
-"""Whatever a test does to the processes around it, the runner ends in order, with one result a test and nothing left."""
+"""Whatever a test does to the processes around it, the runner ends in order: a result for each test, nothing left."""
 
 from __future__ import annotations
 
