@@ -1,0 +1,244 @@
+"""Small programs that must not pass, run from outside, and what their runs said.
+
+A program is a file of tests. It is run by ``run_test.py`` (or in any other way) in a session of its own, so that what
+it does to its process group does not reach the tests that judge it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from test.torch_ext.world.faults import marked_processes
+from test.torch_ext.world.suites import CHECKOUT, Run, Suite, parse_pytest, parse_unittest
+
+__all__ = ["BASES", "PREAMBLE", "Programs", "first_line", "named_first", "programs", "tells_of_a_hang"]
+
+# Far above what any run takes, and below the limits that a run must not wait for.
+DEADLINE_S = 60
+
+PREAMBLE = '''
+import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, os, signal, subprocess, sys
+import threading, time, unittest
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch_ext.testing._internal.common_distributed import (
+    DistributedTestBase, MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, run_subtests,
+    spawn_threads_and_init_comms, with_timeout,
+)
+from torch_ext.testing._internal.common_utils import TestCase, run_tests
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def note(name, text=""):
+    """Leave a note for whoever awaits it; it is there as a whole or not at all."""
+    path = os.path.join(HERE, name)
+    with open(f"{path}.{os.getpid()}", "w") as stream:
+        stream.write(str(text))
+    os.rename(f"{path}.{os.getpid()}", path)
+
+
+def await_note(name):
+    path, end = os.path.join(HERE, name), time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < end, f"nobody left the note {name}"
+        time.sleep(0.01)
+    with open(path) as stream:
+        return stream.read()
+
+
+def forever():
+    while True:
+        time.sleep(1)
+
+
+class Ranks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        os.environ["PARENT_HALF"] = str(os.getpid())
+        self._spawn_processes()
+
+    def join_group(self, seconds=300):
+        store = dist.FileStore(self.file_name, self.world_size)
+        store.set_timeout(timedelta(seconds=seconds))
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=seconds)
+        )
+        return store
+
+    def check(self):
+        """Passes only if every rank is well."""
+        self.join_group()
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
+
+
+class Standing(MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def check(self):
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
+
+
+class Threads(MultiThreadedTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def check(self):
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
+'''
+
+# Every base class, with what a program writes to derive from it. FSDPTest wants the import that BASES_IMPORT is.
+BASES = {
+    "unittest": "unittest.TestCase",
+    "TestCase": "TestCase",
+    "MultiProcessTestCase": "Ranks",
+    "DistributedTestBase": "DistributedTestBase",
+    "MultiProcContinuousTest": "Standing",
+    "MultiThreadedTestCase": "Threads",
+    "FSDPTest": "FSDPTest",
+    "FSDPTestContinuous": "FSDPTestContinuous",
+    "FSDPTestMultiThread": "FSDPTestMultiThread",
+}
+
+
+class Programs(Suite):
+    """A folder of programs. A run's statuses and texts are found by the last part of a test's, class's or file's id."""
+
+    def add(self, name: str, source: str) -> None:
+        (self.folder / name).write_text(PREAMBLE + textwrap.dedent(source))
+
+    def start(self, command: list[str], extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+        """Start a command in a session of its own; ``how`` goes to ``Popen``."""
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.folder, **how}
+        return subprocess.Popen(
+            [sys.executable, *command], env=self.environment(extra), text=True, errors="replace",
+            stdin=subprocess.DEVNULL, start_new_session=True, **how,
+        )  # fmt: skip
+
+    def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+        return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra, **how)
+
+    def finish(
+        self,
+        process: subprocess.Popen[str],
+        parse: Callable[[Run], None] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Run:
+        """Wait for the end. A run that takes for ever is ended with all it started, and has no exit code of its own."""
+        start_s = time.monotonic()
+        late = ""
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            late = f"\nended from outside: it had not ended by itself after {deadline_s} seconds"
+            process.kill()
+            self.end_survivors()
+            out, err = process.communicate()
+        run = Run(process.returncode, out or "", (err or "") + late, time.monotonic() - start_s)
+        (parse or _parse)(run)
+        return run
+
+    def run(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> Run:
+        """Run the folder by ``run_test.py --root``."""
+        return self.finish(self.start_runner(*arguments, extra=extra, **how))
+
+    def run_unittest(self, *tests: str, extra: Mapping[str, str] = {}) -> Run:
+        names = [f"{self.file.stem}.{test}" for test in tests] or [self.file.stem]
+        return self.finish(self.start(["-m", "unittest", "-v", *names], extra), parse_unittest)
+
+    def run_pytest(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
+        command = ["-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", str(self.file), *arguments]
+        return self.finish(self.start(command, extra), parse_pytest)
+
+    def await_note(self, name: str, process: subprocess.Popen[str]) -> str:
+        """Return the note that a program left, once it is there."""
+        end = time.monotonic() + DEADLINE_S
+        while not (self.folder / name).exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end, f"nobody left the note {name}"
+            time.sleep(0.01)
+        return (self.folder / name).read_text()
+
+    def end_survivors(self) -> None:
+        while found := marked_processes(self.mark):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def assert_nothing_left(self) -> None:
+        assert self.survivors() == {}
+        assert self.files_left() == []
+
+
+@contextlib.contextmanager
+def programs(folder: Path, source: str, name: str = "test_suite.py") -> Iterator[Programs]:
+    """A folder of programs, whose processes end with the block."""
+    suite = Programs(folder, source, name)
+    try:
+        yield suite
+    finally:
+        suite.end_survivors()
+
+
+def _parse(run: Run) -> None:
+    """Fill in status and text, by the last part of each id."""
+    words = "passed|failed|skipped|expected failure|unexpected success"
+    for name, status in re.findall(rf"^(\S+\.py(?:::\w+)*)  ({words})  [\d.]+ s", run.out, re.MULTILINE):
+        run.status[name.rpartition("::")[2]] = status
+    for name, text in re.findall(r"^FAILED (\S+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.MULTILINE | re.DOTALL):
+        run.text[name.rpartition("::")[2]] = text
+
+
+def first_line(text: str) -> str:
+    """The line of a report that says what happened."""
+    return text.strip().partition("\n")[0]
+
+
+def named_first(text: str) -> set[int]:
+    """Return the ranks that a report blames: those that it says to look at first, else those that it begins with.
+
+    >>> named_first("ranks 0, 1 of 2 timed out; look at rank 1 first")
+    {1}
+    >>> named_first("ranks 0-2, 4 of 5 failed; rank 3 went wrong in a way of its own") == {0, 1, 2, 4}
+    True
+    """
+    line = first_line(text)
+    number = r"(\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)"
+    found = re.search(rf"look at ranks? {number}", line) or re.search(rf"\branks? {number}", line)
+    ranks: set[int] = set()
+    for part in found[1].split(", ") if found else []:
+        low, _, high = part.partition("-")
+        ranks |= set(range(int(low), int(high or low) + 1))
+    return ranks
+
+
+def tells_of_a_hang(text: str) -> bool:
+    """Whether a report says that the ranks hang, and not that a time limit passed."""
+    return bool(re.search(r"\bhang|\bhung\b|deadlock", text)) and "timed out" not in first_line(text)

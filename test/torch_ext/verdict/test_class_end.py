@@ -1,0 +1,155 @@
+"""What a class does before its first test and after its last counts: its process may not die or hang in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from test.torch_ext.verdict.programs import Programs, programs
+from test.torch_ext.world.suites import Run
+
+# What the class process does in tearDownClass, and the words that must tell it.
+DEATHS = {
+    "sigkill": ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    "sigsegv": ("ctypes.string_at(0)", "SIGSEGV"),
+    "exit_7": ("os._exit(7)", "code 7"),
+    "exit_0": ("os._exit(0)", "code 0"),
+    "system_exit": ("sys.exit(0)", "SystemExit"),
+    "interrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "raise": ("raise ValueError('at the end')", "ValueError: at the end"),
+    "class_cleanup": ("cls.addClassCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL"),
+}
+HANGS = {"sleep": "forever()", "stop": "os.kill(os.getpid(), signal.SIGSTOP)"}
+
+ENDS = "".join(
+    f"""
+class TestEnd_{name}({base}):
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        {statement}
+
+    def test_{name}(self):
+        pass
+"""
+    for number, (name, (statement, _)) in enumerate(DEATHS.items())
+    for base in [("unittest.TestCase", "Ranks", "Threads", "Standing")[number % 4]]
+)
+
+HANGING = "".join(
+    f"""
+class TestEnd_{name}(unittest.TestCase):
+    @classmethod
+    def tearDownClass(cls):
+        {statement}
+
+    def test_{name}(self):
+        pass
+"""
+    for name, statement in HANGS.items()
+)
+
+BEGINNING = """
+class TestBeginning(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        forever()
+
+    def test_never_begun(self):
+        pass
+
+
+class TestNext(unittest.TestCase):
+    def test_next(self):
+        pass
+"""
+
+MODULE_END = """
+def tearDownModule():
+    {statement}
+
+
+class TestLast(unittest.TestCase):
+    def test_last(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs(tmp_path_factory.mktemp("class_end"), ENDS) as suite:
+        yield suite
+
+
+@pytest.fixture(scope="module")
+def run(suite: Programs) -> Run:
+    return suite.run()
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_death_in_tear_down_class_is_an_error_of_the_class(run: Run, name: str) -> None:
+    assert run.status.get(f"test_{name}") == "passed", run
+    assert run.status.get(f"TestEnd_{name}") == "failed", run
+    assert DEATHS[name][1] in run.text[f"TestEnd_{name}"]
+
+
+def test_every_death_of_a_class_is_counted(run: Run, suite: Programs) -> None:
+    assert run.code == 1
+    assert run.out.splitlines()[-1] == f"{len(DEATHS)} passed, {len(DEATHS)} failed, 0 skipped", run
+    suite.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def suite_that_hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs(tmp_path_factory.mktemp("hanging"), HANGING) as suite:
+        suite.add("test_begin.py", BEGINNING)
+        suite.add("test_module.py", MODULE_END.format(statement="forever()"))
+        yield suite
+
+
+@pytest.fixture(scope="module")
+def hanging(suite_that_hangs: Programs) -> Run:
+    return suite_that_hangs.run("--timeout", "2")
+
+
+@pytest.mark.parametrize(
+    ("cls", "where"),
+    [
+        ("TestEnd_sleep", "tearDownClass"),
+        ("TestEnd_stop", ""),
+        ("TestLast", "tearDownModule"),
+        ("TestBeginning", "setUpClass"),
+    ],
+)
+def test_hang_around_the_tests_is_ended_within_the_limit_of_a_test(hanging: Run, cls: str, where: str) -> None:
+    assert hanging.status.get(cls) == "failed", hanging
+    assert where in hanging.text[cls]
+
+
+def test_classes_after_one_that_hung_run(hanging: Run, suite_that_hangs: Programs) -> None:
+    assert hanging.status.get("test_next") == "passed", hanging
+    assert hanging.code == 1
+    suite_that_hangs.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [("os.kill(os.getpid(), signal.SIGABRT)", "SIGABRT"), ("raise ValueError('module end')", "module end")],
+)
+def test_death_in_tear_down_module_is_an_error(
+    tmp_path_factory: pytest.TempPathFactory, statement: str, words: str
+) -> None:
+    with programs(tmp_path_factory.mktemp("module_end"), MODULE_END.format(statement=statement)) as suite:
+        run = suite.run()
+        assert run.out.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", run
+        assert words in run.out
+        assert run.code == 1
+
+
+def test_death_at_the_end_is_told_by_the_file_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    source = MODULE_END.format(statement="os.kill(os.getpid(), signal.SIGKILL)") + "\nrun_tests()\n"
+    with programs(tmp_path_factory.mktemp("file"), source) as suite:
+        run = suite.finish(suite.start([str(suite.file)]))
+        assert run.code == 1, run
+        assert "SIGKILL" in run.out

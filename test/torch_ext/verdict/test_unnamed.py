@@ -1,0 +1,238 @@
+"""Ways to pass, or to end a run, of which no list tells: other ways in, other ways to die, other orders of events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.verdict.programs import Programs, named_first, programs
+from test.torch_ext.world.suites import Run
+
+SOURCE = """
+class TestExpected(Ranks):
+    @unittest.expectedFailure
+    def test_expects_a_failure(self):
+        self.fail("as expected")
+
+    @unittest.expectedFailure
+    def test_expects_a_failure_and_is_killed(self):
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @unittest.expectedFailure
+    def test_expects_a_failure_and_hangs(self):
+        if self.rank == 1:
+            forever()
+
+    @unittest.expectedFailure
+    def test_expects_a_failure_and_leaves(self):
+        if self.rank == 1:
+            os._exit(0)
+
+
+class TestChannels(Ranks):
+    def test_writes_into_every_descriptor(self):
+        if self.rank == 1:
+            for descriptor in range(3, 256):
+                with contextlib.suppress(OSError):
+                    os.set_blocking(descriptor, False)
+                    os.write(descriptor, bytes([255]) * 64)
+
+    def test_closes_every_descriptor(self):
+        if self.rank == 1:
+            os.closerange(3, 4096)
+
+    def test_becomes_another_program(self):
+        if self.rank == 1:
+            os.execvp("true", ["true"])
+
+    def test_zz_after_channels(self):
+        self.check()
+
+
+class TestParent(Ranks):
+    def setUp(self):
+        if "closes" in self._testMethodName:
+            for number in (0, 1, 2):
+                os.close(number)
+        super().setUp()
+        if "closes" in self._testMethodName:
+            for number in (0, 1, 2):
+                with contextlib.suppress(OSError):
+                    os.write(number, b"into whatever has this number now")
+
+    def test_a_parent_closes_its_streams(self):
+        self.check()
+
+    def test_b_after_closing(self):
+        self.check()
+
+
+class TestForks(unittest.TestCase):
+    def test_a_plain_child_passes(self):
+        if os.fork() == 0:
+            return
+        os.wait()
+        self.fail("the parent")
+
+    def test_b_after_the_child(self):
+        pass
+
+
+def make(good):
+    class TestTwin(unittest.TestCase):
+        def test_twin(self):
+            self.assertTrue(good)
+    return TestTwin
+
+
+Bad, Good = make(False), make(True)
+
+
+class TestSpawned(TestCase):
+    @spawn_threads_and_init_comms(world_size=2)
+    def test_spawned_threads_hang(self):
+        if dist.get_rank() == 1:
+            forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs(tmp_path_factory.mktemp("unnamed"), SOURCE) as suite:
+        yield suite
+
+
+# A class at a time, since some of them end the run.
+CLASSES = ("TestExpected", "TestChannels", "TestParent", "TestForks", "TestTwin", "TestSpawned")
+
+
+@pytest.fixture(scope="module")
+def runs(suite: Programs) -> dict[str, Run]:
+    return {cls: suite.run("-i", f"test_suite.py::{cls}", "--timeout", "4") for cls in CLASSES}
+
+
+def test_expected_failure_is_one(runs: dict[str, Run]) -> None:
+    assert runs["TestExpected"].status["test_expects_a_failure"] == "expected failure", runs["TestExpected"]
+
+
+@pytest.mark.parametrize("what", ["is_killed", "hangs", "leaves"])
+def test_expected_failure_does_not_excuse_a_rank_that_did_not_fail(runs: dict[str, Run], what: str) -> None:
+    assert runs["TestExpected"].status[f"test_expects_a_failure_and_{what}"] == "failed", runs["TestExpected"]
+
+
+@pytest.mark.parametrize("what", ["writes_into_every_descriptor", "closes_every_descriptor", "becomes_another_program"])
+def test_rank_that_breaks_its_line_fails_alone(runs: dict[str, Run], what: str) -> None:
+    run = runs["TestChannels"]
+    assert run.status.get(f"test_{what}") == "failed", run
+    assert named_first(run.text[f"test_{what}"]) == {1}, run
+    assert run.status.get("test_zz_after_channels") == "passed", run
+
+
+def test_parent_half_that_closes_its_streams_breaks_no_channel(runs: dict[str, Run]) -> None:
+    run = runs["TestParent"]
+    assert run.status == {"test_a_parent_closes_its_streams": "passed", "test_b_after_closing": "passed"}, run
+
+
+def test_forked_child_of_a_plain_test_has_no_results(runs: dict[str, Run]) -> None:
+    run = runs["TestForks"]
+    assert run.status == {"test_a_plain_child_passes": "failed", "test_b_after_the_child": "passed"}, run
+    assert "the parent" in run.text["test_a_plain_child_passes"]
+    assert run.out.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", run
+
+
+def test_two_classes_of_one_name_both_run(runs: dict[str, Run]) -> None:
+    run = runs["TestTwin"]
+    assert run.code == 1, run
+    assert "False is not true" in run.out, run
+
+
+def test_limit_of_the_command_ends_spawned_threads(runs: dict[str, Run]) -> None:
+    run = runs["TestSpawned"]
+    assert run.status == {"test_spawned_threads_hang": "failed"}, run
+    assert named_first(run.text["test_spawned_threads_hang"]) == {1}, run
+
+
+def test_nothing_outlives_these_runs(runs: dict[str, Run], suite: Programs) -> None:
+    suite.assert_nothing_left()
+
+
+TWO_FOLDERS = """
+class TestHere(unittest.TestCase):
+    def test_here(self):
+        self.assertEqual({number}, 1)
+"""
+
+
+def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    with programs(tmp_path, "", "test_empty.py") as suite:
+        for number in (1, 2):
+            (suite.folder / f"folder{number}").mkdir()
+            suite.add(f"folder{number}/test_same.py", TWO_FOLDERS.format(number=number))
+        # As for whoever starts the runner in the second folder.
+        path = os.pathsep.join([str(suite.folder / "folder2"), suite.environment()["PYTHONPATH"]])
+        run = suite.run("-i", "folder1", "folder2", extra={"PYTHONPATH": path})
+        assert run.out.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", run
+        assert "FAILED folder2/test_same.py::TestHere::test_here" in run.out
+
+
+MODULE = """
+def setUpModule():
+    {statement}
+
+
+class TestOfModule(unittest.TestCase):
+    def test_of_module(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("unittest.addModuleCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("forever()", "in forever"),
+    ],
+)
+def test_death_or_hang_around_a_module_is_told(tmp_path: Path, statement: str, words: str) -> None:
+    with programs(tmp_path, MODULE.format(statement=statement)) as suite:
+        run = suite.run("--timeout", "3")
+        assert run.code == 1, run
+        assert words in run.out, run
+        suite.assert_nothing_left()
+
+
+PROPERTY = """
+from hypothesis import given, settings, strategies as st
+from torch_ext.testing._internal.common_fsdp import FSDPTest
+from torch_ext.testing._internal.hypothesis_utils import across_ranks
+
+
+class TestProperty(FSDPTest):
+    world_size = 2
+
+    @across_ranks()
+    @settings(max_examples=3, database=None)
+    @given(number=st.integers(0, 9))
+    def test_property(self, number):
+        pass
+
+    @across_ranks()
+    @settings(max_examples=3, database=None)
+    @given(number=st.integers(0, 9))
+    def test_property_that_hangs(self, number):
+        if self.rank == 1:
+            forever()
+"""
+
+
+def test_limit_of_the_command_is_that_of_examples_too(tmp_path: Path) -> None:
+    with programs(tmp_path, PROPERTY) as suite:
+        run = suite.run("--timeout", "6")
+        assert run.status["test_property"] == "passed", run
+        assert run.status["test_property_that_hangs"] == "failed", run
+        assert named_first(run.text["test_property_that_hangs"]) == {1}, run
