@@ -20,7 +20,7 @@ from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Statu
 from torch_ext.world import frames, provider
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
-from torch_ext.world.protocol import STACK_SIGNAL
+from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
 
 __all__ = ["main"]
@@ -42,6 +42,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     os.environ.clear()
     os.environ.update(order.environment)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     result = _Result(Channel.from_descriptor(channel), order.failfast)

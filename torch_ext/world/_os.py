@@ -26,8 +26,10 @@ __all__ = [
     "die_with_parent",
     "end_process",
     "environment_at_start",
+    "environment_of",
+    "group_of",
     "is_stopped",
-    "program",
+    "lead_process_group",
     "require_supported",
     "signal_name",
     "tasks",
@@ -107,13 +109,7 @@ def tasks() -> int:
 
 def environment_at_start() -> dict[str, str]:
     """Return the environment that this process's program was started with, whatever has been set since."""
-    try:
-        with open("/proc/self/environ", "rb") as stream:
-            entries = stream.read().split(b"\0")
-    except OSError:
-        return dict(os.environ)
-    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
-    return {name: value for name, _, value in pairs}
+    return environment_of(os.getpid()) or dict(os.environ)
 
 
 def watch_exit(pid: int) -> int:
@@ -140,19 +136,35 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def lead_process_group() -> None:
+    """Put this process into a process group of its own."""
+    with contextlib.suppress(OSError):  # it leads its session
+        os.setpgid(0, 0)
+
+
+def group_of(pid: int) -> int:
+    """Return the process group of ``pid``; 0 if it is gone."""
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return 0
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that the program of ``pid`` was started with; empty if it is gone or not ours to read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            entries = stream.read().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
 def end_process(pid: int, how: int = signal.SIGKILL) -> None:
     """Send ``how`` to ``pid``, a child of this process that it has not reaped; no error if it is a zombie."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, how)
-
-
-def program(command: str) -> str:
-    """Return the name of the program that a command line starts.
-
-    >>> program("/usr/bin/sleep 60")
-    'sleep'
-    """
-    return command.partition(" ")[0].rpartition("/")[2]
 
 
 def signal_name(number: int) -> str:

@@ -25,6 +25,8 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
     code = 1
     try:
         _os.die_with_parent(parent)
+        # A signal that this process sends to its group, as os.kill(0, ...) does, must not reach the user's shell.
+        _os.lead_process_group()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         order, descriptors = order_channel.receive()

@@ -22,6 +22,7 @@ from torch_ext.world.protocol import (
     Began,
     Collectives,
     Ended,
+    Farewell,
     LeftBehind,
     Notice,
     Progress,
@@ -108,10 +109,10 @@ class World:
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
         self._began: set[int] = set()
-        self._early: list[tuple[RankProcess, Receipt]] = []
         self.why_interpreter = ""
         self.processes = list(processes)
-        self._receipts: dict[int, Receipt] = {}
+        self._receipts: list[tuple[int, Receipt]] = []
+        self._left: set[int] = set()
         self._collectives: dict[int, str] = {}
         self._ended: dict[int, Ended] = {}
         self._left_behind: list[LeftBehind] = []
@@ -171,8 +172,6 @@ class World:
             self.why_interpreter = message.why_interpreter
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
-            for early in self._early:
-                self._take_receipt(*early)
         elif isinstance(message, Ended):
             self._on_end(message)
 
@@ -199,26 +198,24 @@ class World:
             process._channel.close()
             return
         if isinstance(message, Receipt):
-            self._take_receipt(process, message)
+            self._take_receipt(process.rank, message)
         elif isinstance(message, Progress):
             self._take_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
         elif isinstance(message, Began):
             self._began.add(process.rank)
+        elif isinstance(message, Farewell):
+            self._left.add(process.rank)
+            for watch in self._listeners:
+                watch.left(process.rank)
         elif isinstance(message, Notice):
             notices.announce(message.text)
 
-    def _take_receipt(self, process: RankProcess, receipt: Receipt) -> None:
-        # One that is late, or comes from a process that the rank has forked, says nothing about this test.
-        if process.pid is None:  # the zygote's word that it has started is still on its way
-            self._early.append((process, receipt))
-            return
-        if receipt.ticket != self.ticket or receipt.pid != process.pid:
-            return
-        self._receipts.setdefault(process.rank, receipt)
+    def _take_receipt(self, rank: int, receipt: Receipt) -> None:
+        self._receipts.append((rank, receipt))
         for watch in self._listeners:
-            watch.received(process.rank, receipt)
+            watch.received(rank, receipt)
 
     def _take_progress(self, rank: int, progress: Progress) -> None:
         self._waits[rank] = progress.waits
@@ -242,8 +239,9 @@ class World:
         """
         self.started_s = time.monotonic()
         self.ticket = Ticket(test, self.ticket.attempt + 1)
-        for told in (self._receipts, self._collectives, self._waits):
-            told.clear()
+        self._receipts.clear()
+        self._collectives.clear()
+        self._waits.clear()
         return self.ticket
 
     def wait(
@@ -256,9 +254,12 @@ class World:
         Raises:
             ZygoteLostError: the zygote died meanwhile.
         """
-        watch = Watch(len(self.processes), limits, self.started_s, expected_exit, any_exit, keep)
-        for rank, receipt in self._receipts.items():
+        pids = [process.pid or 0 for process in self.processes]
+        watch = Watch(len(pids), limits, self.started_s, expected_exit, any_exit, keep, self.ticket, pids)
+        for rank, receipt in self._receipts:
             watch.received(rank, receipt)
+        for rank in self._left:
+            watch.left(rank)
         for ended in self._ended.values():
             watch.ended(ended.index, ended.exit_code, ended.time_s)
         self._listeners.append(watch)

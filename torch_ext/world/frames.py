@@ -22,6 +22,9 @@ __all__ = ["add", "describe", "hidden", "hide", "read_error", "trim_stacks"]
 
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
+# A failure that was caused by more others than these shows the last ones only.
+_MOST_LINKS = 20
+
 _hidden: dict[HiddenFrames, None] = {}
 
 
@@ -54,7 +57,7 @@ def read_error(error: BaseException) -> tuple[str, str]:
     A traceback of nothing but hidden frames is shown in full.
     """
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
-    _trim(shown)
+    _trim(shown, _MOST_LINKS)
     said = "".join(shown.format_exception_only()).strip()
     return said.splitlines()[0] if said else type(error).__name__, "".join(shown.format())
 
@@ -64,13 +67,17 @@ def describe(error: BaseException) -> str:
     return read_error(error)[1].rstrip()
 
 
-def _trim(shown: traceback.TracebackException) -> None:
+def _trim(shown: traceback.TracebackException, links: int) -> None:
+    """Leave out hidden frames, and what lies more than ``links`` causes back."""
     kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
     if kept:
         shown.stack[:] = kept
-    for linked in (shown.__cause__, shown.__context__):
-        if linked is not None:
-            _trim(linked)
+    if links == 0:
+        shown.__cause__ = shown.__context__ = None
+    elif shown.__cause__ is not None:
+        _trim(shown.__cause__, links - 1)
+    elif shown.__context__ is not None:
+        _trim(shown.__context__, links - 1)
 
 
 def _covers(each: HiddenFrames, frame: traceback.FrameSummary) -> bool:

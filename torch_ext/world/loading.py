@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from torch_ext.world import frames
+from torch_ext.world import _os, frames
 from torch_ext.world.channel import Channel
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process
@@ -32,6 +32,7 @@ def main() -> NoReturn:
     command = Channel.from_descriptor(int(sys.argv[1]))
     os.set_inheritable(command.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _os.lead_process_group()
     order, _ = command.receive()
     # What a module prints while it is imported must not mix with the runner's own output.
     os.dup2(2, 1)
@@ -65,6 +66,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
 
 def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> NoReturn:
     """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked to do so."""
+    _os.lead_process_group()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     compute_on_one_thread()
     Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()

@@ -21,7 +21,8 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
-rank -> parent half :class:`Began`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`
+rank -> parent half :class:`Began`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
+                    :class:`Farewell`
 ==================  =======================================================================================
 """
 
@@ -33,12 +34,15 @@ from enum import Enum
 from typing import Any
 
 __all__ = [
+    "NO_TICKET",
+    "OWNER_VARIABLE",
     "STACK_SIGNAL",
     "AddClient",
     "Ask",
     "Began",
     "Collectives",
     "Ended",
+    "Farewell",
     "HiddenFrames",
     "Inherited",
     "LeftBehind",
@@ -62,6 +66,10 @@ __all__ = [
 
 # Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals; macOS has none.
 STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
+
+
+# In the environment of every child of a zygote: its pid. See Note [Leftovers].
+OWNER_VARIABLE = "TORCH_EXT_OWNER"
 
 
 # Between a zygote and its clients
@@ -263,6 +271,9 @@ class Ticket:
     attempt: int = 0
 
 
+NO_TICKET = Ticket()
+
+
 @dataclass(frozen=True)
 class RankOrder:
     """Everything that a rank is told when it starts.
@@ -296,6 +307,14 @@ class Ask(Enum):
 @dataclass(frozen=True)
 class Began:
     """The rank has loaded what its task needs, and begins it."""
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """The last message of a rank that ends as the harness ends it, sent right before the process is gone.
+
+    A process that ends with code 0 and without it has been ended by something else.
+    """
 
 
 @dataclass(frozen=True)
@@ -359,5 +378,5 @@ class Receipt:
     trace: str = ""
     transport: bool = False
     waits: tuple[Wait, ...] = ()
-    ticket: Ticket = Ticket()
+    ticket: Ticket = NO_TICKET
     pid: int = 0

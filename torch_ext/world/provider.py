@@ -107,7 +107,6 @@ def forget(channel: Channel) -> None:
         if own.root is not None:
             own.root.close()
         own.root, own.zygotes = None, []
-    scratch.give_up()
 
 
 def _fork(own: _Zygotes) -> Channel:

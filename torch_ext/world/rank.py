@@ -15,6 +15,7 @@ order. So does a rank that failed: its peers must see connections close instead 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -30,10 +31,12 @@ from typing import Any
 from torch_ext.world import flight_record, frames, operations, transport_errors
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.protocol import (
+    OWNER_VARIABLE,
     STACK_SIGNAL,
     Ask,
     Began,
     Collectives,
+    Farewell,
     Inherited,
     Notice,
     RankOrder,
@@ -91,8 +94,7 @@ class Rank:
         Returns:
             Whether every rank is done, so that this process may end without tearing anything down.
         """
-        if self._is_fork():
-            return True
+        self._end_fork()
         if self._handed_in:
             raise AssertionError(f"rank {self.rank} has handed in a receipt already")
         if receipt.said is not Said.FAILED:
@@ -106,8 +108,7 @@ class Rank:
 
     def report(self, receipt: Receipt) -> Receipt:
         """Hand in the receipt of one test and live on for the next; return what was handed in."""
-        if self._is_fork():
-            return receipt
+        self._end_fork()
         if receipt.said is not Said.FAILED:
             try:
                 self._debts.check()
@@ -121,7 +122,7 @@ class Rank:
     def tell_of_globals(self, module: str) -> None:
         """Tell the user which globals of ``module`` are not finalized here."""
         names = unfinalized_globals(module)
-        if names and not self._is_fork():
+        if names:
             which = f"{', '.join(names)} of {module}"
             self._send(Notice(f"ranks end without finalizing globals: __del__ of {which} does not run in them"))
 
@@ -129,8 +130,14 @@ class Rank:
     def handed_in(self) -> bool:
         return self._handed_in
 
-    def _is_fork(self) -> bool:
-        return os.getpid() != self._pid
+    def _end_fork(self) -> None:
+        """End a child that the test has forked and that goes on as if it were the rank: it has no say, and no test."""
+        if os.getpid() == self._pid:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)
 
     def _settled(self, receipt: Receipt) -> Receipt:
         try:
@@ -142,12 +149,15 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, ticket=self._ticket, pid=self._pid)
 
-    def began(self) -> None:
-        self._send(Began())
+    def say(self, message: Began | Farewell) -> None:
+        """Tell the parent half how far this process is."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self._send(message)
 
     def _send(self, message: Any) -> None:
-        with self._sending:
-            self._channel.send(message)
+        if os.getpid() == self._pid:
+            with self._sending:
+                self._channel.send(message)
 
     def _listen(self) -> None:
         try:
@@ -193,6 +203,7 @@ def _apply(order: RankOrder) -> None:
     for name, value in wanted.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     os.chdir(order.directory)
     os.umask(order.umask)
     sys.argv[:] = order.argv
@@ -217,7 +228,10 @@ def _redirect(stdout: int, stderr: int) -> None:
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:
     process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, stacks, connections))
-    return int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
+    code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
+    if _current is not None:
+        _current.say(Farewell())
+    return code
 
 
 def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
@@ -225,7 +239,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     _current = rank = Rank(order, channel, stacks)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        rank.began()
+        rank.say(Began())
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
         raise

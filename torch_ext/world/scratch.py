@@ -37,6 +37,8 @@ def use(path: str) -> None:
 def folder() -> str:
     """Return the folder. It is made on first use and removed when the process is gone, however that ends."""
     scratch = _mine()
+    if scratch.made_here and not os.path.isdir(scratch.path):
+        os.mkdir(scratch.path, 0o700)  # a zygote that has ended removes it, and the next one does so again
     if not scratch.path:
         scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
         scratch.made_here = True

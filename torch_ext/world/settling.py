@@ -13,9 +13,11 @@ the user is told of those that would have run code.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Any
 
 __all__ = ["Debts", "UnfinishedWorkError", "unfinalized_globals"]
@@ -46,6 +48,7 @@ class Debts:
         """
         self._join_threads()
         self._call_exit_functions()
+        self._finalize()
         self.check()
 
     def check(self) -> None:
@@ -76,6 +79,17 @@ class Debts:
             self._errors.append(("a function registered with atexit raised", error))
         finally:
             sys.unraisablehook = hook
+
+    def _finalize(self) -> None:
+        """Call multiprocessing's finalizers, which otherwise print what they raise and go on."""
+        registry = util._finalizer_registry  # type: ignore[attr-defined]
+        for key in sorted((key for key in registry if key[0] is not None), reverse=True):
+            finalizer = registry.get(key)
+            try:
+                if finalizer is not None and finalizer._pid == os.getpid():
+                    finalizer()
+            except BaseException as error:
+                self._errors.append(("a finalizer of multiprocessing raised", error))
 
     def _note_thread(self, raised: Any) -> None:
         if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):

@@ -124,6 +124,9 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     # said.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     if not own:
+        skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
+        if skipped:
+            return _disagreement(skipped, [o for o in outcomes if o not in skipped])
         own = sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s))[:1]
         blame = find_blame(outcomes)
         if blame is not None and blame.ranks and not set(blame.ranks) & {o.rank for o in bad}:

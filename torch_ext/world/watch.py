@@ -7,11 +7,12 @@ what it returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Progress, Receipt, Said
+from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
 
 __all__ = ["Act", "Limits", "Step", "Watch"]
 
@@ -59,6 +60,8 @@ class Watch:
         expected_exit: an exit code with which ranks are meant to end without a receipt; such an ending is no trouble.
         any_exit: no ending without a receipt is trouble.
         keep: the ranks live on after this test: it is over when each has handed in a receipt or ended.
+        ticket: the run of the test; a receipt about another one counts for nothing.
+        pids: the process of each rank; a receipt from another one counts for nothing.
     """
 
     def __init__(
@@ -69,7 +72,12 @@ class Watch:
         expected_exit: int | None = None,
         any_exit: bool = False,
         keep: bool = False,
+        ticket: Ticket = NO_TICKET,
+        pids: Sequence[int] = (),
     ) -> None:
+        self._ticket = ticket
+        self._pids = tuple(pids) or (0,) * world_size
+        self._left: set[int] = set()
         self._world_size = world_size
         self._keep = keep
         self._limits = limits
@@ -88,8 +96,16 @@ class Watch:
         self._test_deadline_s = self._deadline_s
 
     def received(self, rank: int, receipt: Receipt) -> None:
-        """Rank ``rank`` handed in ``receipt``."""
-        self._receipts.setdefault(rank, receipt)
+        """A receipt came on the line of ``rank``. It counts if it is from that process and about this run of the test.
+
+        What a rank says after it was told to stop counts for nothing either: stopping it may have made it fail.
+        """
+        if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
+            self._receipts.setdefault(rank, receipt)
+
+    def left(self, rank: int) -> None:
+        """Rank ``rank`` is about to end as the harness ends it."""
+        self._left.add(rank)
 
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """The process of ``rank`` ended."""
@@ -162,7 +178,11 @@ class Watch:
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
 
     def _expected(self, rank: int, code: int) -> bool:
-        return (rank in self._receipts and code == 0) or self._any_exit or code == self._expected_exit
+        return (
+            (rank in self._receipts and rank in self._left and code == 0)
+            or self._any_exit
+            or code == self._expected_exit
+        )
 
     def _stop_the_living(self) -> list[Step]:
         alive = tuple(
@@ -192,4 +212,6 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
+        if not self._keep and rank not in self._left:
+            return Ending.EXITED
         return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED

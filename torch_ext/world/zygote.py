@@ -40,6 +40,7 @@ from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, c
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
 from torch_ext.world.interpreter import start_interpreter
+from torch_ext.world.leftovers import Leftovers, end_everything
 from torch_ext.world.protocol import AddClient, Ended, LeftBehind, Preparation, Signal, Start, Started
 from torch_ext.world.thread_origin import find_thread_origin
 
@@ -56,11 +57,6 @@ _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
 # See Note [Huge pages].
 _COLLAPSE_AFTER_FORKS = 8
-
-# Torch's shared memory manager ends by itself two seconds after its last client, and only then removes its socket.
-_SHM_MANAGER = "torch_shm_manager"
-_SHM_MANAGER_S = 4.0
-
 
 # On a build that knows CUDA, torch formats a stack each time the generators are seeded, and so reads the files of these
 # modules. In every rank that would take longer than forking it; in a zygote it is done once.
@@ -83,6 +79,7 @@ def _read_sources() -> None:
 class _ChildGroup:
     channel: Channel
     indices: dict[int, int] = field(default_factory=dict)  # pid -> index, children not yet reaped
+    members: dict[int, int] = field(default_factory=dict)  # pid -> index, all of them
 
     def tell(self, message: Any) -> None:
         with contextlib.suppress(ChannelClosedError, OSError):
@@ -118,8 +115,7 @@ class Zygote:
         self._forks = 0
         self._collapsed = False
         self._environment = _os.environment_at_start()
-        self._orphans: dict[int, LeftBehind] = {}  # by pid
-        self._managers: set[int] = set()  # orphans that end by themselves
+        self._leftovers = Leftovers()
         self._origin: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
@@ -169,7 +165,7 @@ class Zygote:
                 child.order_channel.send(order, own)
             child.order_channel.close()
             close_all(own)
-            group.indices[child.pid] = index
+            group.indices[child.pid] = group.members[child.pid] = index
             self._owners[child.pid] = group
         self._groups[group.channel.fileno()] = group
         self._watch(group.channel, self._on_group)
@@ -284,45 +280,16 @@ class Zygote:
             self._spares = [spare for spare in self._spares if spare.pid != pid]
             return
         index = group.indices.pop(pid)
-        self._note_orphans(index)
-        left_behind = () if group.indices else self._end_orphans()
+        left_behind: tuple[LeftBehind, ...] = ()
+        if not group.indices:  # until then a peer may still use what another one has started
+            living = {*self._owners, *(spare.pid for spare in self._spares)}
+            left_behind = self._leftovers.end_those_of(group.members, living, index)
         group.tell(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
-
-    def _note_orphans(self, index: int) -> None:
-        """Charge the orphans that this process has adopted since the last look to child ``index``, the last to end."""
-        known = self._owners.keys() | {spare.pid for spare in self._spares} | self._orphans.keys() | self._managers
-        for pid in _os.children_of(os.getpid()):
-            if pid not in known:
-                self._orphans[pid] = LeftBehind(index, pid, _os.command_line(pid))
-
-    def _end_orphans(self) -> tuple[LeftBehind, ...]:
-        found: list[LeftBehind] = []
-        self._managers = {pid for pid in self._managers if not os.waitpid(pid, os.WNOHANG)[0]}
-        while self._orphans:
-            pid, orphan = self._orphans.popitem()
-            if _os.program(orphan.command) == _SHM_MANAGER:
-                self._managers.add(pid)
-                continue
-            alive = bool(_os.command_line(pid))  # a zombie has none: it ended by itself
-            _os.end_process(pid)
-            os.waitpid(pid, 0)
-            self._note_orphans(orphan.index)  # its own children are orphans now
-            if alive:
-                found.append(orphan)
-        return tuple(found)
 
     def _end(self) -> NoReturn:
         for pid in [*self._owners, *(spare.pid for spare in self._spares)]:
             _os.end_process(pid)
-        patience_end = time.monotonic() + _SHM_MANAGER_S
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                patient = time.monotonic() < patience_end
-                for pid in _os.children_of(os.getpid()):
-                    if not (patient and _os.program(_os.command_line(pid)) == _SHM_MANAGER):
-                        _os.end_process(pid)
-                if not os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
-                    time.sleep(0.005)
+        end_everything()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(0)

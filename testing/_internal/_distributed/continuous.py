@@ -173,7 +173,7 @@ class MultiProcContinuousTest(TestCase):
             return
         try:
             _tell(world, world.new_round(f"the end of {cls.__qualname__}"), run=False)
-            outcomes = world.wait(Limits(test_s=_END_S))
+            outcomes = world.wait(Limits(test_s=min(_END_S, settings.time_limit_s() or _END_S)))
             raise_verdict(outcomes, time.monotonic() - world.started_s)
         finally:
             world.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import os
 import sys
+import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -15,11 +17,15 @@ from typing import Any, TypeVar
 import torch.distributed as c10d
 
 from torch_ext import accelerator
+from torch_ext.compat.c10d import _get_default_store
+from torch_ext.world.calls import check_ran
+from torch_ext.world.phrases import ranks_phrase
 
 __all__ = [
     "captured_output",
     "create_tcp_store",
     "init_multigpu_helper",
+    "run_grid",
     "run_subtests",
     "with_dist_debug_levels",
 ]
@@ -36,28 +42,85 @@ def run_subtests(
     *test_args: Any,
     **test_kwargs: Any,
 ) -> None:
-    """Call ``test_fn`` once for each combination of values, all in the same ranks. A barrier follows each call.
+    """Call ``test_fn`` once for each combination of values, all in the same ranks and process group.
+
+    A barrier follows each subtest. All ranks must skip the same ones.
 
     Args:
         cls_inst: the test case.
-        subtest_config: the values for each keyword argument of ``test_fn``.
+        subtest_config: the values of each keyword argument of ``test_fn``.
         test_args, test_kwargs: passed to every call.
 
-    A note on an exception names the combination that raised it.
+    Raises:
+        ValueError: there is no combination.
+        AssertionError: some ranks skipped a subtest that others ran.
+        unittest.SkipTest: all ranks skipped some; the others have run.
+
+    A note on the exception names the subtest that raised it.
     """
-    for values in itertools.product(*subtest_config.values()):
-        chosen = dict(zip(subtest_config, values, strict=True))
-        with cls_inst.subTest(**chosen):
+    skipped = run_grid(cls_inst, subtest_config, test_fn, *test_args, **test_kwargs)
+    if skipped:
+        raise unittest.SkipTest(f"{len(skipped)} subtests skipped: {', '.join(dict.fromkeys(skipped))}")
+
+
+def run_grid(
+    case: Any, config: Mapping[str, Sequence[Any]], test_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[str]:
+    """Run the subtests as :func:`run_subtests` does; return the reasons of those that all ranks skipped."""
+    axes = {name: tuple(values) for name, values in config.items()}
+    empty = [name for name, values in axes.items() if not values]
+    if empty:
+        raise ValueError(f"there is no subtest to run: {', '.join(map(repr, empty))} has no values")
+    skipped = []
+    grid = case._torch_ext_grids = getattr(case, "_torch_ext_grids", 0) + 1
+    for number, values in enumerate(itertools.product(*axes.values())):
+        chosen = dict(zip(axes, values, strict=True))
+        name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
+        with case.subTest(**chosen):
             _reset_dynamo()
-            try:
-                test_fn(*test_args, **test_kwargs, **chosen)
-            except BaseException as error:
-                _add_note(
-                    error, f"in the subtest with {', '.join(f'{name}={value!r}' for name, value in chosen.items())}"
-                )
-                raise
+            reason = _run_subtest(name, functools.partial(test_fn, *args, **kwargs, **chosen))
             _reset_dynamo()
-        c10d.barrier()
+        if reason is not None:
+            skipped.append(reason)
+        _agree_on_skips(f"{case.id()}/{grid}/{number}", name, reason)
+    return skipped
+
+
+def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
+    """Run one subtest; return why it skipped, or None if it ran."""
+    try:
+        check_ran(call(), f"the subtest with {name}")
+    except unittest.SkipTest as skip:
+        return str(skip)
+    except BaseException as error:
+        _add_note(error, f"in the subtest with {name}")
+        raise
+    return None
+
+
+def _agree_on_skips(key: str, name: str, reason: str | None) -> None:
+    """Wait for all ranks at the end of a subtest, and compare who has skipped it.
+
+    The ranks that skip leave a word in the store before the barrier, so that agreement costs one look after it.
+
+    Raises:
+        AssertionError: some have skipped it, and some have not.
+    """
+    store, rank, size = _get_default_store(), c10d.get_rank(), c10d.get_world_size()
+    if reason is not None:
+        store.set(f"{key}/{rank}", reason)
+        store.set(f"{key}/skipped", "")
+    c10d.barrier()
+    if c10d.get_backend() == "fake" or not (reason is not None or store.check([f"{key}/skipped"])):
+        return
+    reasons = {peer: store.get(f"{key}/{peer}").decode() for peer in range(size) if store.check([f"{key}/{peer}"])}
+    if len(reasons) < size:
+        others = ranks_phrase([peer for peer in range(size) if peer not in reasons])
+        why = ", ".join(dict.fromkeys(reasons.values()))
+        raise AssertionError(
+            f"{ranks_phrase(list(reasons))} skipped the subtest with {name} ({why}), {others} did not. "
+            "Make the condition the same on every rank."
+        )
 
 
 def _reset_dynamo() -> None:

@@ -27,6 +27,7 @@ from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.world import settings
 from torch_ext.world.calls import check_ran
 from torch_ext.world.outcome import Outcome
 
@@ -201,6 +202,6 @@ def spawn_threads_and_init_comms(
                 rank, world_size, store, failures, lambda: check_ran(func(self, *args, **kwargs), func.__name__)
             ),
         )
-        MultiThreadedTestCase._join_threads(threads, func, timeout)
+        MultiThreadedTestCase._join_threads(threads, func, settings.time_limit_s() or timeout)
 
     return wrapper

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffload
 
+from torch_ext.testing._internal._distributed.helpers import run_grid
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal.common_distributed import run_subtests
 
 if TYPE_CHECKING:
     from unittest import TestCase as _TestCase
@@ -56,7 +56,7 @@ class SubtestTally:
     _unchecked_here: set[str] = field(default_factory=set)
 
     def counting(self, test_fn: Callable[..., Any]) -> Callable[..., None]:
-        """Return ``test_fn`` with its skips counted instead of raised."""
+        """Return ``test_fn`` with its skips counted."""
 
         @functools.wraps(test_fn)
         def counted(*args: Any, **kwargs: Any) -> None:
@@ -65,9 +65,9 @@ class SubtestTally:
                 test_fn(*args, **kwargs)
             except unittest.SkipTest as skip:
                 self.skipped[str(skip)] += 1
-            else:
-                self.ran += 1
-                self.unchecked.update(self._unchecked_here)
+                raise
+            self.ran += 1
+            self.unchecked.update(self._unchecked_here)
 
         return counted
 
@@ -103,7 +103,7 @@ def run_subtests_with_tally(
         unittest.SkipTest: every subtest skipped.
     """
     tally = case.subtest_tally = SubtestTally()
-    run_subtests(case, config, tally.counting(test_fn), *args, **kwargs)
+    run_grid(case, config, tally.counting(test_fn), *args, **kwargs)
     if tally.skipped and not tally.ran:
         raise unittest.SkipTest(tally.summary())
     if case.rank == 0 and (summary := tally.summary()):
