@@ -1,4 +1,12 @@
-"""The first and last thing that every child of a zygote does. Standard library and own layer only."""
+"""The first and last thing that every child of a zygote does. Standard library and own layer only.
+
+Note [Thread pool after a fork]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A fork leaves torch's pthreadpool without its threads, and torch replaces it on the next use: it takes the old pool away
+first, and makes the new one afterwards. A second thread that looks in between finds none and ends the process
+("Invalid thread pool!" and SIGABRT, in an autograd thread). Every native thread looks when it starts. So each child
+replaces the pool while it has one thread, by setting the number of threads to what it is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from typing import NoReturn
 from torch_ext.world import _os
 from torch_ext.world.channel import Channel, ChannelClosedError
 
-__all__ = ["child_main"]
+__all__ = ["child_main", "replace_thread_pool"]
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
@@ -27,6 +35,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
         _os.die_with_parent(parent)
         # A signal that this process sends to its group, as os.kill(0, ...) does, must not reach the user's shell.
         _os.lead_process_group()
+        replace_thread_pool()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         order, descriptors = order_channel.receive()
@@ -45,3 +54,13 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
                 stream.flush()
         os._exit(code & 0xFF)
     raise AssertionError("unreachable")
+
+
+def replace_thread_pool() -> None:
+    """Have torch, if it is loaded, replace a pool of threads that this process has inherited and that has none.
+
+    See Note [Thread pool after a fork].
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(torch.get_num_threads())

@@ -1,0 +1,79 @@
+"""What every child of a zygote does before it takes an order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from test.torch_ext.world.suites import Suite
+from torch_ext.world import child
+
+SOURCE = """
+import torch_ext.world.child as child
+
+if os.environ.get("TEST_CALLS"):
+    replace = child.replace_thread_pool
+
+    def note_and_replace():
+        with open(os.environ["TEST_CALLS"], "a") as stream:
+            stream.write(f"{os.getpid()}\\n")
+        replace()
+
+    child.replace_thread_pool = note_and_replace
+
+
+class TestPool(Case):
+    def test_pool(self):
+        with open(os.environ["TEST_CALLS"] + ".ranks", "a") as stream:
+            stream.write(f"{os.getpid()} {os.getpgrp()}\\n")
+
+
+class TestPlain(unittest.TestCase):
+    def test_plain(self):
+        with open(os.environ["TEST_CALLS"] + ".ranks", "a") as stream:
+            stream.write(f"{os.getpid()} {os.getpgrp()}\\n")
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Iterator[Suite]:
+    suite = Suite(tmp_path, SOURCE)
+    yield suite
+    suite.end_survivors()
+
+
+def test_every_child_replaces_the_pool_and_leads_a_process_group(suite: Suite, tmp_path: Path) -> None:
+    """Class processes too: ranks that are threads, and plain classes, run autograd there."""
+    run = suite.run(extra={"TEST_CALLS": str(tmp_path / "calls"), "TORCH_EXT_SPARES": "0"})
+    assert run.code == 0, run
+    called = (tmp_path / "calls").read_text().split()
+    ran = [line.split() for line in (tmp_path / "calls.ranks").read_text().splitlines()]
+    assert len(ran) == 3
+    assert {pid for pid, _ in ran} <= set(called)
+    assert [(pid, group) for pid, group in ran if pid != group] == []
+
+
+def test_the_number_of_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    child.replace_thread_pool()
+    assert asked == [torch.get_num_threads()]
+
+
+def test_a_signal_to_the_group_reaches_this_process_alone() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        child._os.lead_process_group()
+        os.write(writer, b"ready")
+        os.kill(0, signal.SIGTERM)
+        os._exit(1)
+    os.read(reader, 5)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
