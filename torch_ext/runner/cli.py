@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from torch_ext import cache
 from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.keywords import keyword_filter
-from torch_ext.runner.names import Collected, NameCache, cache_folder, collect_names, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
 from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan, make_plan
@@ -105,7 +106,7 @@ def _discover_and_run(options: Options) -> int:
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
-    return _select_and_run(options, files, NameCache(cache_folder(), surroundings(device)))
+    return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device)))
 
 
 def _run_file(path: Path, arguments: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ import torch_ext
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.results import TestName
 
-__all__ = ["Collected", "Collector", "NameCache", "cache_folder", "collect_names", "surroundings"]
+__all__ = ["Collected", "Collector", "NameCache", "collect_names", "surroundings"]
 
 # Devices that a file may count while it is imported.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -61,17 +61,6 @@ class Collector(Protocol):
         as long as imports take. A file that cannot be imported is an answer, not an exception.
         """
         ...
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of remembered names, which need not exist; None where there is no home to hold one."""
-    if chosen := os.environ.get("TORCH_EXT_CACHE"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "torch_ext"
-    with suppress(RuntimeError):
-        return Path.home() / ".cache" / "torch_ext"
-    return None
 
 
 def surroundings(device: str) -> dict[str, str] | None:
