@@ -115,4 +115,4 @@ def test_the_wheel_holds_no_tests_and_nothing_else(wheel: zipfile.ZipFile) -> No
 
 def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "torch_ext = torch_ext.runner.cli:main" in wheel.read(name).decode()
+    assert "torch_ext = torch_ext.__main__:main" in wheel.read(name).decode()
