@@ -8,7 +8,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 from torch_ext.runner.cli import main as run_tests
 

@@ -6,18 +6,31 @@ Runs in a child of the module's zygote, beside the ranks. It asks the zygote for
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import os
 import sys
 import time
+import traceback
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch_ext.runner.collect import find_tests
-from torch_ext.runner.messages import ClassFailed, ClassOrder, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.interrupts import Interrupts
+from torch_ext.runner.messages import (
+    ClassEnded,
+    ClassFailed,
+    ClassLeft,
+    ClassOrder,
+    ClassSkipped,
+    TestEnded,
+    TestStarted,
+)
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import frames, provider
+from torch_ext.world import _os, frames, provider
+from torch_ext.world.calls import check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
@@ -26,8 +39,17 @@ from torch_ext.world.render import WorldFailure
 __all__ = ["main"]
 
 frames.hide(r"/runner/class_process\.py", "main", outwards=True)
+frames.hide(r"/runner/class_process\.py", "call_and_check")
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+
+# Functions of unittest's, and what of a class or module they call.
+_FIXTURES = {
+    "_handleModuleFixture": "setUpModule",
+    "_handleModuleTearDown": "tearDownModule",
+    "_handleClassSetUp": "setUpClass",
+    "_tearDownPreviousClass": "tearDownClass",
+}
 
 
 def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
@@ -38,6 +60,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     for ours, theirs in ((stdout, 1), (stderr, 2)):
         os.dup2(ours, theirs)
         os.close(ours)
+    _os.lead_process_group()
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     os.environ.clear()
@@ -54,25 +77,65 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
             gone = Remark(f"{order.module} no longer defines this test.")
             result.tell(TestEnded(method, Status.FAILED, 0.0, (gone,), ""))
         else:
+            check_its_calls(test)
             suite.addTest(test)
-    suite.run(result)
+    try:
+        suite.run(result)
+    except BaseException as error:
+        result.tell(ClassLeft(None if error is result.told else _escaped(error)))
+    else:
+        result.tell(ClassEnded())
     return 0
 
 
+def check_its_calls(test: unittest.TestCase) -> None:
+    """Have ``setUp``, ``tearDown`` and the test method of ``test`` fail if calling them runs nothing.
+
+    What :class:`unittest.IsolatedAsyncioTestCase` awaits is left to it. The test method itself is not replaced: suites
+    look it up on the instance.
+    """
+    for name in ("setUp", "tearDown"):
+        setattr(test, name, _checked(getattr(test, name), name))
+    call = test._callTestMethod  # type: ignore[attr-defined]
+
+    def call_and_check(method: Callable[..., Any]) -> None:
+        awaits = isinstance(test, unittest.IsolatedAsyncioTestCase) and inspect.iscoroutinefunction(method)
+        call(method if awaits else _checked(method, test._testMethodName))
+
+    test._callTestMethod = call_and_check  # type: ignore[attr-defined]
+
+
+def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_and_check(*args: Any, **kwargs: Any) -> Any:
+        returned = method(*args, **kwargs)
+        check_ran(returned, name)
+        return returned
+
+    return call_and_check
+
+
 class _Result(unittest.TestResult):
-    """Sends each ending to the supervisor as it happens."""
+    """Sends each ending to the supervisor as it happens.
+
+    Attributes:
+        told: the exception that the result of a test told last, though unittest lets it through.
+    """
 
     def __init__(self, channel: Channel, failfast: bool) -> None:
         super().__init__()
         self.failfast = failfast
+        self.told: BaseException | None = None
         self._channel = channel
+        self._interrupts = Interrupts()
         self._started_s = 0.0
         self._status: Status | None = None
         self._problems: list[Problem] = []
         self._reasons: list[str] = []
 
     def tell(self, event: Any) -> None:
-        self._channel.send(event)
+        with self._interrupts.held():  # half a message would be the last that the supervisor understands
+            self._channel.send(event)
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
@@ -82,9 +145,15 @@ class _Result(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
-        status = self._status or Status.PASSED
+        passing_by = sys.exc_info()
+        if passing_by[1] is not None:  # unittest lets it through, and will run nothing more
+            self._fail(_problem(passing_by))
+        elif self._status is None:
+            self._fail(Remark("unittest ended the test without saying how."))
         took_s = time.monotonic() - self._started_s
+        status = self._status or Status.FAILED
         self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), "; ".join(self._reasons)))
+        self.told = passing_by[1]
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self._status = self._status or Status.PASSED
@@ -131,6 +200,14 @@ def _is_fixture(test: object) -> bool:
 
 def _method(test: unittest.TestCase) -> str:
     return test._testMethodName
+
+
+def _escaped(error: BaseException) -> Problem:
+    """Describe an exception that has left unittest's loop outside of any test."""
+    called = [
+        _FIXTURES[f.f_code.co_name] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_name in _FIXTURES
+    ]
+    return _problem((type(error), error, error.__traceback__), where=called[-1] if called else "")  # type: ignore[arg-type]
 
 
 def _problem(err: _ExcInfo, where: str = "") -> Problem:

@@ -4,43 +4,79 @@ result.
 
 from __future__ import annotations
 
-import os
-import selectors
-import signal
-import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.messages import ClassFailed, ClassOrder, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.class_child import ClassChild, Zygotes
+from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
-from torch_ext.world import _os, frames, notices
-from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
-from torch_ext.world.follow import read_stacks
-from torch_ext.world.protocol import STACK_SIGNAL
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world import notices
+from torch_ext.world.tree import LoadError, ZygoteDiedError
 
-__all__ = ["ClassRunner", "Zygotes"]
-
-# How much longer than the test's limit its parent half may take until it counts as hung itself, and how long setUpClass
-# may take, in seconds.
-_MARGIN_S, _SET_UP_S = 30.0, 300.0
+__all__ = ["ClassRunner", "Facts", "Next", "what_next"]
 
 
-class Zygotes(Protocol):
-    """Where a class's zygote comes from.
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a class process that is gone.
 
-    Called on the main thread; :meth:`zygote` blocks while the file is imported.
+    Attributes:
+        running: whether a test had begun and not ended.
+        ended: how many tests ended in it.
+        left: how many tests have not begun.
+        last: its last message, if that was one about its end.
+        death: its end, unless it exited by itself with code 0.
+        lost_zygote: whether it ended because its zygote did.
     """
 
-    environment: dict[str, str]
-    scratch: str
+    running: bool
+    ended: int
+    left: int
+    last: ClassEnded | ClassLeft | None
+    death: Died | None = None
+    lost_zygote: bool = False
 
-    def module_of(self, file: TestFile) -> str: ...
-    def zygote(self, file: TestFile) -> ZygoteClient: ...
-    def drop(self, file: TestFile) -> None: ...
+
+@dataclass(frozen=True)
+class Next:
+    """What follows from the end of a class process.
+
+    Attributes:
+        test: why the test that was running failed, if one was.
+        cls: why the class failed, if it did.
+        go_on: whether another class process runs the tests that are left.
+    """
+
+    test: Problem | None = None
+    cls: Problem | None = None
+    go_on: bool = False
+
+
+def what_next(facts: Facts, exited: Died) -> Next:
+    """Decide what the end of a class process means. Silence is no pass: what has not said that it is done has failed.
+
+    A process that has not ended a single test is replaced only if its zygote took it along, and the caller sees to it
+    that this happens once; so every class comes to its end.
+
+    Args:
+        facts: what is known.
+        exited: what to say of a process that exited before it was done, in whatever way.
+    """
+    left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
+    if facts.running:
+        return Next(test=left_by or facts.death or exited, go_on=facts.left > 0)
+    went_on = facts.left > 0 and facts.ended > 0
+    if isinstance(facts.last, ClassLeft):
+        unfinished = Remark(f"The class was interrupted before {facts.left} of its tests began.")
+        return Next(cls=left_by or facts.death or (unfinished if facts.left and not went_on else None), go_on=went_on)
+    if facts.last is not None:
+        unfinished = Remark(f"unittest ended the class before {facts.left} of its tests began.")
+        return Next(cls=facts.death or (unfinished if facts.left and not went_on else None), go_on=went_on)
+    if facts.lost_zygote and facts.left:
+        return Next(go_on=True)
+    return Next(cls=facts.death or exited, go_on=went_on)
 
 
 class ClassRunner:
@@ -54,19 +90,17 @@ class ClassRunner:
         self._left = [test.method for test in batch.tests]
         self._failed = False
         self._class_is_over = False
+        self._may_lose_zygote = True  # once more without having ended a test
 
     def run(self) -> bool:
         """Run the batch; return whether the run goes on after it."""
         while self._left and not self._class_is_over and not self._stop:
-            before = list(self._left)
             try:
                 self._run_one_process()
             except LoadError as error:
                 self._file_failed(Raised(*_import_error(str(error))))
             except ZygoteDiedError as error:
-                self._zygotes.drop(self._batch.file)
-                if before == self._left:
-                    self._file_failed(Remark(f"{error} before any test of the class began; it is not tried again"))
+                self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
         return not self._stop
 
     @property
@@ -75,13 +109,16 @@ class ClassRunner:
 
     def _run_one_process(self) -> None:
         zygote = self._zygotes.zygote(self._batch.file)
-        with _ClassProcess(self._zygotes, zygote, self._batch, tuple(self._left), self._options) as process:
+        before = len(self._left)
+        with ClassChild(self._zygotes, zygote, self._batch, tuple(self._left), self._options) as process:
             running = ""
+            last: ClassEnded | ClassLeft | None = None
             while (event := process.next_event()) is not None:
                 if isinstance(event, TestStarted):
                     running = event.method
                 elif isinstance(event, TestEnded):
                     running = ""
+                    self._may_lose_zygote = True
                     self._test_ended(event, process)
                 elif isinstance(event, ClassFailed):
                     self._report(self._class, Status.FAILED, (event.problem,), process)
@@ -89,20 +126,40 @@ class ClassRunner:
                 elif isinstance(event, ClassSkipped):
                     for method in self._take_all():
                         self._report(self._name(method), Status.SKIPPED, reason=event.reason)
-            self._process_ended(process, running)
+                elif isinstance(event, (ClassEnded, ClassLeft)):
+                    last = event
+            self._process_ended(process, running, last, before)
 
-    def _process_ended(self, process: _ClassProcess, running: str) -> None:
+    def _process_ended(
+        self, process: ClassChild, running: str, last: ClassEnded | ClassLeft | None, before: int
+    ) -> None:
         if running:
             self._left.remove(running)
-            self._report(self._name(running), Status.FAILED, (process.death("The parent half of the test"),), process)
-            if process.lost_zygote:
-                self._zygotes.drop(self._batch.file)
-        elif self._left and not self._class_is_over and not self._stop:
-            problem = process.death("The process that runs the class", when=" between two tests")
-            self._report(self._class, Status.FAILED, (problem,), process)
+        left = 0 if self._class_is_over or self._stop else len(self._left)
+        ended = before - len(self._left) - bool(running)
+        when = "" if running else " between two tests" if left and ended else " before its first test"
+        when = " after its last test" if not left and not running else when
+        exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
+        death = None if process.ended_well else exited
+        following = what_next(Facts(bool(running), ended, left, last, death, process.lost_zygote), exited)
+        if following.test is not None:
+            self._report(self._name(running), Status.FAILED, (following.test,), process)
+        if following.cls is not None:
+            self._report(self._class, Status.FAILED, (following.cls,), process)
+        if process.lost_zygote:
+            self._lost_zygote(exited, fruitless=not ended and not running)
+        if not following.go_on:
             self._class_is_over = True
 
-    def _test_ended(self, event: TestEnded, process: _ClassProcess) -> None:
+    def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
+        self._zygotes.drop(self._batch.file)
+        if not fruitless:
+            return
+        if not self._may_lose_zygote:
+            self._file_failed(problem)
+        self._may_lose_zygote = False
+
+    def _test_ended(self, event: TestEnded, process: ClassChild) -> None:
         self._left.remove(event.method)
         failed = event.status.counted is Status.FAILED
         self._failed = self._failed or failed
@@ -139,7 +196,7 @@ class ClassRunner:
         test: TestName,
         status: Status,
         problems: tuple[Problem, ...] = (),
-        process: _ClassProcess | None = None,
+        process: ClassChild | None = None,
         reason: str = "",
     ) -> None:
         self._failed = self._failed or status is Status.FAILED
@@ -156,105 +213,3 @@ def _announcements(output: str) -> tuple[str, ...]:
 def _import_error(trace: str) -> tuple[str, str]:
     """Return the last line of an import's traceback, and the traceback."""
     return trace.rstrip().rpartition("\n")[2], trace.rstrip()
-
-
-class _ClassProcess:
-    """One class process: its events, its output, its end."""
-
-    def __init__(
-        self, zygotes: Zygotes, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options
-    ) -> None:
-        self.lost_zygote = False
-        self._hung: str | None = None  # the stacks, if it was ended because it hung
-        self._output = None if options.show_output else _os.unnamed_file()
-        self._read_to = 0
-        self._deadline_s = time.monotonic() + _SET_UP_S
-        self._events, theirs = channel_pair()
-        self._stacks, stacks_writer = os.pipe()
-        order = ClassOrder(
-            zygotes.module_of(batch.file), batch.cls, methods, zygotes.environment, (str(batch.file.path),),
-            zygotes.scratch, options.failfast,
-        )  # fmt: skip
-        streams = [os.dup(self._output.fileno() if self._output else number) for number in (1, 2)]
-        descriptors = [os.dup(theirs.fileno()), zygote.add_client(), *streams, stacks_writer]
-        theirs.close()
-        try:
-            self._child: Child = zygote.start(
-                "torch_ext.runner.class_process:main", order, descriptors, zygotes.environment
-            )
-        except ZygoteDiedError:
-            self._close_own()
-            raise
-        finally:
-            close_all(descriptors)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._events, selectors.EVENT_READ)
-        self._selector.register(self._child, selectors.EVENT_READ)
-
-    def __enter__(self) -> _ClassProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.close()
-        self._selector.close()
-        self._close_own()
-
-    def _close_own(self) -> None:
-        self._events.close()
-        os.close(self._stacks)
-        if self._output is not None:
-            self._output.close()
-
-    def next_event(self) -> Any:
-        """Return the next event; None when the process has ended and all its events are told."""
-        while True:
-            if not self._events.closed and self._events.poll():
-                try:
-                    event, _ = self._events.receive()
-                except ChannelClosedError:
-                    self._selector.unregister(self._events)
-                    self._events.close()
-                    continue
-                if isinstance(event, TestStarted):
-                    self._deadline_s = time.monotonic() + event.timeout_s + _MARGIN_S
-                elif isinstance(event, TestEnded):
-                    self._deadline_s = time.monotonic() + _SET_UP_S
-                return event
-            if self._child.ended is not None or self.lost_zygote:
-                return None
-            self._wait()
-
-    def _wait(self) -> None:
-        left = self._deadline_s - time.monotonic()
-        if left <= 0:
-            self._child.send_signal(STACK_SIGNAL)
-            self._hung = frames.trim_stacks(read_stacks({0: self._stacks})[0])
-            self._child.send_signal(signal.SIGKILL)
-            self._deadline_s = float("inf")
-            return
-        for key, _ in self._selector.select(None if left == float("inf") else left):
-            if key.fileobj is self._child:
-                try:
-                    self._child.take_in()
-                except ZygoteDiedError:
-                    self.lost_zygote = True
-                    self._selector.unregister(self._child)
-
-    def death(self, what: str, when: str = "") -> Died:
-        """Say how the process ended; ``what`` it is, in words, and ``when`` it ended."""
-        if self._hung is not None:
-            return Died(f"{what} hung{when} until it was killed; it was here:", self._hung)
-        if self.lost_zygote or self._child.ended is None:
-            return Died(f"{what} ended{when} because its zygote was killed.")
-        code = self._child.ended.exit_code
-        how = f"was killed by {_os.signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        return Died(f"{what} {how}{when}.")
-
-    def new_output(self) -> str:
-        """Return what the process has printed since the last call."""
-        if self._output is None:
-            return ""
-        self._output.seek(self._read_to)
-        text = self._output.read()
-        self._read_to += len(text)
-        return frames.trim_stacks(text.decode(errors="replace"))

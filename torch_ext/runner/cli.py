@@ -1,7 +1,8 @@
 """The command ``run_test.py``, and what ``python some_test_file.py`` does: from arguments to an exit code.
 
-Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, or was planned and has no result;
-2 a usage error, or nothing selected; 130 interrupted, by the keyboard or by a reader that closed the pipe.
+Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, or was planned and has no result, or the
+report could not be written; 2 a usage error (a closed stdout and a working directory that is gone are two), or nothing
+selected; 130 interrupted, by the keyboard or by a reader that closed the pipe.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from torch_ext import cache
 from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
+from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
-from torch_ext.runner.names import Collected, NameCache, cache_folder, collect_names, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan, make_plan
-from torch_ext.runner.selection import SelectionError, select_files, select_tests
+from torch_ext.runner.results import OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.schedule import Batch, Plan, make_plan
+from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
 if TYPE_CHECKING:
     from torch_ext.runner.reporters.base import Reporter
@@ -39,8 +42,13 @@ class Executor(Protocol):
         """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
         ...
 
-    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
+    def run(
+        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+    ) -> None:
         """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
+
+        Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
+        and returns what of it is to run in the place of what was planned.
 
         Called once, on the main thread. Blocks until every process that it started is gone, also when it is
         interrupted. Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
@@ -77,6 +85,10 @@ def main_for_file(
 
 
 def _exit_code(command: Callable[[], int]) -> int:
+    _fill_standard_streams()
+    if problem := _hostile_surroundings():
+        return _usage_error(problem)
+    interrupts = Interrupts(once=True)
     try:
         return command()
     except SystemExit as ending:  # argparse, which has printed what it has to say
@@ -84,16 +96,52 @@ def _exit_code(command: Callable[[], int]) -> int:
     except (SelectionError, SetupError) as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out, and would complain about the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return INTERRUPTED
+    except OutputError as error:
+        _silence_stdout()
+        _complain(f"error: {error}")
+        return FAILED
+    finally:
+        interrupts.give_back()
+
+
+def _hostile_surroundings() -> str:
+    """Return why nothing can run here, in a sentence; empty if it can."""
+    if sys.stdout is None:
+        return "stdout is closed, and the report goes there; give one, such as > /dev/null"
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working directory is gone; change to one that exists"
+    return ""
+
+
+def _fill_standard_streams() -> None:
+    """Open what is closed of the descriptors 0 to 2, or a channel to a process would take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _silence_stdout() -> None:
+    """The interpreter flushes stdout once more on its way out, and would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(text: str) -> None:
+    """Print on stderr, unless that is closed."""
+    if sys.stderr is not None:
+        from torch_ext.world.phrases import printable
+
+        print(printable(text), file=sys.stderr)
 
 
 def _usage_error(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    _complain(f"error: {text}")
     return USAGE
 
 
@@ -111,7 +159,10 @@ def _discover_and_run(options: Options) -> int:
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
-    return _select_and_run(options, files, NameCache(cache_folder(), surroundings(device)))
+    names = NameCache(cache.folder(), surroundings(device), options.environment())
+    if names.refused:
+        _complain(f"warning: {names.refused}")
+    return _select_and_run(options, files, names)
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -125,35 +176,52 @@ def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str],
     return _select_and_run(options, [file], NameCache(None, None))
 
 
-def _select_and_run(options: Options, files: Sequence[TestFile], cache: NameCache) -> int:
+def _select_and_run(options: Options, files: Sequence[TestFile], names: NameCache) -> int:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def executor() -> Executor:
             return stack.enter_context(contextlib.closing(_open_executor(options)))
 
-        return _select_and_run_with(executor, options, files, cache)
+        return _select_and_run_with(executor, options, files, names)
 
 
 def _select_and_run_with(
-    executor: Callable[[], Executor], options: Options, files: Sequence[TestFile], cache: NameCache
+    executor: Callable[[], Executor], options: Options, files: Sequence[TestFile], names: NameCache
 ) -> int:
     if told := untested_torch():  # before any process starts, which would say it as well
-        print(f"warning: {told}", file=sys.stderr)
+        _complain(f"warning: {told}")
     keywords = _keywords(options)
     selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
-    collected = collect_names(wanted, cache, executor)
+    collected = collect_names(wanted, names, executor)
     broken = {one.file.name: one for one in collected if one.error}
-    names = [test for one in collected if not one.error for test in one.tests]
-    selected = select_tests(selection, names, broken)
+    known = [test for one in collected if not one.error for test in one.tests]
+    selected = select_tests(selection, known, broken)
     tests = [test for test in selected.tests if keywords(test)]
     failures = [_import_failure(broken[name]) for name in selected.broken]
     if not tests and not failures:
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
-    return _run(executor, options, make_plan(wanted, tests), failures)
+    for one in collected:
+        _tell_difference(one.file, one.before, one)
+    before = {one.file.name: one.tests for one in collected if one.remembered}
+
+    def renew(found: Collected) -> list[TestName] | None:
+        """Return the tests of a file to run, now that it is imported; None if they are those that were remembered."""
+        if not found.error and set(found.tests) == set(before[found.file.name]):
+            return None
+        names.forget(found.file)
+        _tell_difference(found.file, before[found.file.name], found)
+        return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
+
+    return _run(executor, options, make_plan(wanted, tests), failures, renew)
+
+
+def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
+    if before is not None and not found.error and (told := describe_difference(file, before, found.tests)):
+        _complain(f"warning: {told}")
 
 
 def _keywords(options: Options) -> Callable[[TestName], bool]:
@@ -189,17 +257,30 @@ def _import_failure(collected: Collected) -> TestResult:
 
 
 def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
-    sys.stdout.writelines(f"{test.id}\n" for test in tests)
-    sys.stdout.flush()
+    from torch_ext.world.phrases import printable
+
+    try:
+        sys.stdout.writelines(f"{printable(test.id)}\n" for test in tests)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"the list cannot be written: {error}") from error
     if failures:
         from torch_ext.runner.reporters.failure import describe_failure
     for failure in failures:
-        print(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}", file=sys.stderr)
-    print(f"{len(tests)} test{'s' * (len(tests) != 1)}", file=sys.stderr)
+        _complain(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}")
+    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}")
     return FAILED if failures else OK
 
 
-def _run(executor: Callable[[], Executor], options: Options, plan: Plan, failures: Sequence[TestResult]) -> int:
+def _run(
+    executor: Callable[[], Executor],
+    options: Options,
+    plan: Plan,
+    failures: Sequence[TestResult],
+    tests_now: Callable[[Collected], list[TestName] | None],
+) -> int:
     from torch_ext.runner.progress import Progress
     from torch_ext.runner.reporters.text import TextReporter
 
@@ -211,12 +292,25 @@ def _run(executor: Callable[[], Executor], options: Options, plan: Plan, failure
         for reporter in reporters:
             reporter.add(result)
 
+    def renew(found: Collected) -> Sequence[Batch]:
+        nonlocal plan
+        tests = tests_now(found)
+        if found.error:
+            take(_import_failure(found))
+            return ()
+        if tests is not None:
+            plan = plan.replaced(found.file, make_plan([found.file], tests).batches)
+            progress.replan(plan)
+            for reporter in reporters:
+                reporter.replan(plan)
+        return [batch for batch in plan if batch.file == found.file]
+
     interrupted = False
     for failure in failures:
         take(failure)
     try:
         if plan.batches and not (failures and options.failfast):
-            executor().run(plan, take)
+            executor().run(plan, take, renew)
     except KeyboardInterrupt:
         interrupted = True
     for reporter in reporters:

@@ -5,6 +5,7 @@ Runs in a child of the module's zygote and in class processes.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel
+from torch_ext.world.protocol import STACK_SIGNAL
 
 __all__ = ["find_tests", "main"]
 
@@ -32,7 +34,11 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 
 def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
-    """Target of a child: send the names of every test. Descriptor: the channel to the supervisor."""
+    """Target of a child: send the names of every test.
+
+    Descriptors: the channel to the supervisor, a pipe for stacks.
+    """
+    faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
     names = tuple((type(test).__name__, test._testMethodName) for test in find_tests(order.module))
     Channel.from_descriptor(descriptors[0]).send(TestNames(names))

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import os
+import selectors
 import shutil
 import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.interrupts import held
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError, TestName, TestResult
-from torch_ext.runner.schedule import Plan
-from torch_ext.world import provider
-from torch_ext.world.channel import ChannelClosedError, channel_pair
-from torch_ext.world.protocol import ModuleOrder, Preparation
-from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.world import _os, frames, provider
+from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
+from torch_ext.world.follow import read_stacks
+from torch_ext.world.patience import Patience
+from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, ModuleOrder, Preparation
+from torch_ext.world.tree import HungImportError, LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
 
 __all__ = ["RunExecutor", "open_executor"]
 
@@ -27,6 +35,9 @@ __all__ = ["RunExecutor", "open_executor"]
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
 _BRIDGE = "torch_ext.upstream.bridge"
+# How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
+# beside those that go on, so that some that hang block no others.
+_IMPORT_S, _NEWS_S = 120.0, 2.0
 
 
 class RunExecutor:
@@ -36,30 +47,45 @@ class RunExecutor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.environment = _environment(options)
-        self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
+        self.environment = options.environment()
+        self._limit_s = options.timeout_s or _IMPORT_S
         self._root: RootZygote | None = None
         self._zygotes: dict[str, ModuleZygote] = {}
-        atexit.register(self.close)
+        self._collected: set[str] = set()
+        with held():
+            try:
+                self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
+            except OSError as error:
+                raise SetupError(f"no folder for short-lived files can be made: {error}; set TMPDIR to one") from error
+            atexit.register(self.close)
 
     def module_of(self, file: TestFile) -> str:
         """Return the name under which the file's tests are found in its zygote."""
         return "__main__" if self._options.script else file.module
 
-    def begin(self, file: TestFile) -> None:
-        """Have the file's zygote load in the background."""
+    def begin(self, file: TestFile, *, record: bool = False) -> None:
+        """Have the file's zygote load in the background; with ``record`` it will tell what its tests depend on.
+
+        Raises:
+            ZygoteDiedError: the root of all zygotes is gone.
+        """
         if self._options.script or file.name in self._zygotes:
             return
-        if self._root is None:
-            path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-            preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
-            self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
+        root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv)
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record)
         try:
-            self._zygotes[file.name] = self._root.load(order)
-        except LoadError as error:
+            root.wait_ready()
+        except (LoadError, ZygoteDiedError) as error:
             raise SetupError(_what_to_tell(str(error))) from None
+        self._zygotes[file.name] = root.load(order, self._limit_s)
+
+    def _start_root(self, file: TestFile) -> RootZygote:
+        path = [str(file.import_root), *(entry for entry in sys.path if entry)]
+        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        with held():
+            self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
+        return self._root
 
     def zygote(self, file: TestFile) -> ZygoteClient:
         """Return the file's zygote when it has loaded the file.
@@ -70,7 +96,8 @@ class RunExecutor:
         """
         if self._options.script:
             # This process has loaded the file as __main__ and run nothing.
-            return ZygoteClient(provider.zygote_for("__main__"))
+            channel = provider.zygote_for("__main__")
+            return ZygoteClient(channel, provider.pid_behind(channel))
         self.begin(file)
         zygote = self._zygotes[file.name]
         zygote.wait_loaded()
@@ -88,40 +115,93 @@ class RunExecutor:
             self.close_zygotes()
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See ``cli.Executor``."""
-        ahead = max(1, (os.cpu_count() or 1))
-        for number, file in enumerate(files):
-            for each in files[number : number + ahead]:
-                self.begin(each)
-            yield self._collect(file)
-            if self._options.list_only:
-                self.drop(file)
+        """See ``cli.Executor``. As many files as there are cores are imported side by side, more while they hang."""
+        waiting, at_once = deque(files), os.cpu_count() or 1
+        loading: list[TestFile] = []
+        while waiting or loading:
+            while waiting and len(loading) < at_once:
+                loading.append(waiting.popleft())
+                with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
+                    self.begin(loading[-1], record=True)
+            ready = self._next_loaded(loading)
+            at_once += not ready
+            for file in ready:
+                loading.remove(file)
+                yield self._collect(file)
+                if self._options.list_only:
+                    self.drop(file)
+
+    def _next_loaded(self, loading: Sequence[TestFile]) -> list[TestFile]:
+        """Wait for news; return the files whose import has ended in some way."""
+        zygotes = {file: self._zygotes.get(file.name) for file in loading}
+        if ready := [file for file, zygote in zygotes.items() if zygote is None or zygote.depends is not None]:
+            return ready
+        with selectors.DefaultSelector() as selector:
+            for file, zygote in zygotes.items():
+                if zygote is not None:
+                    selector.register(zygote, selectors.EVENT_READ, file)
+            look_s = min(zygote.look_s for zygote in zygotes.values() if zygote is not None)
+            events = selector.select(max(0.0, min(_NEWS_S, look_s - time.monotonic())))
+        ended = {key.data for key, _ in events}
+        return [file for file, zygote in zygotes.items() if file in ended or (zygote and zygote.check())]
 
     def _collect(self, file: TestFile) -> Collected:
+        self._collected.add(file.name)
         try:
             zygote = self.zygote(file)
-            names = _names(zygote, self.module_of(file), self.environment)
+            names = self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
             return Collected(file, error=str(error))
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        imported = zygote.imported if isinstance(zygote, ModuleZygote) else ()
         tests = tuple(TestName(file.name, cls, method) for cls, method in names)
-        return Collected(file, tests, imported or ())
+        depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
+        return Collected(file, tests, depends.imported, depends.paths, depends.variables, depends.unsure)
 
-    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
+    def _names(self, zygote: ZygoteClient, module: str) -> tuple[tuple[str, str], ...]:
+        """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
+        ours, theirs = channel_pair()
+        stacks, stacks_writer = os.pipe()
+        descriptors = [theirs.fileno(), stacks_writer]
+        try:
+            child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), descriptors, self.environment)
+        except BaseException:
+            close_all([stacks])
+            raise
+        finally:
+            theirs.close()
+            os.close(stacks_writer)
+        patience = Patience(self._limit_s, time.monotonic())
+        try:
+            while not ours.poll(max(0.0, patience.look_s - time.monotonic())):
+                if patience.is_over(time.monotonic(), _os.computed_s(child.pid)):
+                    child.send_signal(STACK_SIGNAL)
+                    found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
+                    told = f"naming the tests of {module} took longer than its limit of {self._limit_s:g} s"
+                    raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
+            message: TestNames = ours.receive()[0]
+            return message.names
+        finally:
+            ours.close()
+            child.close()
+            os.close(stacks)
+
+    def run(
+        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+    ) -> None:
         """See ``cli.Executor``."""
         try:
-            batches = list(plan)
-            for number, batch in enumerate(batches):
-                for later in batches[number : number + 2]:
-                    self.begin(later.file)
-                if not ClassRunner(self, batch, self._options, sink).run():
-                    return
-                if number + 1 == len(batches) or batches[number + 1].file != batch.file:
-                    self.drop(batch.file)
+            groups = [(file, tuple(batches)) for file, batches in itertools.groupby(plan, lambda batch: batch.file)]
+            for number, (file, batches) in enumerate(groups):
+                for later, _ in groups[number : number + 2]:
+                    with contextlib.suppress(ZygoteDiedError):  # it is begun again when it is needed
+                        self.begin(later)
+                for batch in batches if file.name in self._collected else renew(self._collect(file)):
+                    if not ClassRunner(self, batch, self._options, sink).run():
+                        return
+                self.drop(file)
         finally:
             self.close()
 
@@ -135,9 +215,10 @@ class RunExecutor:
 
     def close(self) -> None:
         """End every process of the run and remove its scratch folder. Idempotent."""
-        self.close_zygotes()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        atexit.unregister(self.close)
+        with held():
+            self.close_zygotes()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            atexit.unregister(self.close)
 
 
 def _what_to_tell(trace: str) -> str:
@@ -145,32 +226,6 @@ def _what_to_tell(trace: str) -> str:
     last = trace.rstrip().rpartition("\n")[2]
     kind, _, message = last.partition(": ")
     return message if kind.startswith("torch_ext.") else f"the zygote cannot load what it needs\n{trace}"
-
-
-def _names(zygote: ZygoteClient, module: str, environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    ours, theirs = channel_pair()
-    child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), [theirs.fileno()], environment)
-    theirs.close()
-    try:
-        message: TestNames = ours.receive()[0]
-        return message.names
-    finally:
-        ours.close()
-        child.close()
-
-
-def _environment(options: Options) -> dict[str, str]:
-    """Return the environment of every process of the run: the user's, with what the command line adds."""
-    environment = dict(os.environ)
-    if options.device:
-        environment["TORCH_EXT_DEVICE"] = options.device
-    if options.timeout_s is not None:
-        environment["TORCH_EXT_TIMEOUT"] = str(options.timeout_s)
-    if options.start_method != "fork":
-        environment["TORCH_EXT_START_METHOD"] = options.start_method
-    if options.show_output:
-        environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
-    return environment
 
 
 def open_executor(options: Options) -> RunExecutor:

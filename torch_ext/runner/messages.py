@@ -7,7 +7,7 @@ from -> to            messages
 supervisor -> child   :class:`CollectOrder` or :class:`ClassOrder`, as the payload of the child's order
 child -> supervisor   after :class:`CollectOrder` one :class:`TestNames`
 class process ->      :class:`TestStarted`, :class:`TestEnded`; :class:`ClassFailed` and :class:`ClassSkipped` for what
-supervisor            ``setUpClass`` and ``tearDownClass`` do
+supervisor            ``setUpClass`` and ``tearDownClass`` do; last of all :class:`ClassEnded` or :class:`ClassLeft`
 ====================  =====================================================================================
 """
 
@@ -18,7 +18,17 @@ from dataclasses import dataclass
 
 from torch_ext.runner.results import Problem, Status
 
-__all__ = ["ClassFailed", "ClassOrder", "ClassSkipped", "CollectOrder", "TestEnded", "TestNames", "TestStarted"]
+__all__ = [
+    "ClassEnded",
+    "ClassFailed",
+    "ClassLeft",
+    "ClassOrder",
+    "ClassSkipped",
+    "CollectOrder",
+    "TestEnded",
+    "TestNames",
+    "TestStarted",
+]
 
 
 @dataclass(frozen=True)
@@ -85,3 +95,18 @@ class ClassSkipped:
     """``setUpClass`` skipped the class."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class ClassEnded:
+    """All that was ordered has run, ``tearDownClass`` and ``tearDownModule`` included; nothing but the exit follows."""
+
+
+@dataclass(frozen=True)
+class ClassLeft:
+    """An exception that unittest lets through, such as ``KeyboardInterrupt``, ended the class before it was done.
+
+    ``problem`` is the exception; None if the result of a test tells it.
+    """
+
+    problem: Problem | None

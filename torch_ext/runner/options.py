@@ -53,6 +53,19 @@ class Options:
     script: str = ""
     command: str = "python run_test.py"
 
+    def environment(self) -> dict[str, str]:
+        """Return the environment of every process of the run: the user's, with what the command line adds."""
+        environment = dict(os.environ)
+        if self.device:
+            environment["TORCH_EXT_DEVICE"] = self.device
+        if self.timeout_s is not None:
+            environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
+        if self.start_method != "fork":
+            environment["TORCH_EXT_START_METHOD"] = self.start_method
+        if self.show_output:
+            environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+        return environment
+
 
 def default_root() -> Path:
     """Return the ``test`` folder of the checkout that this package belongs to."""

@@ -21,10 +21,16 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self.results: list[TestResult] = []
-        self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self._by_batch: dict[tuple[str, str], list[TestResult]] = {}
-        self._waiting = dict.fromkeys(plan.tests)
-        self._open = Counter((test.file, test.cls) for test in plan.tests)
+        self.replan(plan)
+
+    def replan(self, plan: Plan) -> None:
+        """Count against ``plan`` from now on. Results that have come stay."""
+        told = {result.test for result in self.results}
+        waiting = [test for test in plan.tests if test not in told]
+        self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
+        self._waiting = dict.fromkeys(waiting)
+        self._open = Counter((test.file, test.cls) for test in waiting)
 
     def add(self, result: TestResult) -> None:
         """Count ``result``."""

@@ -9,11 +9,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
 
-__all__ = ["Died", "Problem", "Raised", "RanksFailed", "Remark", "SetupError", "Status", "TestName", "TestResult"]
+__all__ = [
+    "Died",
+    "OutputError",
+    "Problem",
+    "Raised",
+    "RanksFailed",
+    "Remark",
+    "SetupError",
+    "Status",
+    "TestName",
+    "TestResult",
+]
 
 
 class SetupError(RuntimeError):
     """Nothing can run: torch, or the device that was asked for, cannot be loaded. The message is for users."""
+
+
+class OutputError(RuntimeError):
+    """What came out of a run cannot be told, because its stream takes no more. The message is for users."""
 
 
 class Status(Enum):

@@ -25,7 +25,16 @@ from typing import NamedTuple
 from torch_ext.runner.nearest import nearest, spellings
 from torch_ext.runner.results import TestName
 
-__all__ = ["Selected", "Selection", "SelectionError", "Target", "resolve", "select_files", "select_tests"]
+__all__ = [
+    "Selected",
+    "Selection",
+    "SelectionError",
+    "Target",
+    "fitting_tests",
+    "resolve",
+    "select_files",
+    "select_tests",
+]
 
 _Parts = tuple[str, ...]
 
@@ -207,9 +216,15 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
     for target in (*selection.include, *selection.exclude):
         if not _explained(target, selection, tests, broken):
             raise _unmatched(target, selection.files, tests)
+    return Selected(
+        fitting_tests(selection, tests), tuple(file for file in broken if _suspect(file, selection.include, tests))
+    )
+
+
+def fitting_tests(selection: Selection, tests: Sequence[TestName]) -> tuple[TestName, ...]:
+    """Return those of ``tests`` that ``selection`` selects, which may be none."""
     chosen = [test for test in tests if not selection.include or any(one.matches(test) for one in selection.include)]
-    kept = tuple(test for test in chosen if not any(target.matches(test) for target in selection.exclude))
-    return Selected(kept, tuple(file for file in broken if _suspect(file, selection.include, tests)))
+    return tuple(test for test in chosen if not any(target.matches(test) for target in selection.exclude))
 
 
 def _explained(target: Target, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ext import cache
+
 __all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -57,12 +59,15 @@ class _Compiler:
 
 
 def cache_root() -> Path:
-    """Return the folder that holds builds: ``$TORCH_EXT_CACHE``, else ``torch_ext`` in the user's cache folder."""
-    explicit = os.environ.get("TORCH_EXT_CACHE")
-    if explicit:
-        return Path(explicit).expanduser()
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_cache).expanduser() / "torch_ext"
+    """Return the folder that holds builds; see ``torch_ext.cache``.
+
+    Raises:
+        BuildError: there is no home to hold one.
+    """
+    found = cache.folder()
+    if found is None:
+        raise BuildError("the simulated accelerator has no folder to be built in: set TORCH_EXT_CACHE to one")
+    return found
 
 
 def ensure_built(*, verbose: bool = False) -> Path:
@@ -73,19 +78,26 @@ def ensure_built(*, verbose: bool = False) -> Path:
 
     Raises:
         MissingCompilerError: a build is needed and there is no C++ compiler.
-        BuildError: the compiler or ninja failed.
+        BuildError: the compiler or ninja failed, or the cache folder cannot be written, or others than the user can.
     """
     family = cache_root() / "sim" / _family_key()
+    _trusted(family)
     compiler = _find_compiler()
     if compiler is None:
-        return _any_finished(family)
+        return _trusted(_any_finished(family))
     target = family / _digest(compiler.path, compiler.version)
     library = target / _LIBRARY
     if not library.exists():
         with _lock(family):
             if not library.exists():
                 _build(target, compiler, verbose=verbose)
-    return library
+    return _trusted(library)
+
+
+def _trusted(path: Path) -> Path:
+    if why := cache.why_not_trusted(path):
+        raise BuildError(why)
+    return path
 
 
 def _family_key() -> str:
@@ -151,8 +163,13 @@ def _any_finished(family: Path) -> Path:
 @contextlib.contextmanager
 def _lock(family: Path) -> Iterator[None]:
     """Hold the build lock. The kernel drops it when its holder dies, however it dies."""
-    family.mkdir(parents=True, exist_ok=True)
-    with open(family / ".lock", "w", encoding="utf-8") as handle:
+    try:
+        cache.make(family)
+        handle = open(family / ".lock", "w", encoding="utf-8")  # noqa: SIM115  # closed below
+    except OSError as error:
+        remedy = "point TORCH_EXT_CACHE at a folder that you can write"
+        raise BuildError(f"the simulated accelerator cannot be built: {error}; {remedy}") from error
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -171,6 +188,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
     try:
         _write_plan(workplace, compiler)
         _run_ninja(workplace)
+        (workplace / _LIBRARY).chmod(0o755)  # whatever the umask: nobody else may write what ranks load
         os.rename(workplace, target)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)

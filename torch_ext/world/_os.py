@@ -23,6 +23,8 @@ __all__ = [
     "children_of",
     "collapse_memory",
     "command_line",
+    "computed_s",
+    "descendants_of",
     "die_with_parent",
     "end_process",
     "environment_at_start",
@@ -72,6 +74,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def own_group() -> None:
+    """Leave the process group: a signal to the group of what runs here is not meant for who started it."""
+    with contextlib.suppress(OSError):  # it leads one already, or a session
+        os.setpgid(0, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies, so that leftovers can be found and reaped."""
     if CAN_FORK:
@@ -88,6 +96,24 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         pass
     return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the pids of the children of ``pid``, and of theirs, as :func:`children_of` finds them."""
+    return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
+
+
+def computed_s(pid: int) -> float:
+    """Return for how many seconds ``pid``, its descendants and those that they have reaped have computed; 0 if the
+    system cannot tell.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    ticks = sum(int(field) for field in fields[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(computed_s(child) for child in children_of(pid))
 
 
 def command_line(pid: int) -> str:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Channel", "ChannelClosedError", "channel_pair"]
+__all__ = ["Channel", "ChannelClosedError", "channel_pair", "close_all", "readable"]
 
 _HEADER = struct.Struct("!II")
 _GROUP = 200
@@ -47,9 +47,11 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def poll(self) -> bool:
-        """Whether :meth:`receive` would return or raise at once, as far as the first byte is concerned."""
-        return _readable(self._socket.fileno())
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether :meth:`receive` would return or raise at once, as far as the first byte is concerned, or would within
+        ``timeout_s`` seconds.
+        """
+        return readable(self._socket.fileno(), timeout_s)
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message. Blocks while the peer's buffer is full.
@@ -120,12 +122,13 @@ def channel_pair() -> tuple[Channel, Channel]:
     return Channel(one), Channel(other)
 
 
-def _readable(descriptor: int) -> bool:
+def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
+    """Whether ``descriptor`` can be read from, or comes to an end, within ``timeout_s`` seconds."""
     if not hasattr(select, "poll"):
-        return bool(select.select([descriptor], [], [], 0)[0])
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
     ready = select.poll()  # unlike select(), it takes descriptors above 1023
     ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(0))
+    return bool(ready.poll(timeout_s * 1000))
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -7,22 +7,28 @@ imports the standard library and its own layer only.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from torch_ext.world import _os, frames
-from torch_ext.world.channel import Channel
+from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process
-from torch_ext.world.protocol import Loaded, ModuleOrder, NotLoaded, Preparation
+from torch_ext.world.protocol import STACK_SIGNAL, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.zygote import Zygote
 
 __all__ = ["become_zygote", "load_module", "main"]
+
+frames.hide(r"/world/loading\.py", "load_module", outwards=True)
+frames.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
 
 
 def main() -> NoReturn:
@@ -33,6 +39,13 @@ def main() -> NoReturn:
     os.set_inheritable(command.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
+    try:
+        _load_and_serve(command)
+    except ChannelClosedError:  # whoever started this process was interrupted, and is gone or needs it no more
+        os._exit(0)
+
+
+def _load_and_serve(command: Channel) -> NoReturn:
     order, _ = command.receive()
     # What a module prints while it is imported must not mix with the runner's own output.
     os.dup2(2, 1)
@@ -41,27 +54,44 @@ def main() -> NoReturn:
     except BaseException:
         command.send(NotLoaded(_trace_of_import()))
         os._exit(1)
-    command.send(Loaded((), frames.hidden()))
+    command.send(Loaded(hidden_frames=frames.hidden()))
     Zygote(command, "the zygote", order.preparation, order.scratch).serve()
 
 
 def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
-    """Target of a child of the root zygote: import one test module and serve. Descriptor: the command channel."""
+    """Target of a child of the root zygote: import one test module and serve.
+
+    Descriptors: the command channel, and a pipe for the stack of an import that hangs.
+    """
     command = Channel.from_descriptor(descriptors[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _os.lead_process_group()
     os.environ.clear()
     os.environ.update(order.environment)
     if order.import_root not in sys.path:
         sys.path.insert(0, order.import_root)
     sys.argv[:] = order.argv
     try:
-        importlib.import_module(order.name)
+        with _stacks_to(descriptors[1]), recorded() if order.record else contextlib.nullcontext(Record()) as record:
+            importlib.import_module(order.name)
     except BaseException:
         command.send(NotLoaded(_trace_of_import()))
         os._exit(1)
-    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), frames.hidden()))
+    depends = record.dependencies(_files_below((order.import_root, PACKAGE_ROOT)))
+    command.send(Loaded(depends, frames.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (order.name,))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
+
+
+@contextlib.contextmanager
+def _stacks_to(pipe: int) -> Iterator[None]:
+    """Have the stack signal write to ``pipe``, which is closed at the end so that no child keeps it."""
+    faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(pipe)
 
 
 def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> NoReturn:

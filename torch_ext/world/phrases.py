@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-__all__ = ["ranks_phrase"]
+__all__ = ["printable", "ranks_phrase", "short_command"]
+
+# What a terminal obeys instead of showing it: control characters but tab and newline, and those that turn the
+# direction of writing round.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_COMMAND_CHARACTERS = 100
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with each control character but tab and newline spelt out, so that it can go to a terminal.
+
+    >>> printable("\x1b[2Jgone\0\tstays\n")
+    '\\x1b[2Jgone\\x00\tstays\n'
+    """
+    return _OBEYED.sub(_spelt, text)
+
+
+def _spelt(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def short_command(command: str) -> str:
+    """Return the first 100 characters of a command line.
+
+    >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
+    True
+    """
+    return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
 
 
 def ranks_phrase(ranks: Sequence[int]) -> str:

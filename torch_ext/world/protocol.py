@@ -41,6 +41,7 @@ __all__ = [
     "Ask",
     "Began",
     "Collectives",
+    "Dependencies",
     "Ended",
     "Farewell",
     "HiddenFrames",
@@ -185,13 +186,17 @@ class RootOrder:
 
 @dataclass(frozen=True)
 class ModuleOrder:
-    """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``."""
+    """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``.
+
+    With ``record`` it tells all that the names of the module's tests depend on, not just the files that are imported.
+    """
 
     name: str
     import_root: str
     file: str
     environment: dict[str, str]
     argv: tuple[str, ...]
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,15 +217,32 @@ class HiddenFrames:
 
 
 @dataclass(frozen=True)
+class Dependencies:
+    """What the names of a module's tests depend on.
+
+    Attributes:
+        imported: files of all modules that the zygote holds from below the project's folders.
+        paths: other files that were read, and folders that were listed, while it was imported.
+        variables: environment variables that were asked for meanwhile.
+        unsure: what else it did, of which nobody can tell later whether it would go as it went; empty if nothing.
+    """
+
+    imported: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    unsure: str = ""
+
+
+@dataclass(frozen=True)
 class Loaded:
     """The zygote is ready.
 
     Attributes:
-        imported: files of all modules that it holds from below the project's folders.
+        depends: what the names of the tests that it has loaded depend on.
         hidden_frames: what the layers that it has loaded leave out of reports.
     """
 
-    imported: tuple[str, ...]
+    depends: Dependencies = Dependencies()
     hidden_frames: tuple[HiddenFrames, ...] = ()
 
 

@@ -21,7 +21,7 @@ from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
 from torch_ext.world.tree import ModuleZygote, RootZygote
 
-__all__ = ["forget", "never_start_ranks", "prepare", "use", "zygote_for"]
+__all__ = ["forget", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
 
 
 class _Zygotes:
@@ -73,6 +73,14 @@ def zygote_for(module: str) -> Channel:
         return _fork(own)
     announce(f"this process cannot fork its ranks' zygote, so a fresh interpreter loads {module} for them: {why}")
     return _load(own, module)
+
+
+def pid_behind(channel: Channel) -> int:
+    """Return the pid of the zygote that :func:`zygote_for` has answered with; 0 if another process started it."""
+    own = _mine()
+    if own.forked is not None and own.forked[0] is channel:
+        return own.forked[2]
+    return next((zygote.pid for zygote in own.zygotes if zygote.channel is channel), 0)
 
 
 def prepare(module: str) -> None:

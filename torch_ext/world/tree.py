@@ -9,14 +9,19 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_ext.world import _os, frames
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, readable
+from torch_ext.world.follow import read_stacks
 from torch_ext.world.interpreter import PACKAGE_ROOT
+from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import (
+    STACK_SIGNAL,
     AddClient,
+    Dependencies,
     Ended,
     Loaded,
     ModuleOrder,
@@ -29,7 +34,7 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-__all__ = ["Child", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
+__all__ = ["Child", "HungImportError", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
 
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
 
@@ -38,8 +43,20 @@ _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.wo
 _ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
+# What loads for a process that runs tests by itself, such as pytest, which nobody supervises.
+_NO_LIMIT_S = 1e6
+# After how many seconds of silence a zygote is looked at, whether it has been stopped.
+_SILENCE_S = 2.0
+# How long the whole tree may take to end, leftovers that end by themselves included, in seconds.
+_END_S = 20.0
+
+
 class LoadError(RuntimeError):
     """A module could not be imported; the message is its traceback."""
+
+
+class HungImportError(LoadError):
+    """An import took longer than its limit, and was ended; the message says where it was."""
 
 
 class ZygoteDiedError(RuntimeError):
@@ -47,7 +64,10 @@ class ZygoteDiedError(RuntimeError):
 
 
 class Child:
-    """A process that a zygote started for the supervisor: its pid, and a channel on which its end is told."""
+    """A process that a zygote started for the supervisor: its pid, and a channel on which its end is told.
+
+    ``zygote_pid`` is looked at while the zygote does not answer; one that has been stopped by a signal is ended.
+    """
 
     def __init__(
         self,
@@ -56,6 +76,7 @@ class Child:
         descriptors: Sequence[int],
         environment: Mapping[str, str],
         interpreter: bool,
+        zygote_pid: int = 0,
     ) -> None:
         self.pid = 0
         self.why_interpreter = ""
@@ -67,7 +88,17 @@ class Child:
             raise ZygoteDiedError("the zygote is gone") from error
         finally:
             theirs.close()
-        self.take_in()
+        stopped = False
+        while not self._group.poll(_SILENCE_S):
+            if zygote_pid and _os.is_stopped(zygote_pid):
+                stopped = True
+                _os.end_process(zygote_pid)
+        try:
+            self.take_in()
+        except ZygoteDiedError:
+            if stopped:
+                raise ZygoteDiedError("the zygote was stopped by a signal (SIGSTOP), and so was ended,") from None
+            raise
 
     def fileno(self) -> int:
         return self._group.fileno()
@@ -97,10 +128,19 @@ class Child:
 
 
 class ZygoteClient:
-    """A command channel to a zygote that has loaded a test module, for starting children in it."""
+    """A command channel to a zygote that has loaded a test module, for starting children in it.
 
-    def __init__(self, channel: Channel) -> None:
+    ``pid`` is the zygote's, or 0 if it is not known.
+    """
+
+    def __init__(self, channel: Channel, pid: int = 0) -> None:
         self.channel = channel
+        self.pid = pid
+
+    def kill(self) -> None:
+        """End the zygote, which does not answer. The kernel ends its children with it."""
+        if self.pid:
+            _os.end_process(self.pid)
 
     def start(
         self,
@@ -115,7 +155,8 @@ class ZygoteClient:
         Raises:
             ZygoteDiedError: the zygote is gone.
         """
-        return Child(self.channel, Order(target, payload, len(descriptors)), descriptors, environment, interpreter)
+        order = Order(target, payload, len(descriptors))
+        return Child(self.channel, order, descriptors, environment, interpreter, self.pid)
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
@@ -132,27 +173,75 @@ class ZygoteClient:
 
 
 class ModuleZygote(ZygoteClient):
-    """A zygote that loads one test module, in the background until :meth:`wait_loaded`."""
+    """A zygote that loads one test module, in the background until :meth:`wait_loaded`.
 
-    def __init__(self, root: Channel, order: ModuleOrder) -> None:
+    Attributes:
+        depends: what the names of the module's tests depend on; None until it is loaded.
+    """
+
+    def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
         ours, theirs = channel_pair()
-        super().__init__(ours)
+        self._stacks, stacks_writer = os.pipe()
         self.order = order
-        zygote_order = Order("torch_ext.world.loading:load_module", order, 1)
-        # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
-        self.process = Child(root, zygote_order, [theirs.fileno()], os.environ, interpreter=False)
-        theirs.close()
-        self.imported: tuple[str, ...] | None = None
+        self.depends: Dependencies | None = None
+        zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
+        try:
+            # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
+            self.process = Child(
+                root, zygote_order, [theirs.fileno(), stacks_writer], os.environ, interpreter=False, zygote_pid=root_pid
+            )
+        except BaseException:
+            os.close(self._stacks)
+            raise
+        finally:
+            theirs.close()
+            os.close(stacks_writer)
+        super().__init__(ours, self.process.pid)
+        self._limit_s = limit_s
+        self._hung: HungImportError | None = None
+        self._patience = Patience(limit_s, time.monotonic())
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`wait_loaded` has something to return or raise."""
+        return self.channel.fileno()
+
+    @property
+    def look_s(self) -> float:
+        """When to call :meth:`check` while the module loads, by ``time.monotonic``."""
+        return self._patience.look_s
+
+    def check(self) -> bool:
+        """End the import if it hangs; return whether :meth:`wait_loaded` now has something to return or raise."""
+        if self.depends is not None or self._hung is not None:
+            return True
+        if not self._patience.is_over(time.monotonic(), _os.computed_s(self.pid)):
+            return False
+        name = self.order.name
+        told = f"the import of {name} took longer than its limit of {self._limit_s:g} s, and was ended"
+        if _os.is_stopped(self.pid):
+            told += ": it had been stopped by a signal (SIGSTOP)"
+        else:
+            self.process.send_signal(STACK_SIGNAL)
+            stacks = frames.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
+            told = f"{stacks}\n\n{told}; above is where it was" if stacks else told
+        self.kill()
+        self._hung = HungImportError(told)
+        return True
 
     def wait_loaded(self) -> None:
         """Wait until the module is imported.
 
         Raises:
+            HungImportError: that took longer than its limit.
             LoadError: it cannot be.
             ZygoteDiedError: the process ended while importing it.
         """
-        if self.imported is not None:
+        if self.depends is not None:
             return
+        while self._hung is None and not self.channel.poll(max(0.0, self.look_s - time.monotonic())):
+            self.check()
+        if self._hung is not None:
+            raise self._hung
         try:
             message, _ = self.channel.receive()
         except ChannelClosedError as error:
@@ -160,12 +249,15 @@ class ModuleZygote(ZygoteClient):
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
         frames.add(message.hidden_frames)
-        self.imported = message.imported
+        self.depends = message.depends
 
     def close(self) -> None:
         """End the zygote and all its children."""
         self.channel.close()
         self.process.close()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
 
 
 class RootZygote:
@@ -214,12 +306,36 @@ class RootZygote:
         frames.add(message.hidden_frames)
         self._ready = True
 
-    def load(self, order: ModuleOrder) -> ModuleZygote:
-        """Have a module loaded in a zygote of its own; several may load at once."""
+    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
+        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
+
+        Raises:
+            LoadError: what every zygote needs cannot be loaded.
+            ZygoteDiedError: this zygote is gone.
+        """
         self.wait_ready()
-        return ModuleZygote(self.channel, order)
+        return ModuleZygote(self.channel, order, limit_s, self.process.pid)
 
     def close(self) -> None:
-        """End the tree and wait until it is gone."""
+        """End the tree and wait until it is gone. What does not end by itself is killed."""
         self.channel.close()
+        if not self._ready:  # it has started nothing yet that it would have to end
+            self._kill()
+        if self.process.poll() is None:
+            self._wait_for_end()
         self.process.wait()
+
+    def _wait_for_end(self) -> None:
+        watch = _os.watch_exit(self.process.pid)
+        end_s = time.monotonic() + _END_S
+        try:
+            while not readable(watch, _SILENCE_S):
+                if time.monotonic() > end_s or _os.is_stopped(self.process.pid):
+                    self._kill()
+        finally:
+            os.close(watch)
+
+    def _kill(self) -> None:
+        if self.process.poll() is None:
+            for pid in [*_os.descendants_of(self.process.pid), self.process.pid]:
+                _os.end_process(pid)

@@ -20,10 +20,11 @@ from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, p
 # What each layer may import from this project, besides itself.
 LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
-    "torch_ext.sim": frozenset(),
+    "torch_ext.cache": frozenset(),
+    "torch_ext.sim": frozenset({"torch_ext.cache"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat"}),
-    "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.compat.untested_torch"}),
+    "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.cache", "torch_ext.compat.untested_torch"}),
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),
@@ -188,12 +189,12 @@ def ours(loaded: set[str]) -> set[str]:
     ("modules", "layers"),
     [
         (["torch_ext"], set()),
-        (["torch_ext.runner.cli"], {"torch_ext.runner", "torch_ext.compat"}),
+        (["torch_ext.runner.cli"], {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat"}),
         (["torch_ext.world.tree"], {"torch_ext.world"}),
         (["torch_ext.world.start"], {"torch_ext.world"}),
         (["torch_ext.world.provider"], {"torch_ext.world"}),
         (ROOMS["torch_ext.world"], {"torch_ext.world"}),
-        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world", "torch_ext.compat"}),
+        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world", "torch_ext.cache", "torch_ext.compat"}),
     ],
     ids=["package", "cli", "tree", "start", "provider", "world", "runner"],
 )

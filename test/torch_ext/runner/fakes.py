@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan
+from torch_ext.runner.schedule import Batch, Plan
 
 Layout = Mapping[str, Sequence[str]]
 
@@ -46,6 +47,8 @@ class FakeExecutor:
         self.endings = endings
         self.plans: list[Plan] = []
         self.options: list[Options] = []
+        self.held: Layout = {}  # what the files turn out to hold, where that is not what was remembered
+        self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
 
@@ -60,21 +63,31 @@ class FakeExecutor:
     def close(self) -> None:
         self.open -= 1
 
-    def run(self, plan: Plan, sink: Callable[[TestResult], None]) -> None:
+    def run(
+        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+    ) -> None:
+        """As the real one does: a file that was not collected in this run is, before its first test."""
         self.plans.append(plan)
         options = self.options[-1]
-        for test in plan.tests:
+        for file, planned in itertools.groupby(plan, lambda batch: batch.file):
+            batches: Sequence[Batch] = tuple(planned)
+            if file.name not in self.fake_collector.asked:
+                (found,) = FakeCollector(self.held or self.fake_collector.layout).collect([file])
+                batches = renew(found)
+            if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
+                return
+
+    def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[TestResult], None]) -> bool:
+        for test in tests:
+            self.ran.append(test.id)
             if test.id == self.interrupt_at:
                 raise KeyboardInterrupt
             result = self.endings.get(test.id, TestResult(test, Status.PASSED, 0.25))
             if result is not None:
                 sink(result)
             if result is not None and options.failfast and result.status is Status.FAILED:
-                return
-
-    @property
-    def ran(self) -> list[str]:
-        return [test.id for plan in self.plans for test in plan.tests]
+                return False
+        return True
 
 
 def write_suite(root: Path, layout: Layout) -> Path:

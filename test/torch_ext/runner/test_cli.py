@@ -105,7 +105,7 @@ def test_the_printed_id_runs_again(
     assert found is not None
     arguments = found[1].split()
     assert arguments == ["-i", TUPLE, "--root", "suites", "--device", "cpu"]
-    executor.plans.clear()
+    executor.ran.clear()
     assert main(arguments) == 1
     assert executor.ran == [TUPLE]
 

@@ -15,7 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.runner.discovery import TestFile, find_test_files
-from torch_ext.runner.names import NameCache, cache_folder, collect_names, surroundings
+from torch_ext.runner.names import NameCache, collect_names, surroundings
 from torch_ext.runner.results import TestName
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
@@ -228,17 +228,6 @@ def test_without_a_folder_or_a_known_torch_nothing_is_remembered(
         assert names(files, folder if anywhere else None, collector, around) == EXPECTED
         assert sorted(collector.asked) == sorted(LAYOUT)
     assert not folder.exists()
-
-
-def test_the_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("TORCH_EXT_CACHE", raising=False)
-    assert cache_folder() == tmp_path / ".cache/torch_ext"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/xdg/torch_ext")
-    monkeypatch.setenv("TORCH_EXT_CACHE", "/own")
-    assert cache_folder() == Path("/own")
 
 
 def test_surroundings_tell_the_installed_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,8 +102,22 @@ NASTY = "[rank 0] [bold]x[/bold] [/] :smile: \x1b[31mred\x1b[0m\ttab \x07" + "lo
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_a_message_is_printed_as_it_is(kind: type[io.StringIO]) -> None:
-    assert f"\n{NASTY}\nrerun: " in report([failed(ONE, NASTY)], stream=kind()).replace("\x1b[0m\nrerun", "\nrerun")
+def test_a_message_is_printed_as_it_is_but_commands_no_terminal(kind: type[io.StringIO]) -> None:
+    shown = NASTY.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
+    text = report([failed(ONE, NASTY)], stream=kind())
+    assert f"\n{shown}\nrerun: " in text
+    assert "\x07" not in text and "\x1b[31m" not in text
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0, 1])
+def test_no_part_of_a_report_passes_control_characters_on(verbosity: int) -> None:
+    bad = "\x1b[2J\0\x9b5m\r"
+    results = [
+        TestResult(ONE, Status.FAILED, 0.1, (Remark(bad),), output=bad),
+        skipped(TWO, bad),
+        TestResult(TestName(FILE.name, "TestA", bad), Status.PASSED, 0.1, warnings=(bad,)),
+    ]
+    assert not {"\x1b", "\0", "\x9b", "\r"} & set(report(results, verbosity=verbosity))
 
 
 def test_a_pipe_gets_no_escape_codes_and_no_broken_lines(monkeypatch: pytest.MonkeyPatch) -> None:

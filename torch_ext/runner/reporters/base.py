@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch_ext.runner.results import TestResult
+from torch_ext.runner.schedule import Plan
 
 __all__ = ["Reporter"]
 
@@ -14,6 +15,10 @@ class Reporter(Protocol):
 
     def add(self, result: TestResult) -> None:
         """Take one result, as soon as its test has ended. Must not block on anything but its own output."""
+        ...
+
+    def replan(self, plan: Plan) -> None:
+        """Take note that ``plan`` is what runs: a file turned out to have other tests than the plan before said."""
         ...
 
     def finish(self, *, interrupted: bool = False) -> None:

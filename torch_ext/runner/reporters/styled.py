@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
+
+from torch_ext.runner.results import OutputError
+from torch_ext.world.phrases import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,8 +19,11 @@ class StyledWriter:
     """Writes lines to ``stream``.
 
     Rich serves for the colors of a terminal only. A pipe gets the text and nothing else, and does not pay for the
-    import (0.1 s). The message of a failed test never passes through rich, which would expand tabs and drop control
-    characters.
+    import (0.1 s). The message of a failed test never passes through rich, which would expand tabs. Control characters
+    are spelt out, wherever they come from, so that no test commands the terminal.
+
+    Every method raises :class:`OutputError` where the stream takes no more, and ``BrokenPipeError`` where its reader
+    has left.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -36,17 +44,29 @@ class StyledWriter:
 
         # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
         # test's name that was cut or broken cannot be copied.
-        self._console.print(Text.assemble(*styled), soft_wrap=True)
+        with _told():
+            self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
         text = self._encodable(text)
-        self._stream.write(text if text.endswith("\n") else f"{text}\n")
-        self._stream.flush()
+        with _told():
+            self._stream.write(text if text.endswith("\n") else f"{text}\n")
+            self._stream.flush()
 
     def _encodable(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)
+        return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"the report cannot be written: {error}") from error
 
 
 def _styled(part: str | tuple[str, str]) -> tuple[str, str]:

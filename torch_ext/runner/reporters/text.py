@@ -49,6 +49,11 @@ class TextReporter:
         if batch is not None and not self._progress.missing_of(batch):
             self._batch_line(batch)
 
+    def replan(self, plan: Plan) -> None:
+        """Report on ``plan`` from now on."""
+        self._plan = plan
+        self._progress.replan(plan)
+
     def finish(self, *, interrupted: bool = False) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``."""
         for batch in self._plan:

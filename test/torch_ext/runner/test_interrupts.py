@@ -1,0 +1,61 @@
+"""SIGINT is raised where it does no harm, and once is enough."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from torch_ext.runner.interrupts import Interrupts, held
+
+
+@pytest.fixture
+def before() -> Iterator[object]:
+    handler = signal.getsignal(signal.SIGINT)
+    yield handler
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> None:
+    interrupts, done = Interrupts(), []
+    with pytest.raises(KeyboardInterrupt):
+        with held():
+            with interrupts.held():
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("never")
+    assert done == ["inner", "outer"]
+    interrupts.give_back()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_only_the_first_interrupts_whoever_cleans_up(before: object) -> None:
+    interrupts = Interrupts(once=True)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    interrupts.give_back()
+
+
+def test_each_interrupts_a_class_process(before: object) -> None:
+    interrupts = Interrupts()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    interrupts.give_back()
+
+
+def test_ignored_interrupts_stay_ignored(before: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts = Interrupts()
+    signal.raise_signal(signal.SIGINT)
+    interrupts.give_back()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_without_anybody_who_takes_them_interrupts_are_not_held(before: object) -> None:
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,43 @@
+"""When a process counts as hung: at its limit if it does not compute, and a while later if it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_ext.world.patience import Patience
+
+
+def end_s(patience: Patience, share: float, until_s: float = 1000.0) -> float:
+    """When a process is given up that computes for ``share`` of the time, looked at when it is asked to."""
+    while patience.look_s < until_s:
+        now_s = patience.look_s
+        if patience.is_over(now_s, computed_s=now_s * share):
+            return now_s
+    return until_s
+
+
+def test_idle_process_is_given_up_at_its_limit() -> None:
+    assert end_s(Patience(7, now_s=0), share=0) == 8
+    assert end_s(Patience(7, now_s=0), share=0.04) == 8
+
+
+def test_process_that_computes_gets_half_a_minute_more() -> None:
+    for share in (0.06, 1, 2):
+        assert end_s(Patience(7, now_s=0), share) == 37
+
+
+def test_nothing_is_given_up_before_its_limit() -> None:
+    patience = Patience(7, now_s=100)
+    assert not any(patience.is_over(now_s, computed_s=0) for now_s in (100, 103, 106.9))
+
+
+def test_process_that_ends_its_computing_late_is_given_up_then() -> None:
+    patience, computed_s = Patience(7, now_s=0), 0.0
+    while not patience.is_over(patience.look_s, computed_s):
+        computed_s = min(patience.look_s, 20)
+    assert 20 <= patience.look_s <= 22
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_what_gets_nothing_more_ends_at_once(share: float) -> None:
+    assert end_s(Patience(7, now_s=0, more_s=0), share) == 7

@@ -1,0 +1,79 @@
+"""The user's folder of what is kept between runs: compiled libraries and names of tests. Standard library only.
+
+Note [Trusted folders]
+~~~~~~~~~~~~~~~~~~~~~~
+What lies in the folder is loaded into every rank, or decides which tests run. So it is used only if nobody but the user
+and root could have written it: the file, its folder and every folder above belong to one of the two, and neither their
+group nor others may write there. A sticky folder such as ``/tmp`` may stand above, because entries of others cannot be
+replaced in it. Folders are made with mode 0700.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["folder", "make", "why_not_trusted"]
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def folder() -> Path | None:
+    """Return the folder, which need not exist: ``$TORCH_EXT_CACHE``, else ``torch_ext`` in the user's own cache folder;
+    None where there is no home to hold one.
+    """
+    if chosen := os.environ.get("TORCH_EXT_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.path.expanduser(base)) / "torch_ext"
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home) / ".cache" / "torch_ext"
+
+
+def why_not_trusted(path: Path) -> str:
+    """Return, in one sentence with the remedy, why ``path`` is not to be used; empty if it may be.
+
+    ``path`` need not exist: then it counts as made by us, and the folders above it decide. See Note [Trusted folders].
+    """
+    path = Path(os.path.abspath(path))
+    seen: set[Path] = set()
+    for place in (path, path.resolve()):  # whoever may replace a link above it decides too
+        for each in _upwards(place):
+            if each not in seen:
+                seen.add(each)
+                if why := _problem(each, above=each not in (path, path.resolve())):
+                    return why
+    return ""
+
+
+def make(path: Path) -> None:
+    """Make the folder ``path`` and those above it, for the user alone, where they do not exist.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for each in reversed(list(_upwards(path))):
+        if not each.is_dir():
+            os.makedirs(each, mode=0o700, exist_ok=True)
+
+
+def _upwards(path: Path) -> Iterator[Path]:
+    yield path
+    yield from path.parents
+
+
+def _problem(path: Path, *, above: bool) -> str:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    remedy = "or point TORCH_EXT_CACHE at a folder of your own"
+    if found.st_uid not in (os.geteuid(), 0):
+        owner = f"user {found.st_uid}, not you (user {os.geteuid()})"
+        return f"the cache is not used because {path} belongs to {owner}: take it over with chown, {remedy}"
+    if found.st_mode & _OTHERS_WRITE and not (above and found.st_mode & stat.S_ISVTX):
+        mode = stat.S_IMODE(found.st_mode)
+        return f"the cache is not used because others may write {path} (mode {mode:04o}): chmod go-w it, {remedy}"
+    return ""

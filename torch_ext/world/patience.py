@@ -1,0 +1,42 @@
+"""How long to wait for a process that may have hung: until its limit, and while it still computes a little longer.
+
+Pure: it is told the time, and for how long the process has computed.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Patience"]
+
+# A process that has computed for less than a twentieth of a second in the last one is taken to hang.
+_LOOK_S, _COMPUTES_S = 1.0, 0.05
+# What computes at its limit, on a machine that has much else to do, gets this much more, in seconds.
+_MORE_S = 30.0
+
+
+class Patience:
+    """The limit of one process.
+
+    Attributes:
+        look_s: when to ask :meth:`is_over`, on the clock of the constructor's ``now_s``.
+
+    >>> patience = Patience(limit_s=5, now_s=100)
+    >>> patience.look_s, patience.is_over(105, computed_s=3.0), patience.look_s
+    (105, False, 106.0)
+    >>> patience.is_over(106, computed_s=3.9), patience.is_over(107, computed_s=3.9)
+    (False, True)
+    """
+
+    def __init__(self, limit_s: float, now_s: float, more_s: float = _MORE_S) -> None:
+        self.look_s = now_s + limit_s
+        self._end_s = now_s + limit_s + more_s
+        self._computed_s: float | None = None
+
+    def is_over(self, now_s: float, computed_s: float) -> bool:
+        """Whether the process counts as hung, which has computed for ``computed_s`` seconds in all."""
+        if now_s < self.look_s:
+            return False
+        before, self._computed_s = self._computed_s, computed_s
+        if now_s >= self._end_s or (before is not None and computed_s - before < _COMPUTES_S):
+            return True
+        self.look_s = now_s + _LOOK_S
+        return False
