@@ -28,7 +28,8 @@ def ranks_of_groups() -> dict[str, list[int]]:
     """Return the global ranks of every process group of this process, by the group's name."""
     from torch.distributed.distributed_c10d import _world
 
-    return {_world.pg_names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items()}
+    names = _world.pg_names
+    return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
 __getattr__ = lazy_names(

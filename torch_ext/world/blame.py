@@ -135,7 +135,7 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
             break
         path.append(edge.missing[0])
     steps = [f"rank {rank} waits in {after[rank].what} for rank {after[rank].missing[0]}" for rank in path]
-    return Mismatch(f"a deadlock: {'; '.join(steps)}", tuple(path))
+    return Mismatch(f"a deadlock; its cycle: {'; '.join(steps)}", tuple(path))
 
 
 def _elsewhere(outcomes: Sequence[Outcome]) -> Mismatch | None:

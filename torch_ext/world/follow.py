@@ -19,12 +19,12 @@ from torch_ext.world.output import Capture
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Ask,
-    Began,
     Collectives,
     Ended,
     Farewell,
     LeftBehind,
     Notice,
+    Phase,
     Progress,
     Receipt,
     Signal,
@@ -108,7 +108,7 @@ class World:
         self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
-        self._began: set[int] = set()
+        self._phases: dict[int, Phase] = {}
         self.why_interpreter = ""
         self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
@@ -203,8 +203,8 @@ class World:
             self._take_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
-        elif isinstance(message, Began):
-            self._began.add(process.rank)
+        elif isinstance(message, Phase):
+            self._phases[process.rank] = message
         elif isinstance(message, Farewell):
             self._left.add(process.rank)
             for watch in self._listeners:
@@ -299,39 +299,32 @@ class World:
         return pid is not None and _os.is_stopped(pid)
 
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
-        stacks.update(self._stacks_of(ranks))
-        for rank in ranks:
-            self._look_at(rank)
-            self._tell(rank, Ask.COLLECTIVES)
-        end = time.monotonic() + _ANSWER_S
-        waiting = [rank for rank in ranks if rank not in self._collectives and not self._is_stopped(rank)]
-        while waiting and (left := end - time.monotonic()) > 0:
-            self.pump(left)
-            told = self._collectives.keys() | self._ended.keys()
-            waiting = [rank for rank in waiting if rank not in told]
-
-    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of each rank's threads.
-
-        A rank is asked first, and made by a signal if it does not answer, as one that holds the GIL cannot: a signal
-        would cut system calls short, and faulthandler crashes if a thread runs while its handler reads the frames.
-        """
         for rank in ranks:
             self._tell(rank, Ask.STACKS)
+            self._look_at(rank)
+            self._tell(rank, Ask.COLLECTIVES)
         able = [rank for rank in ranks if not self._is_stopped(rank)]
-        found = read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S)
-        silent = [rank for rank in able if not found[rank]]
+        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S))
+        self._await_collectives([rank for rank in able if stacks[rank]])
+        # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
+        # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
+        silent = [rank for rank in able if not stacks[rank]]
         for rank in silent:
             self.send_signal(rank, STACK_SIGNAL)
-        if silent:
-            found.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}))
-        return found
+        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}) if silent else {})
+
+    def _await_collectives(self, ranks: Sequence[int]) -> None:
+        end = time.monotonic() + _ANSWER_S
+        while (left := end - time.monotonic()) > 0:
+            if all(rank in self._collectives or rank in self._ended for rank in ranks):
+                return
+            self.pump(left)
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
         told = outcome.receipt.waits if outcome.receipt else ()
         outcome.waits = told or self._waits.get(outcome.rank, ())
-        outcome.began = outcome.rank in self._began or outcome.receipt is not None
+        outcome.phase = self._phases.get(outcome.rank)
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]

@@ -57,9 +57,21 @@ def read_error(error: BaseException) -> tuple[str, str]:
     A traceback of nothing but hidden frames is shown in full.
     """
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
+    cut = _links(error) - _MOST_LINKS
     _trim(shown, _MOST_LINKS)
     said = "".join(shown.format_exception_only()).strip()
-    return said.splitlines()[0] if said else type(error).__name__, "".join(shown.format())
+    more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
+    return said.splitlines()[0] if said else type(error).__name__, more + "".join(shown.format())
+
+
+def _links(error: BaseException) -> int:
+    """Return how many exceptions led to ``error``."""
+    seen: set[int] = set()
+    linked: BaseException | None = error
+    while linked is not None and id(linked) not in seen:
+        seen.add(id(linked))
+        linked = linked.__cause__ or (None if linked.__suppress_context__ else linked.__context__)
+    return len(seen) - 1
 
 
 def describe(error: BaseException) -> str:

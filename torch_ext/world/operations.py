@@ -37,13 +37,21 @@ _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
 _METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
 _TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed", "torch.futures", "torch._C")
 
+# Characters of a call that a report shows.
+_MOST_OF_CALL = 80
+
 _began_s = time.monotonic()
 
 
 def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
-    _began_s = time.monotonic()
+    # Characters of a call that a report shows.
+
+
+_MOST_OF_CALL = 80
+
+_began_s = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def operation_of(frame: FrameType) -> Operation:
     receiver = _receiver(call, frame) if call is not None else None
     if receiver is None or not type(receiver).__module__.startswith(_TYPES):
         return Operation(Wait(_place(frame)), None, position)
-    words = f"{type(receiver).__name__}.{_method(call)}() in {_place(frame)}"
+    words = f"{ast.unparse(call)[:_MOST_OF_CALL] if call is not None else '?'} in {_place(frame)}"
     return Operation(Wait(words, transport=True), _limit_of(receiver, call), position)
 
 

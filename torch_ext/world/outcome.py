@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.protocol import Receipt, Wait
+from torch_ext.world.protocol import Phase, Receipt, Wait
 
 __all__ = ["Ending", "Outcome", "shorten"]
 
@@ -48,7 +48,7 @@ class Outcome:
         exit_code: of its process; negative for a signal; None if it was never started.
         time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
         receipt: what it said, if anything.
-        began: whether it had loaded what its task needs.
+        phase: how far it was; None if it had not loaded what its task needs.
         stacks: Python stacks of its threads, taken before it was stopped.
         waits: what its threads waited for then.
         collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
@@ -62,7 +62,7 @@ class Outcome:
     exit_code: int | None = None
     time_s: float = 0.0
     receipt: Receipt | None = None
-    began: bool = True
+    phase: Phase | None = Phase.RUNNING
     stacks: str = ""
     waits: tuple[Wait, ...] = ()
     collectives: str = ""
@@ -83,6 +83,8 @@ class Outcome:
         """
         reason = shorten(self.receipt.reason) if self.receipt else ""
         after = f" after its test had {self.receipt.said.value}" if self.receipt else ""
+        if not after and self.phase is Phase.SETTLING:
+            after = " after its body was over, in what that left to be done,"
         if self.ending is Ending.PASSED:
             return "passed"
         if self.ending is Ending.FAILED:
@@ -90,14 +92,14 @@ class Outcome:
         if self.ending is Ending.SKIPPED:
             return f"skipped: {reason}"
         if self.ending is Ending.KILLED:
-            return f"was killed by {signal_name(-(self.exit_code or 0))}{after}"
+            return f"was killed by {signal_name(-(self.exit_code or 0))}{after}".rstrip(",")
         if self.ending is Ending.EXITED:
-            return f"exited with code {self.exit_code}{after or ' without a receipt'}"
+            return f"exited with code {self.exit_code}{after}{'' if self.receipt else ' without a receipt'}"
         if self.ending is Ending.SILENT:
             return "left with code 0 without a receipt: something ended the process before its test was over"
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
-            importing = " while it was importing" if not self.began else ""
-            return f"{self.ending.value}{after or importing}"
+            importing = " while it was importing" if self.phase is None and self.receipt is None else ""
+            return f"{self.ending.value}{after or importing}".rstrip(",")
         return f"was stopped by the harness{after or ' while its test was running'}"
 
 

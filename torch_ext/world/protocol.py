@@ -21,7 +21,7 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
-rank -> parent half :class:`Began`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
+rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
                     :class:`Farewell`
 ==================  =======================================================================================
 """
@@ -39,7 +39,6 @@ __all__ = [
     "STACK_SIGNAL",
     "AddClient",
     "Ask",
-    "Began",
     "Collectives",
     "Dependencies",
     "Ended",
@@ -52,6 +51,7 @@ __all__ = [
     "NotLoaded",
     "Notice",
     "Order",
+    "Phase",
     "Preparation",
     "Progress",
     "RankOrder",
@@ -326,9 +326,11 @@ class Ask(Enum):
     STACKS = "write the stacks of your threads"
 
 
-@dataclass(frozen=True)
-class Began:
-    """The rank has loaded what its task needs, and begins it."""
+class Phase(Enum):
+    """How far a rank is; sent when it gets there."""
+
+    RUNNING = "has loaded what its task needs, and runs it"
+    SETTLING = "the body is over, and what it left to be done is being done"
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
     Ask,
-    Began,
     Collectives,
     Farewell,
     Inherited,
     Notice,
+    Phase,
     RankOrder,
     Receipt,
     Said,
@@ -140,6 +140,7 @@ class Rank:
         os._exit(0)
 
     def _settled(self, receipt: Receipt) -> Receipt:
+        self.say(Phase.SETTLING)
         try:
             self._debts.settle()
         except UnfinishedWorkError as error:
@@ -149,7 +150,7 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, ticket=self._ticket, pid=self._pid)
 
-    def say(self, message: Began | Farewell) -> None:
+    def say(self, message: Phase | Farewell) -> None:
         """Tell the parent half how far this process is."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
@@ -239,7 +240,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     _current = rank = Rank(order, channel, stacks)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        rank.say(Began())
+        rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
         raise

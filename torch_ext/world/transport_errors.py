@@ -11,7 +11,8 @@ from types import TracebackType
 __all__ = ["raised_by_transport"]
 
 # Folders of torch whose Python code raises in the name of a process group, a store or RPC.
-_FOLDERS = ("/torch/distributed/", "/torch/futures/", "/multi_threaded_pg.py")
+_THREADED_GROUP = "/multi_threaded_pg.py"
+_FOLDERS = ("/torch/distributed/", "/torch/futures/", _THREADED_GROUP)
 
 
 def raised_by_transport(error: BaseException) -> bool:
@@ -22,10 +23,12 @@ def raised_by_transport(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
-        return False
     innermost = _innermost(error.__traceback__)
     if innermost is None:
+        return False
+    if isinstance(error, SystemExit):  # how torch's threaded group tells a rank that another one has failed
+        return innermost.tb_frame.f_code.co_filename.endswith(_THREADED_GROUP)
+    if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
         return False
     in_torch = any(folder in innermost.tb_frame.f_code.co_filename for folder in _FOLDERS)
     return in_torch or not _is_raise(innermost)

@@ -115,8 +115,8 @@ class Watch:
         """Rank ``rank`` has told what it waits for, in answer to :attr:`Act.LOOK`. See Note [Provable hangs]."""
         before = self._seen.get(rank)
         self._seen[rank] = progress
-        same = before is not None and before.blocked and before.fingerprint == progress.fingerprint
-        if same and progress.blocked and progress.until_s >= self._test_deadline_s:
+        looks = (before, progress) if before is not None and before.fingerprint == progress.fingerprint else ()
+        if looks and all(each.blocked and each.until_s >= self._test_deadline_s for each in looks):
             self._stalled.add(rank)
         else:
             self._stalled.discard(rank)

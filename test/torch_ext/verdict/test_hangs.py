@@ -149,9 +149,11 @@ HANGS = [
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The runs side by side, since their ranks mostly wait; their results in one."""
 
+    folder = tmp_path_factory.mktemp("hangs")
+
     def run(kind: str) -> Run:
         limit = "60" if kind == "long" else LIMIT
-        with programs(tmp_path_factory.mktemp(kind), KINDS[kind]) as suite:
+        with programs(folder / kind, KINDS[kind]) as suite:
             return suite.finish(suite.start_runner("--timeout", limit), deadline_s=200)
 
     with ThreadPoolExecutor() as pool:

@@ -186,11 +186,10 @@ def test_collecting_stacks_cuts_no_system_call_short(run: Run) -> None:
     assert "test_system_call_is_not_cut_short" in text.partition("Stacks")[2], text
 
 
-def test_abort_inside_gloo_brings_the_collectives(run: Run) -> None:
+def test_abort_inside_gloo_is_told_with_what_its_peer_called(run: Run) -> None:
     text = run.text["test_abort_of_gloo"]
     assert "SIGABRT" in text, text
-    for size in ("3", "5000"):
-        assert f"#2 gloo:all_reduce([{size}] Float)" in text, text
+    assert "#2 gloo:all_reduce([3] Float)" in text or "#2 gloo:all_reduce([5000] Float)" in text, text
 
 
 def test_the_test_after_all_these_passes(run: Run, suite: Programs) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torch_ext.world.outcome import Ending
 from torch_ext.world.phrases import ranks_phrase
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Limits, Step, Watch
 
@@ -35,6 +35,8 @@ def test_all_pass_releases_together_and_only_then() -> None:
     assert watch.advance(0.2) == [Step(Act.RELEASE, (0, 1))]
     assert watch.advance(0.3) == []
     assert watch.deadline_s == pytest.approx(15.2)
+    watch.left(0)
+    watch.left(1)
     watch.ended(0, 0, 0.4)
     assert not watch.done
     watch.ended(1, 0, 0.4)
@@ -192,6 +194,7 @@ def play(scripts: list[Script], seed: int) -> Watch:
                 )
             else:
                 gone.add(rank)
+                watch.left(rank)
                 watch.ended(rank, script.code, now_s)
         else:
             assert watch.deadline_s != float("inf"), "the watch waits for an event that never comes"
@@ -254,3 +257,97 @@ def ranks_named(summary: str) -> list[set[int]]:
 @pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
 def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
     assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
+
+
+def test_an_end_with_code_0_that_is_not_the_harness_own_is_told() -> None:
+    watch = Watch(1, LIMITS, 0.0)
+    watch.received(0, receipt())
+    watch.ended(0, 0, 0.4)
+    (outcome,) = watch.outcomes()
+    assert outcome.ending is Ending.EXITED
+    assert outcome.describe() == "exited with code 0 after its test had passed"
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 0), pid=7),
+        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_b", 1), pid=7),
+        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=8),
+    ],
+    ids=["of an earlier attempt", "of another test", "of another process"],
+)
+def test_a_receipt_about_something_else_counts_for_nothing(foreign: Receipt) -> None:
+    watch = Watch(1, LIMITS, 0.0, ticket=Ticket("test_a", 1), pids=[7])
+    watch.received(0, foreign)
+    assert watch.advance(0.2) == []
+    watch.received(0, Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
+    assert watch.advance(0.3) == [Step(Act.RELEASE, (0,))]
+
+
+def test_what_a_rank_says_after_it_was_told_to_stop_counts_for_nothing() -> None:
+    watch = Watch(1, Limits(test_s=5.0), 0.0)
+    assert watch.advance(5.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.received(0, receipt(Said.FAILED))
+    watch.ended(0, -9, 5.1)
+    assert endings(watch) == [Ending.TIMED_OUT]
+
+
+HANGS = Limits(test_s=100.0, hang_s=8.0)
+BLOCKED = Progress(True, float("inf"), "1:2")
+
+
+def look(watch: Watch, now_s: float, **progress: Progress) -> list[Step]:
+    """Let it be ``now_s``; if it wants to look, have the ranks (``r0``, ``r1``, ...) answer. Return the other steps."""
+    steps = watch.advance(now_s)
+    if [step for step in steps if step.act is Act.LOOK]:
+        for rank, answer in progress.items():
+            watch.observed(int(rank[1:]), answer)
+        steps = [step for step in steps if step.act is not Act.LOOK] + watch.advance(now_s)
+    return steps
+
+
+def test_a_hang_is_proven_by_two_looks_at_which_all_live_ranks_are_blocked_in_the_same() -> None:
+    watch = Watch(2, HANGS, 0.0)
+    assert watch.deadline_s == 2.0
+    assert look(watch, 2.0, r0=BLOCKED, r1=BLOCKED) == []
+    assert look(watch, 4.0, r0=BLOCKED, r1=BLOCKED) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
+    watch.ended(0, -9, 4.1)
+    watch.ended(1, -9, 4.1)
+    assert endings(watch) == [Ending.HUNG, Ending.HUNG]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Progress(False, float("inf"), "1:2"),
+        Progress(True, float("inf"), "1:3"),
+        Progress(True, 99.0, "1:2"),
+    ],
+    ids=["one thread may go on", "a thread has run", "its own limit ends before the test's"],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_may_go_on_is_no_hang(second: Progress, rank: int) -> None:
+    watch = Watch(2, HANGS, 0.0)
+    for now_s in (2.0, 4.0, 6.0, 8.0):
+        answers = {"r0": BLOCKED, "r1": BLOCKED, f"r{rank}": second if now_s in (4.0, 8.0) else BLOCKED}
+        assert look(watch, now_s, **answers) == []
+
+
+def test_a_rank_that_does_not_answer_is_no_hang() -> None:
+    watch = Watch(2, HANGS, 0.0)
+    for now_s in (2.0, 4.0, 6.0, 8.0):
+        assert look(watch, now_s, r0=BLOCKED) == []
+
+
+def test_a_rank_whose_test_is_over_does_not_keep_the_others_from_hanging() -> None:
+    watch = Watch(2, HANGS, 0.0, keep=True)
+    watch.received(0, receipt())
+    assert look(watch, 2.0, r1=BLOCKED) == []
+    assert look(watch, 4.0, r1=BLOCKED) == [Step(Act.INSPECT, (1,)), Step(Act.STOP, (1,))]
+
+
+def test_without_a_limit_for_hangs_nobody_looks() -> None:
+    watch = Watch(2, Limits(test_s=100.0), 0.0)
+    assert watch.deadline_s == 100.0
+    assert watch.advance(50.0) == []

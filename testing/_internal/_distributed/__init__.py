@@ -8,5 +8,15 @@ _FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
 frames.hide(rf"/testing/_internal/(?:{_FRONT_DOORS}|_distributed/\w+)\.py")
 frames.hide(
     r"/testing/_internal/(?:hypothesis_utils|_distributed/\w+)\.py",
-    *("wrapper", "run_test", "_run", "run_rank", "serve", "in_rank", "_receipt_of_body"),
+    *(
+        "wrapper",
+        "run_test",
+        "_run",
+        "run_rank",
+        "serve",
+        "in_rank",
+        "_receipt_of_body",
+        "_run_body",
+        "call_with_cleanups",
+    ),
 )

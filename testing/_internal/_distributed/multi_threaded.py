@@ -56,6 +56,7 @@ def _run_rank(
         ProcessLocalGroup.exception_handle(error)
     finally:
         c10d.destroy_process_group()
+    rank_threads.hand_in(None)
 
 
 class MultiThreadedTestCase(TestCase):

@@ -38,12 +38,14 @@ class RankThread(threading.Thread):
             self._run_as(self.rank)
         except BaseException as error:
             hand_in(error)
-        else:
-            hand_in(None)
 
 
 def hand_in(error: BaseException | None) -> None:
-    """Hand in the receipt of the rank that this thread is, unless it has handed one in. ``error`` ended its body."""
+    """Hand in the receipt of the rank that this thread is, unless it has handed one in.
+
+    Args:
+        error: what its body raised; None if the body has run to its end, which nobody else can know.
+    """
     thread = threading.current_thread()
     if isinstance(thread, RankThread) and thread.receipt is None:
         thread.receipt = _receipt(error)

@@ -1,0 +1,96 @@
+"""Who kept whom waiting, over scripted outcomes. See Note [Who is to blame for a hang]."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch_ext.world.blame import find_blame
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Wait
+
+
+def entry(group: str, number: int, name: str = "all_reduce", over: bool = False) -> dict[str, Any]:
+    return {
+        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "collective_seq_id": number,
+        "profiling_name": f"gloo:{name}",
+        "input_sizes": [[3]],
+        "input_dtypes": ["Float"],
+        "retired": over,
+    }
+
+
+def hung(rank: int, *entries: dict[str, Any], waits: tuple[Wait, ...] = (), **groups: list[int]) -> Outcome:
+    record = json.dumps({"entries": entries, "groups": {name[1:]: ranks for name, ranks in groups.items()}})
+    return Outcome(rank, Ending.HUNG, -9, collectives=record, waits=waits)
+
+
+def silent(rank: int, ending: Ending = Ending.HUNG) -> Outcome:
+    return Outcome(rank, ending, -9)
+
+
+def test_the_rank_that_did_not_call_is_to_blame() -> None:
+    blame = find_blame([hung(0, entry("0", 1)), hung(1), hung(2, entry("0", 1))])
+    assert blame is not None and blame.ranks == (1,)
+    assert blame.sentence == (
+        "ranks 0, 2 called #1 gloo:all_reduce([3] Float) in group 0 (default_pg), which rank 1 never called"
+    )
+
+
+def test_a_rank_that_waits_for_another_is_not_to_blame() -> None:
+    """Rank 1 keeps rank 0 waiting because rank 2 keeps rank 1 waiting."""
+    groups = {"g1": [0, 1], "g2": [1, 2]}
+    blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, entry("2", 1), **groups), hung(2, **groups)])
+    assert blame is not None and blame.ranks == (2,)
+
+
+def test_members_of_a_small_group_alone_are_waited_for() -> None:
+    groups = {"g1": [0, 1]}
+    blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, **groups), hung(2, **groups)])
+    assert blame is not None and blame.ranks == (1,)
+
+
+def test_a_deadlock_over_groups_is_shown_as_its_cycle() -> None:
+    groups = {"g1": [0, 1], "g2": [0, 1]}
+    blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, entry("2", 1), **groups)])
+    assert blame is not None and set(blame.ranks) == {0, 1}
+    assert "cycle" in blame.sentence
+    assert "rank 0 waits in #1 gloo:all_reduce([3] Float) in group 1 (undefined) for rank 1" in blame.sentence
+
+
+def test_a_peer_that_does_not_send_is_to_blame() -> None:
+    blame = find_blame([hung(0, waits=(Wait("recv(peer 1) in test_a", (1,), transport=True),)), hung(1)])
+    assert blame is not None and blame.ranks == (1,)
+
+
+def test_whoever_skips_the_creation_of_a_group_is_to_blame() -> None:
+    creating = Wait("new_group() in test_a", everyone=True, transport=True)
+    blame = find_blame([hung(0, waits=(creating,)), hung(1, entry("0", 1))])
+    assert blame is not None and blame.ranks == (1,)
+    assert "which needs every rank; rank 1 never came" in blame.sentence
+
+
+def test_a_rank_that_cannot_answer_is_to_blame_if_the_others_wait_for_it() -> None:
+    blame = find_blame([hung(0, entry("0", 1)), silent(1)])
+    assert blame is not None and blame.ranks == (1,)
+
+
+def test_a_rank_that_passed_and_told_nothing_is_not() -> None:
+    assert find_blame([hung(0, entry("0", 1)), silent(1, Ending.PASSED)]) is None
+
+
+def test_inputs_that_only_the_root_has_are_no_difference() -> None:
+    root, other = entry("0", 1, "scatter"), entry("0", 1, "scatter")
+    other["input_sizes"], other["input_dtypes"] = [], []
+    assert find_blame([hung(0, root), hung(1, other)]) is None
+    reduce = {**entry("0", 1), "input_sizes": [[4]]}
+    blame = find_blame([hung(0, entry("0", 1)), hung(1, reduce)])
+    assert blame is not None and blame.differ
+
+
+def test_whoever_is_elsewhere_is_to_blame() -> None:
+    barrier, lock = Wait("barrier() in test_a", transport=True), Wait("test_a (test_a.py:7)")
+    blame = find_blame([hung(0, waits=(barrier,)), hung(1, waits=(lock,))])
+    assert blame is not None and blame.ranks == (1,)
+    assert "rank 1 was in test_a (test_a.py:7)" in blame.sentence

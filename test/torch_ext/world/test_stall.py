@@ -1,0 +1,126 @@
+"""What the threads of a process wait for: the judgement over scripted threads, and a look at real ones."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torch_ext.world import operations, stall
+from torch_ext.world.operations import Operation
+from torch_ext.world.protocol import Progress, Wait
+from torch_ext.world.stall import Task, judge_tasks
+
+INF = math.inf
+IN_TEST = Operation(Wait("test_a (test_a.py:3)"), None, "1:2")
+IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True), 1800.0, "1:4")
+
+
+@pytest.mark.parametrize(
+    ("task", "until_s"),
+    [
+        (Task(1, "python", "lock", INF, 5, IN_TEST), INF),
+        (Task(1, "python", "lock", 30.0, 5, IN_TEST), 30.0),
+        (Task(1, "pt_gloo_runloop", "lock", 1800.0, 5), 1800.0),
+        (Task(1, "python", "lock", 60.0, 5, IN_BARRIER), 60.0),
+        (Task(1, "python", "sleep", INF, 5, IN_BARRIER, sliced=True), 1800.0),
+        (Task(1, "python", "poll", INF, 5, IN_BARRIER), 1800.0),
+    ],
+    ids=["lock", "lock with a limit", "native lock", "operation's own lock", "operation that polls", "on a socket"],
+)
+def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
+    progress = judge_tasks([task], "")
+    assert (progress.blocked, progress.until_s) == (True, until_s)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task(1, "python", "running", INF, 5, IN_TEST),
+        Task(1, "python", "sleep", INF, 5, IN_TEST),
+        Task(1, "python", "poll", INF, 5, IN_TEST),
+        Task(1, "python", "unknown", INF, 5, IN_TEST),
+        Task(1, "python", "unknown", INF, 5, IN_BARRIER),
+        Task(1, "native", "sleep", INF, 5),
+        Task(1, "native", "running", INF, 5),
+    ],
+    ids=["runs", "sleeps", "reads a socket", "unknown", "unknown in an operation", "native sleep", "native run"],
+)
+def test_one_thread_that_may_go_on_is_enough(task: Task) -> None:
+    blocked = Task(2, "python", "lock", INF, 5, IN_TEST)
+    assert judge_tasks([blocked], "").blocked
+    assert not judge_tasks([blocked, task], "").blocked
+
+
+def test_threads_of_a_transport_are_left_out() -> None:
+    blocked = Task(2, "python", "lock", INF, 5, IN_TEST)
+    polls = [Task(1, "gloo_tcp_loop", "poll", INF, number) for number in (1, 2)]
+    first, second = (judge_tasks([blocked, poll], "") for poll in polls)
+    assert first.blocked and first == second
+    assert not judge_tasks([polls[0]], "").blocked
+
+
+def test_a_thread_that_has_run_shows() -> None:
+    looks = [judge_tasks([Task(1, "python", "lock", INF, switches, IN_BARRIER)], "") for switches in (5, 6)]
+    assert looks[0].fingerprint != looks[1].fingerprint
+    sliced = [Task(1, "python", "sleep", INF, switches, IN_BARRIER, sliced=True) for switches in (5, 6)]
+    assert judge_tasks([sliced[0]], "").fingerprint == judge_tasks([sliced[1]], "").fingerprint
+    assert judge_tasks([sliced[0]], "a").fingerprint != judge_tasks([sliced[0]], "b").fingerprint
+
+
+@pytest.fixture
+def daemon() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Starts functions in threads that end with the process; returns the kernel's number of each once it is in it."""
+
+    def start(function: Callable[[], object]) -> int:
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        time.sleep(0.2)
+        return thread.native_id or 0
+
+    yield start
+
+
+def task_of(tid: int) -> Task:
+    return next(task for task in stall._tasks() if task.tid == tid)
+
+
+def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
+    lock, store = threading.Lock(), dist.FileStore(str(tmp_path / "store"), 2)
+    store.set_timeout(timedelta(seconds=50))
+    lock.acquire()
+    operations.test_began()
+    held = task_of(daemon(lock.acquire))
+    assert (held.doing, held.until_s) == ("lock", INF)
+    timed = task_of(daemon(lambda: lock.acquire(timeout=40)))
+    assert timed.doing == "lock" and timed.until_s == pytest.approx(time.monotonic() + 40, abs=5)
+    assert task_of(daemon(lambda: time.sleep(40))).doing == "sleep"
+    empty: queue.Queue[int] = queue.Queue()
+    assert task_of(daemon(empty.get)).until_s == INF
+
+    def waits_for_a_key() -> None:
+        store.get("nobody sets this")
+
+    keyed = task_of(daemon(waits_for_a_key))
+    assert keyed.operation is not None and keyed.operation.wait.transport
+    assert "store.get('nobody sets this')" in keyed.operation.wait.words
+    assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 50, abs=5)
+
+    def waits_a_little() -> None:
+        store.wait(["key"], timedelta(seconds=40))
+
+    short = task_of(daemon(waits_a_little))
+    assert short.operation is not None and short.operation.limit_s == 0.0
+
+
+def test_this_process_is_not_blocked_while_a_thread_sleeps(daemon: Callable[[Callable[[], object]], int]) -> None:
+    daemon(lambda: time.sleep(40))
+    progress = stall.observe()
+    assert isinstance(progress, Progress) and not progress.blocked
