@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from torch_ext.world.phrases import printable
+
 __all__ = ["PREFIX", "announce"]
 
 # Marks these lines among the output of a process, so that the runner can repeat them in its summary.
@@ -18,4 +20,4 @@ def announce(message: str) -> None:
     key = (os.getpid(), message)
     if key not in _told:
         _told.add(key)
-        print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
+        print(f"{PREFIX}{printable(message)}", file=sys.stderr, flush=True)

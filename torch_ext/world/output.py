@@ -11,6 +11,7 @@ import sys
 from typing import IO
 
 from torch_ext.world import _os
+from torch_ext.world.phrases import printable
 
 __all__ = ["Capture", "open_capture"]
 
@@ -40,7 +41,7 @@ class Capture:
             if not part and self._line:
                 lines, self._line = [self._line], b""
             for line in lines:
-                print(self._prefix + line.decode(errors="backslashreplace"), file=sys.stdout, flush=True)
+                print(self._prefix + printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
             if not part:
                 return False
 
