@@ -32,6 +32,7 @@ from torch_ext.world.protocol import (
     Ticket,
     Wait,
 )
+from torch_ext.world.wait_page import WaitPage
 from torch_ext.world.watch import Act, Limits, Watch
 
 __all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
@@ -49,7 +50,7 @@ class ZygoteLostError(RuntimeError):
 class RankProcess:
     """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started."""
 
-    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int) -> None:
+    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
         self.rank = rank
         self.name = name
         self.pid: int | None = None
@@ -58,7 +59,13 @@ class RankProcess:
         self._channel = channel
         self._capture = capture
         self._stacks = stacks
+        self._page = page
         self._exit_code: int | None = None
+
+    @property
+    def has_page(self) -> bool:
+        """Whether it was given a page of waits."""
+        return self._page.descriptor >= 0
 
     @property
     def exitcode(self) -> int | None:
@@ -324,6 +331,8 @@ class World:
         outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
         told = outcome.receipt.waits if outcome.receipt else ()
         outcome.waits = told or self._waits.get(outcome.rank, ())
+        if not outcome.receipt:
+            outcome.waits += self.processes[outcome.rank]._page.waits()
         outcome.phase = self._phases.get(outcome.rank)
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
@@ -349,6 +358,7 @@ class World:
         for process in self.processes:
             process._channel.close()
             process._capture.close()
+            process._page.close()
             if process._stacks >= 0:
                 os.close(process._stacks)
                 process._stacks = -1

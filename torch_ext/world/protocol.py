@@ -304,6 +304,7 @@ class RankOrder:
         ticket: of the first test that it runs.
         task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
         threads: number of intra-op threads; 0 leaves torch's number alone.
+        has_page: whether it inherits a page of waits; see Note [The page of waits].
     """
 
     rank: int
@@ -315,6 +316,7 @@ class RankOrder:
     umask: int
     argv: tuple[str, ...]
     threads: int
+    has_page: bool = False
 
 
 class Ask(Enum):

@@ -46,6 +46,7 @@ from torch_ext.world.protocol import (
 )
 from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_globals
 from torch_ext.world.stall import observe
+from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
 __all__ = ["Rank", "current", "failure", "main"]
 
@@ -187,10 +188,13 @@ def current() -> Rank | None:
 def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     """Target of a rank's order.
 
-    Descriptors: the channel, stdout, stderr, the pipe for stacks, then the task's connections.
+    Descriptors: the channel, stdout, stderr, the pipe for stacks, the page of waits if there is one, then the task's
+    connections.
     """
     channel, stdout, stderr, stacks, *connections = descriptors
     _apply(order)
+    if order.has_page:
+        os.environ[WAIT_PAGE] = str(connections.pop(0))
     _redirect(stdout, stderr)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)

@@ -17,6 +17,7 @@ from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, c
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.output import open_capture
 from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
+from torch_ext.world.wait_page import WaitPage
 
 __all__ = ["RankTask", "start_world"]
 
@@ -91,7 +92,18 @@ def _orders(
     return tuple(
         Order(
             "torch_ext.world.rank:main",
-            RankOrder(process.rank, process.name, ticket, _pickled(task), environment, directory, umask, argv, threads),
+            RankOrder(
+                process.rank,
+                process.name,
+                ticket,
+                _pickled(task),
+                environment,
+                directory,
+                umask,
+                argv,
+                threads,
+                process.has_page,
+            ),
             len(descriptors),
         )
         for (process, descriptors), task in zip(ranks, tasks, strict=True)
@@ -107,8 +119,10 @@ def _open_rank(rank: int, name: str, task: RankTask, show: bool) -> tuple[RankPr
     ours, theirs = channel_pair()
     stacks, stacks_writer = os.pipe()
     capture, output = open_capture(rank, show)
-    process = RankProcess(rank, name, ours, capture, stacks)
-    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer]
+    page = WaitPage()
+    process = RankProcess(rank, name, ours, capture, stacks, page)
+    pages = [os.dup(page.descriptor)] if page.descriptor >= 0 else []
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *pages]
     theirs.close()
     for _ in range(task.connections):
         here, there = Pipe()
