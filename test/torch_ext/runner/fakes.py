@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
@@ -23,6 +24,7 @@ class FakeCollector:
         self.errors = errors
         self.imported = tuple(imported)
         self.asked: list[str] = []
+        self.depends: Mapping[str, Any] = {}  # what else the imports depended on
         self.on_collect: Callable[[], object] = lambda: None
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
@@ -33,7 +35,7 @@ class FakeCollector:
             if file.name in self.errors:
                 yield Collected(file, tests, error=self.errors[file.name])
             elif file.name in self.layout:
-                yield Collected(file, tests, (str(file.path), *self.imported))
+                yield Collected(file, tests, (str(file.path), *self.imported), **self.depends)
 
 
 class FakeExecutor:
