@@ -50,6 +50,7 @@ class FakeExecutor:
         self.plans: list[Plan] = []
         self.options: list[Options] = []
         self.held: Layout = {}  # what the files turn out to hold, where that is not what was remembered
+        self.held_errors: Mapping[str, str] = {}
         self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
@@ -74,7 +75,7 @@ class FakeExecutor:
         for file, planned in itertools.groupby(plan, lambda batch: batch.file):
             batches: Sequence[Batch] = tuple(planned)
             if file.name not in self.fake_collector.asked:
-                (found,) = FakeCollector(self.held or self.fake_collector.layout).collect([file])
+                (found,) = FakeCollector(self.held or self.fake_collector.layout, self.held_errors).collect([file])
                 batches = renew(found)
             if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
                 return
