@@ -159,10 +159,7 @@ def _discover_and_run(options: Options) -> int:
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
-    names = NameCache(cache.folder(), surroundings(device), options.environment())
-    if names.refused:
-        _complain(f"warning: {names.refused}")
-    return _select_and_run(options, files, names)
+    return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device), options.environment()))
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -195,6 +192,8 @@ def _select_and_run_with(
     selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
     collected = collect_names(wanted, names, executor)
+    if names.refused:
+        _complain(f"warning: {names.refused}")
     broken = {one.file.name: one for one in collected if one.error}
     known = [test for one in collected if not one.error for test in one.tests]
     selected = select_tests(selection, known, broken)

@@ -66,7 +66,10 @@ def zygote_for(module: str) -> Channel:
     if own.forked is not None and module in own.forked[1] and _alive(own):
         return own.forked[0]
     if module in own.loaded:
-        return own.loaded[module]
+        if not own.loaded[module].poll():  # nothing is sent on it unasked: what can be read is its end
+            return own.loaded[module]
+        if _loads_again(own, module):
+            return _load(own, module)
     _os.require_supported()
     why = reason_not_to_fork()
     if not why:
@@ -179,6 +182,21 @@ def _load(own: _Zygotes, module: str) -> Channel:
     own.zygotes.append(zygote)
     own.loaded[module] = zygote.channel
     return zygote.channel
+
+
+def _loads_again(own: _Zygotes, module: str) -> bool:
+    """Let go of the dead zygote of ``module``; return whether the root that loaded it is there to load it once more.
+
+    The root stays, and so does the scratch folder, which it removes when it ends and where a test may have files.
+    """
+    channel = own.loaded.pop(module)
+    for zygote in [each for each in own.zygotes if each.channel is channel]:
+        own.zygotes.remove(zygote)
+        zygote.close()
+    if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
+        return True
+    forget(channel)
+    return False
 
 
 def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
@@ -23,6 +24,7 @@ class FakeCollector:
         self.errors = errors
         self.imported = tuple(imported)
         self.asked: list[str] = []
+        self.depends: Mapping[str, Any] = {}  # what else the imports depended on
         self.on_collect: Callable[[], object] = lambda: None
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
@@ -33,7 +35,7 @@ class FakeCollector:
             if file.name in self.errors:
                 yield Collected(file, tests, error=self.errors[file.name])
             elif file.name in self.layout:
-                yield Collected(file, tests, (str(file.path), *self.imported))
+                yield Collected(file, tests, (str(file.path), *self.imported), **self.depends)
 
 
 class FakeExecutor:
@@ -48,6 +50,7 @@ class FakeExecutor:
         self.plans: list[Plan] = []
         self.options: list[Options] = []
         self.held: Layout = {}  # what the files turn out to hold, where that is not what was remembered
+        self.held_errors: Mapping[str, str] = {}
         self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
@@ -72,7 +75,7 @@ class FakeExecutor:
         for file, planned in itertools.groupby(plan, lambda batch: batch.file):
             batches: Sequence[Batch] = tuple(planned)
             if file.name not in self.fake_collector.asked:
-                (found,) = FakeCollector(self.held or self.fake_collector.layout).collect([file])
+                (found,) = FakeCollector(self.held or self.fake_collector.layout, self.held_errors).collect([file])
                 batches = renew(found)
             if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
                 return

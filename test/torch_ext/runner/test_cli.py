@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,117 @@ def test_an_interrupt_while_importing(command: Callable[..., int], executor: Fak
 
     executor.fake_collector.on_collect = interrupt
     assert command() == 130
+
+
+# --- files that hold other tests than were remembered -----------------------------------------------------------------
+
+
+def hold(executor: FakeExecutor, *tests: str) -> None:
+    """From now on INPUT turns out to hold ``tests``, though nothing that its names depend on has changed."""
+    executor.held = {**LAYOUT, INPUT: tests}
+    executor.fake_collector.asked.clear()
+    executor.ran.clear()
+
+
+def test_a_run_says_that_a_file_holds_other_tests_and_runs_those(
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("--list")
+    hold(executor, "TestInput.test_dict", "TestNew.test_new")
+    capsys.readouterr()
+    assert command() == 0
+    new = f"{INPUT}::TestNew::test_new"
+    assert executor.ran == [DICT, new, CALL]
+    printed = capsys.readouterr()
+    (told,) = printed.err.splitlines()
+    assert told.startswith(f"warning: {INPUT} has other tests than were remembered (1 new, 2 gone)")
+    assert printed.out.splitlines()[-1] == "3 passed, 0 failed, 0 skipped" and "Not run" not in printed.out
+    command("--list")
+    assert INPUT in executor.fake_collector.asked  # what was remembered is forgotten
+
+
+def test_patterns_and_keywords_select_again_from_what_a_file_holds(
+    command: Callable[..., int], executor: FakeExecutor
+) -> None:
+    command("--list")
+    hold(executor, "TestInput.test_dict", "TestInput.test_more", "TestElse.test_else", "TestElse.test_dict")
+    assert command("-i", "TestInput", RPC, "-x", "test_tuple", "-k", "not call") == 0
+    assert executor.ran == [DICT, f"{INPUT}::TestInput::test_more"]
+
+
+def test_a_remembered_file_that_no_longer_imports_fails_the_run(
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("--list")
+    hold(executor)
+    executor.held_errors = {INPUT: "ImportError: gone"}
+    assert command() == 1
+    assert executor.ran == [CALL]
+    assert "ImportError: gone" in capsys.readouterr().out
+
+
+# --- surroundings -----------------------------------------------------------------------------------------------------
+
+RUN = """
+import os, sys
+from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
+
+{before}
+from torch_ext.runner.cli import main
+
+root, file = sys.argv[1:]
+sys.modules["torch_ext.runner.execute"] = FakeExecutor(FakeCollector({{file: ["TestA.test_1"]}}))
+code = main(["--root", root, "-i", file])
+for descriptor in range(3):
+    os.fstat(descriptor)  # or the next file that is opened would take its place
+raise SystemExit(code)
+"""
+
+
+def run_in(root: Path, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN.format(before=before), str(root), RPC],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, stderr=subprocess.PIPE, text=True, timeout=60, **how,
+    )  # fmt: skip
+
+
+def test_a_closed_stdout_is_one_sentence(root: Path) -> None:
+    done = run_in(root, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 2
+    assert done.stderr == "error: stdout is closed, and the report goes there; give one, such as > /dev/null\n"
+
+
+def test_a_full_disk_is_one_sentence(root: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_in(root, stdout=full)
+    assert done.returncode == 1
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("error: the report cannot be written: ") and "No space left" in told
+
+
+def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    done = run_in(root, f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir({str(tmp_path / 'gone')!r})")
+    assert done.returncode == 2
+    assert done.stderr == "error: the working directory is gone; change to one that exists\n"
+
+
+def test_a_closed_stderr_or_stdin_does_no_harm(root: Path) -> None:
+    for descriptor in (0, 2):
+        done = run_in(root, preexec_fn=lambda: os.close(descriptor), stdout=subprocess.PIPE)  # noqa: B023  # at once
+        assert done.returncode == 0 and done.stdout.endswith("1 passed, 0 failed, 0 skipped\n")
+
+
+def test_a_cache_of_others_is_one_sentence_and_costs_only_time(
+    command: Callable[..., int], executor: FakeExecutor, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root.parent / "cache").mkdir()
+    (root.parent / "cache").chmod(0o777)
+    for _ in range(2):
+        assert command() == 0
+        (told,) = capsys.readouterr().err.splitlines()
+        assert told.startswith("warning: the cache is not used because others may write ")
+    assert len(executor.fake_collector.asked) == 2 * len(LAYOUT)
 
 
 LEAVE = """

@@ -1,0 +1,135 @@
+"""What a class process tells of a test, over a channel that only remembers: no ending is a pass by default."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from torch_ext.runner.class_process import _Result, check_its_calls
+from torch_ext.runner.messages import TestEnded
+from torch_ext.runner.results import Raised, Remark, Status
+from torch_ext.world.channel import Channel
+
+
+class Told:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def ending(test: unittest.TestCase) -> TestEnded:
+    """Run one test as a class process does, and return what is told of its end."""
+    told = Told()
+    result = _Result(cast(Channel, told), failfast=False)
+    check_its_calls(test)
+    with contextlib.suppress(KeyboardInterrupt):
+        test.run(result)
+    (ended,) = (message for message in told.messages if isinstance(message, TestEnded))
+    return ended
+
+
+def case(**methods: Callable[..., Any]) -> unittest.TestCase:
+    return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
+
+
+def interrupt(self: unittest.TestCase) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
+def test_interrupt_is_a_failure_with_its_traceback(where: str) -> None:
+    ended = ending(case(**{where: interrupt}))
+    assert ended.status is Status.FAILED
+    (problem,) = ended.problems
+    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
+
+
+def test_interrupt_in_a_cleanup_or_a_subtest_is_a_failure() -> None:
+    def in_subtest(self: unittest.TestCase) -> None:
+        with self.subTest(part=1):
+            interrupt(self)
+
+    assert ending(case(test_a=lambda self: self.addCleanup(interrupt, self))).status is Status.FAILED
+    assert ending(case(test_a=in_subtest)).status is Status.FAILED
+
+
+def test_interrupt_after_a_skip_is_a_failure() -> None:
+    assert ending(case(test_a=lambda self: self.skipTest("no"), tearDown=interrupt)).status is Status.FAILED
+
+
+def test_interrupt_of_an_expected_failure_is_a_failure() -> None:
+    assert ending(case(test_a=unittest.expectedFailure(interrupt))).status is Status.FAILED
+
+
+def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
+    class Silent(unittest.TestCase):
+        def run(self, result: Any = None) -> Any:
+            result.startTest(self)
+            result.stopTest(self)
+
+        def test_a(self) -> None:
+            pass
+
+    ended = ending(Silent("test_a"))
+    assert ended.status is Status.FAILED
+    assert ended.problems == (Remark("unittest ended the test without saying how."),)
+
+
+def test_ordinary_endings_are_what_they_were() -> None:
+    assert ending(case()).status is Status.PASSED
+    assert ending(case(test_a=lambda self: self.fail("no"))).status is Status.FAILED
+    assert ending(case(test_a=lambda self: self.skipTest("no"))).status is Status.SKIPPED
+    assert ending(case(test_a=unittest.expectedFailure(lambda self: self.fail("no")))).status is Status.XFAIL
+
+
+async def coroutine(self: unittest.TestCase) -> None:
+    raise AssertionError("it ran")
+
+
+def generator(self: unittest.TestCase) -> Iterator[None]:
+    raise AssertionError("it ran")
+    yield
+
+
+@pytest.mark.parametrize("method", [coroutine, generator])
+@pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
+def test_method_whose_call_runs_nothing_is_refused(where: str, method: Callable[..., Any]) -> None:
+    ended = ending(case(**{where: method}))
+    assert ended.status is Status.FAILED
+    (problem,) = ended.problems
+    assert isinstance(problem, Raised) and problem.error.startswith(f"TypeError: {where}() returned a ")
+
+
+def test_what_unittest_awaits_is_run_and_the_rest_refused() -> None:
+    class Asynchronous(unittest.IsolatedAsyncioTestCase):
+        async def test_runs(self) -> None:
+            self.fail("it ran")
+
+        def test_generator(self) -> Iterator[None]:
+            yield
+
+    (problem,) = ending(Asynchronous("test_runs")).problems
+    assert isinstance(problem, Raised) and problem.error == "AssertionError: it ran"
+    (problem,) = ending(Asynchronous("test_generator")).problems
+    assert isinstance(problem, Raised) and "returned a generator" in problem.error
+
+
+def test_the_method_on_the_instance_stays_what_the_class_made_of_it() -> None:
+    test = case()
+    before = test.test_a  # type: ignore[attr-defined]
+    check_its_calls(test)
+    assert test.test_a == before  # type: ignore[attr-defined]
