@@ -33,6 +33,7 @@ from torch_ext.world import _os, frames, provider
 from torch_ext.world.calls import check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
+from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
 
@@ -42,6 +43,9 @@ frames.hide(r"/runner/class_process\.py", "main", outwards=True)
 frames.hide(r"/runner/class_process\.py", "call_and_check")
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+
+# How the ranks of a test may end that is expected to fail.
+_EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 # Functions of unittest's, and what of a class or module they call.
 _FIXTURES = {
@@ -69,7 +73,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     result = _Result(Channel.from_descriptor(channel), order.failfast)
-    by_name = {(type(test).__name__, test._testMethodName): test for test in find_tests(order.module)}
+    by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite = unittest.TestSuite()
     for method in order.methods:
         test = by_name.get((order.cls, method))
@@ -126,6 +130,7 @@ class _Result(unittest.TestResult):
         super().__init__()
         self.failfast = failfast
         self.told: BaseException | None = None
+        self._pid = os.getpid()
         self._channel = channel
         self._interrupts = Interrupts()
         self._started_s = 0.0
@@ -134,6 +139,8 @@ class _Result(unittest.TestResult):
         self._reasons: list[str] = []
 
     def tell(self, event: Any) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that the test has forked, and that goes on as if it were this process
         with self._interrupts.held():  # half a message would be the last that the supervisor understands
             self._channel.send(event)
 
@@ -185,7 +192,11 @@ class _Result(unittest.TestResult):
         self._reasons.append(reason)
 
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
-        self._status = Status.XFAIL
+        error = err[1]
+        if isinstance(error, WorldFailure) and not all(outcome.ending in _EXPECTABLE for outcome in error.outcomes):
+            self._fail(_problem(err))  # a test may be expected to fail, but not to hang or to die
+        else:
+            self._status = Status.XFAIL
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self._status = Status.UNEXPECTED_SUCCESS

@@ -8,7 +8,8 @@ from __future__ import annotations
 import faulthandler
 import sys
 import unittest
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.world import provider
@@ -18,11 +19,29 @@ from torch_ext.world.protocol import STACK_SIGNAL
 __all__ = ["find_tests", "main"]
 
 
-def find_tests(module: str) -> list[unittest.TestCase]:
-    """Return the tests of ``module``, which is loaded, in unittest's order. Its ``load_tests`` function, if it has one,
-    is honored.
+def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
+    """Return the tests of ``module``, which is loaded, in unittest's order, each with the name of its class.
+
+    Its ``load_tests`` function, if it has one, is honored. Of several classes that call themselves the same, each one
+    that the module knows by another name goes by that.
     """
-    return list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(sys.modules[module])))
+    found = sys.modules[module]
+    tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(found)))
+    names = _class_names({type(test) for test in tests}, vars(found))
+    return [(names[type(test)], test) for test in tests]
+
+
+def _class_names(classes: Collection[type], known: Mapping[str, object]) -> dict[type, str]:
+    """Return the name of each class.
+
+    >>> one, other = type("TestA", (), {}), type("TestA", (), {})
+    >>> names = _class_names([one, other], {"TestA": one, "TestB": other})
+    >>> names[one], names[other]
+    ('TestA', 'TestB')
+    """
+    shared = Counter(cls.__name__ for cls in classes)
+    bound = {value: name for name, value in known.items() if isinstance(value, type)}
+    return {cls: cls.__name__ if shared[cls.__name__] == 1 else bound.get(cls, cls.__name__) for cls in classes}
 
 
 def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
@@ -40,6 +59,6 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
-    names = tuple((type(test).__name__, test._testMethodName) for test in find_tests(order.module))
+    names = tuple((cls, test._testMethodName) for cls, test in find_tests(order.module))
     Channel.from_descriptor(descriptors[0]).send(TestNames(names))
     return 0

@@ -68,8 +68,8 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     _os.lead_process_group()
     os.environ.clear()
     os.environ.update(order.environment)
-    if order.import_root not in sys.path:
-        sys.path.insert(0, order.import_root)
+    # In front, wherever it stood: another folder may have a module of the same name.
+    sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
     try:
         with _stacks_to(descriptors[1]), recorded() if order.record else contextlib.nullcontext(Record()) as record:

@@ -21,7 +21,7 @@ from enum import Enum
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, Receipt, Wait
 
-__all__ = ["Ending", "Outcome", "shorten"]
+__all__ = ["Ending", "Outcome"]
 
 
 class Ending(Enum):
@@ -81,7 +81,7 @@ class Outcome:
         >>> Outcome(0, Ending.EXITED, exit_code=3).describe()
         'exited with code 3 without a receipt'
         """
-        reason = shorten(self.receipt.reason) if self.receipt else ""
+        reason = _shorten(self.receipt.reason) if self.receipt else ""
         after = f" after its test had {self.receipt.said.value}" if self.receipt else ""
         if not after and self.phase is Phase.SETTLING:
             after = " after its body was over, in what that left to be done,"
@@ -103,10 +103,10 @@ class Outcome:
         return f"was stopped by the harness{after or ' while its test was running'}"
 
 
-def shorten(text: str, limit: int = 160) -> str:
+def _shorten(text: str, limit: int = 160) -> str:
     """Keep the beginning of a long line; the whole of it stands in the traceback.
 
-    >>> shorten("x" * 10, 5)
+    >>> _shorten("x" * 10, 5)
     'xxxxx...'
     """
     return text if len(text) <= limit else text[:limit].rstrip() + "..."

@@ -38,12 +38,12 @@ class Interrupts:
     def setUp(self):
         os.environ["PARENT_HALF"] = str(os.getpid())
         super().setUp()
-        if "in_set_up" in self._testMethodName:
+        if self._testMethodName == "test_raised_in_set_up":
             self.interrupt()
 
     def tearDown(self):
         super().tearDown()
-        if "in_tear_down" in self._testMethodName:
+        if self._testMethodName == "test_raised_in_tear_down":
             self.interrupt()
 
     def raised_in_set_up(self):

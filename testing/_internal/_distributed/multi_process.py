@@ -30,6 +30,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
+from torch_ext.world.phrases import short_command
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
@@ -100,7 +101,10 @@ def raise_verdict(
         raise WorldFailure(WorldReport(tuple(outcomes), verdict, took_s))
     for outcome in outcomes:
         for command in outcome.left_behind:
-            print(f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {command}", file=sys.stderr)
+            print(
+                f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {short_command(command)}",
+                file=sys.stderr,
+            )
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
