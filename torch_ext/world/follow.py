@@ -27,6 +27,7 @@ from torch_ext.world.protocol import (
     Phase,
     Progress,
     Receipt,
+    Said,
     Signal,
     Started,
     Ticket,
@@ -116,6 +117,7 @@ class World:
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
         self._phases: dict[int, Phase] = {}
+        self._interrupted: set[int] = set()
         self.why_interpreter = ""
         self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
@@ -204,6 +206,8 @@ class World:
                 self._selector.unregister(process._channel)
             process._channel.close()
             return
+        if process.rank in self._interrupted:
+            return  # what it says now is what the signal has made it do
         if isinstance(message, Receipt):
             self._take_receipt(process.rank, message)
         elif isinstance(message, Progress):
@@ -283,6 +287,11 @@ class World:
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
+        if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
+            # Those that passed may have kept the one that failed waiting; once released they are gone.
+            for rank in ranks:
+                self._tell(rank, Ask.COLLECTIVES)
+            self._await_collectives(ranks)
         for rank in ranks:
             if act is Act.RELEASE:
                 self._tell(rank, Ask.RELEASE)
@@ -316,6 +325,7 @@ class World:
         # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
         # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
         silent = [rank for rank in able if not stacks[rank]]
+        self._interrupted.update(silent)
         for rank in silent:
             self.send_signal(rank, STACK_SIGNAL)
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}) if silent else {})

@@ -96,7 +96,7 @@ class Outcome:
         if self.ending is Ending.EXITED:
             return f"exited with code {self.exit_code}{after}{'' if self.receipt else ' without a receipt'}"
         if self.ending is Ending.SILENT:
-            return "left with code 0 without a receipt: something ended the process before its test was over"
+            return f"left with code 0{after} without a receipt: something ended the process before its test was over"
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
             importing = " while it was importing" if self.phase is None and self.receipt is None else ""
             return f"{self.ending.value}{after or importing}".rstrip(",")

@@ -81,7 +81,7 @@ def time_limit_s() -> float | None:
 
 def hang_after_s() -> float:
     """Return within how many seconds of the last progress a provable hang is to end; 0: it is not looked for."""
-    return _seconds("TORCH_EXT_HANG_AFTER", _HANG_AFTER_S)
+    return _seconds(os.environ.get("TORCH_EXT_HANG_AFTER", ""), _HANG_AFTER_S)
 
 
 def huge_pages() -> bool:
@@ -104,11 +104,10 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
 
 def thread_origin_s() -> float:
     """Return how long the search for the code that started a thread may take, in seconds; 0: there is none."""
-    return _seconds("TORCH_EXT_THREAD_ORIGIN", _THREAD_ORIGIN_S)
+    return _seconds(os.environ.get("TORCH_EXT_THREAD_ORIGIN", ""), _THREAD_ORIGIN_S)
 
 
-def _seconds(variable: str, default: float) -> float:
-    asked = os.environ.get(variable, "")
+def _seconds(asked: str, default: float) -> float:
     try:
         return max(0.0, float(asked)) if asked else default
     except ValueError:

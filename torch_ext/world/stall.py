@@ -44,8 +44,8 @@ _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
 _TIMESPEC = struct.Struct("@qq")
 # An operation that looks after its peers wakes at least this often, in seconds.
 _SLICE_S = 2.0
-# Threads without Python code that wait for the network with a time limit and start over.
-_TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "simccl")
+# Threads without Python code that serve the network: they wait with a time limit and start over, or poll all the time.
+_TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "TP_", "simccl")
 
 
 @dataclass(frozen=True)

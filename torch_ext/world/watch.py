@@ -90,6 +90,8 @@ class Watch:
         # A hang is seen at the second of two looks, so that looking four times in this span leaves time to tell of it.
         self._look_every_s = limits.hang_s / 4 or float("inf")
         self._next_look_s = started_s + self._look_every_s
+        self._look = 0
+        self._answered: dict[int, int] = {}  # rank -> number of the last look that it has answered
         self._seen: dict[int, Progress] = {}
         self._stalled: set[int] = set()
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
@@ -102,6 +104,7 @@ class Watch:
         """
         if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
+            self._forget_looks()
 
     def left(self, rank: int) -> None:
         """Rank ``rank`` is about to end as the harness ends it."""
@@ -110,9 +113,11 @@ class Watch:
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """The process of ``rank`` ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
+        self._forget_looks()
 
     def observed(self, rank: int, progress: Progress) -> None:
         """Rank ``rank`` has told what it waits for, in answer to :attr:`Act.LOOK`. See Note [Provable hangs]."""
+        self._answered[rank] = self._look
         before = self._seen.get(rank)
         self._seen[rank] = progress
         looks = (before, progress) if before is not None and before.fingerprint == progress.fingerprint else ()
@@ -142,7 +147,8 @@ class Watch:
         if self._trouble():
             self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED)
         unsettled = self._unsettled()
-        if unsettled and self._stalled.issuperset(unsettled):
+        answered = all(self._answered.get(rank) == self._look for rank in unsettled)
+        if unsettled and answered and self._stalled.issuperset(unsettled):
             self._bring_forward(now_s, Ending.HUNG)
         if now_s >= self._deadline_s and not self.done:
             steps += self._stop_the_living()
@@ -150,8 +156,14 @@ class Watch:
         elif now_s >= self._next_look_s:
             self._next_look_s = now_s + self._look_every_s
             if unsettled:
+                self._look += 1
                 steps.append(Step(Act.LOOK, unsettled))
         return steps
+
+    def _forget_looks(self) -> None:
+        """Something has happened, of which the others may be about to take notice."""
+        self._seen.clear()
+        self._stalled.clear()
 
     def _unsettled(self) -> tuple[int, ...]:
         """The live ranks whose test is not over."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,8 @@ class Place:
         for each in (self.tree / "torch_ext", self.index, self.temporary):
             each.mkdir(parents=True)
         shutil.copytree(REPOSITORY / ".ci", self.tree / ".ci")
-        (self.tree / "torch_ext" / "sim.py").write_text("import os; print('built in', os.environ['TORCH_EXT_CACHE'])\n")
+        building = "import os; print('built in', os.environ['TORCH_EXT_CACHE'])\n"
+        (self.tree / "torch_ext" / "__main__.py").write_text(building)
         (self.tree / "requirements.txt").write_text("torch==2.2.0\n")
         (self.tree / "requirements-dev.txt").write_text("-r requirements.txt\nmypy==2.4.1\n")
         for version, tests in {"2.1.0": 3, "2.2.0": 4}.items():
@@ -111,7 +113,9 @@ def test_nothing_is_left_when_it_is_interrupted(place: Place, tmp_path: Path) ->
     started = tmp_path / "started"
     os.mkfifo(started)
     process = place.start("2.1.0", "--", f"echo $$ > {started}; exec sleep 600", "echo never started")
-    sleeper = int(started.read_text())
+    with os.fdopen(os.open(started, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        assert select.select([reader], [], [], 120)[0], "the command was never started"
+        sleeper = int(reader.read())
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output

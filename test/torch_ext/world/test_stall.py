@@ -94,7 +94,7 @@ def task_of(tid: int) -> Task:
 
 def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
     lock, store = threading.Lock(), dist.FileStore(str(tmp_path / "store"), 2)
-    store.set_timeout(timedelta(seconds=50))
+    store.set_timeout(timedelta(seconds=5000))
     lock.acquire()
     operations.test_began()
     held = task_of(daemon(lock.acquire))
@@ -111,10 +111,10 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
     keyed = task_of(daemon(waits_for_a_key))
     assert keyed.operation is not None and keyed.operation.wait.transport
     assert "store.get('nobody sets this')" in keyed.operation.wait.words
-    assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 50, abs=5)
+    assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 5000, abs=5)
 
     def waits_a_little() -> None:
-        store.wait(["key"], timedelta(seconds=40))
+        store.wait(["key"], timedelta(seconds=4000))
 
     short = task_of(daemon(waits_a_little))
     assert short.operation is not None and short.operation.limit_s == 0.0

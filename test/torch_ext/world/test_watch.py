@@ -351,3 +351,22 @@ def test_without_a_limit_for_hangs_nobody_looks() -> None:
     watch = Watch(2, Limits(test_s=100.0), 0.0)
     assert watch.deadline_s == 100.0
     assert watch.advance(50.0) == []
+
+
+def test_looks_before_something_happened_prove_nothing() -> None:
+    """Rank 1 passes, which may be just what rank 0 has waited for."""
+    watch = Watch(2, HANGS, 0.0)
+    free = Progress(False, float("inf"), "3:4")
+    for now_s in (2.0, 4.0, 6.0):
+        assert look(watch, now_s, r0=BLOCKED, r1=free) == []
+    watch.received(1, receipt())
+    assert watch.advance(6.1) == []
+    assert look(watch, 8.0, r0=BLOCKED) == []
+    assert look(watch, 10.0, r0=BLOCKED) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
+
+
+def test_one_rank_alone_that_has_answered_proves_nothing_for_the_others() -> None:
+    watch = Watch(2, HANGS, 0.0)
+    for now_s in (2.0, 4.0):
+        answers = {"r0": BLOCKED, "r1": BLOCKED} if now_s == 2.0 else {"r1": BLOCKED}
+        assert look(watch, now_s, **answers) == []

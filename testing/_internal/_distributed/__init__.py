@@ -17,6 +17,7 @@ frames.hide(
         "in_rank",
         "_receipt_of_body",
         "_run_body",
+        "_call_body",
         "call_with_cleanups",
     ),
 )

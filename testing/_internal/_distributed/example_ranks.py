@@ -5,10 +5,11 @@ See Note [Examples across ranks] in ``examples.py``.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -80,6 +81,10 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
     return receipt
 
 
+def _call_body(body: Callable[..., Any], case: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    check_ran(body(case, *args, **kwargs), body.__name__)
+
+
 def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
     """Run the body and return a receipt, or raise if it failed.
 
@@ -87,7 +92,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     """
     args, kwargs = pickle.loads(example)
     try:
-        call_with_cleanups(case, lambda: check_ran(body(case, *args, **kwargs), body.__name__))
+        call_with_cleanups(case, functools.partial(_call_body, body, case, args, kwargs))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:

@@ -106,6 +106,9 @@ def _agree_on_skips(key: str, name: str, reason: str | None) -> None:
     Raises:
         AssertionError: some have skipped it, and some have not.
     """
+    if not c10d.is_initialized():
+        c10d.barrier()  # says so
+        return
     store, rank, size = _get_default_store(), c10d.get_rank(), c10d.get_world_size()
     if reason is not None:
         store.set(f"{key}/{rank}", reason)
