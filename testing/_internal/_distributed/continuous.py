@@ -107,12 +107,24 @@ class MultiProcContinuousTest(TestCase):
         cls = type(self)
         if cls.poison_pill:
             raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
+        cls._notice_a_lost_zygote()
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
         world = cls._world
         if world is None:
             raise AssertionError("no ranks were started")
         _tell(world, world.new_round(self.id()), run=True)
+
+    @classmethod
+    def _notice_a_lost_zygote(cls) -> None:
+        """Forget ranks whose zygote has died since the last test, and they with it: this test gets fresh ones."""
+        if cls._world is None:
+            return
+        try:
+            cls._world.pump(0)
+        except ZygoteLostError:
+            provider.forget(cls._world.zygote)
+            cls._drop_ranks()
 
     @classmethod
     def _ensure_processes_spawned(cls) -> None:
