@@ -162,9 +162,8 @@ class BackendConformance:
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         for dtype, size in self.grid():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
-            work = dist.isend(self._to_device(rows[self.rank]), after)
+            work = _started(dist.isend(self._to_device(rows[self.rank]), after))
             dist.recv(out, before)
-            assert work is not None
             work.wait()
             self._check(out, rows[before], dtype, size)
 
@@ -180,9 +179,8 @@ class BackendConformance:
     def test_asynchronous_operations_of_a_group_keep_their_order(self) -> None:
         self._start()
         tensors = [torch.full((3,), float(i), device=self.device_type) for i in range(20)]
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        works = [_started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
         for work in reversed(works):
-            assert work is not None
             work.wait()
         for i, tensor in enumerate(tensors):
             self._check(tensor, torch.full((3,), float(i * self.world_size)), i)
@@ -190,8 +188,7 @@ class BackendConformance:
     def test_future_has_the_result(self) -> None:
         self._start()
         x = torch.ones(3, device=self.device_type)
-        work = dist.all_reduce(x, async_op=True)
-        assert work is not None
+        work = _started(dist.all_reduce(x, async_op=True))
         doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
         self._check(doubled, torch.full((3,), 2.0 * self.world_size), "then")
 
@@ -234,6 +231,12 @@ class BackendConformance:
     def _check(self, got: torch.Tensor, expected: torch.Tensor, *where: object) -> None:
         if not torch.equal(got.cpu(), expected.to("cpu", got.dtype)):
             raise AssertionError(f"{where}: got {got.cpu()}, expected {expected}")
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise AssertionError("an asynchronous operation gave no work")
+    return work
 
 
 def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:

@@ -165,7 +165,7 @@ void Lane::wait_for_slot(uint64_t number) {
     if (!why.empty()) {
       std::rethrow_exception(failure(*group_, why + "."));
     }
-    const auto& word = group_->header(group_->rank).published;
+    const auto& word = group_->header(group_->rank).complete;
     sleep_while(word, word.load(), kLookAgain);
   }
 }
@@ -196,9 +196,16 @@ void Lane::publish(const Call& call, uint64_t number) {
   for (auto& claim : slot.claims) {
     claim.store(0, std::memory_order_relaxed);
   }
-  slot.number.store(number, std::memory_order_release);
-  ring(group_->own().header().published);
+  slot.number.store(number, std::memory_order_seq_cst);
   published_.push_back({number, block});
+  // Whoever publishes last sees all others, and alone wakes them: one wake for a collective, and one sleep for a rank.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const bool is_last = std::all_of(group_->members.begin(), group_->members.end(), [&](const Member& member) {
+    return member.memory.slot(number).number.load(std::memory_order_seq_cst) == number;
+  });
+  if (is_last) {
+    ring(group_->header(0).complete);
+  }
 }
 
 void Lane::release_published() {
@@ -256,12 +263,12 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   if (front.checked) {
     return std::nullopt;
   }
+  const auto& complete = group_->header(0).complete;
+  const uint32_t seen = complete.load(std::memory_order_seq_cst);
   std::optional<Wait> missing;
   std::vector<Said> ranks;
   const Said mine = said_by(group_->rank, front.number);
   for (int peer = 0; peer < size; ++peer) {
-    const auto& published = group_->header(peer).published;
-    const uint32_t seen = published.load(std::memory_order_acquire);
     // First whether the peer has gone: it may have published just before.
     const auto why = group_->gone(peer, look);
     const auto& number = group_->members[static_cast<size_t>(peer)].memory.slot(front.number).number;
@@ -272,7 +279,7 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
         return std::nullopt;
       }
       if (!missing.has_value()) {
-        missing = Wait{&published, seen, peer};
+        missing = Wait{&complete, seen, peer};
       }
       continue;
     }

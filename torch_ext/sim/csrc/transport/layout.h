@@ -18,8 +18,9 @@
 //   | fingerprint                 |                    | site                        |
 //   +-----------------------------+                    +-----------------------------+
 //
-// A collective is published by writing its slot, then `Slot::number`, then `Header::published`, on which peers sleep.
-// Its slot and its data are free again when every peer has said that it is past it, in `Header::finished`. A letter is
+// A collective is published by writing its slot, then `Slot::number`. Whoever finds then that all ranks have published
+// it rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other.
+// The slot and its data are free again when every peer has said that it is past it, in `Header::finished`. A letter is
 // published by the `next` of the one before it, and the reader's `Header::doorbell`. Its reader says in `state` when it
 // has copied the letter and when it has gone on to the next: the two together free it.
 //
@@ -51,10 +52,10 @@ struct Header {
   uint64_t version;
   uint64_t nonce[2]; // says that a file which a peer has opened is this one
   std::atomic<uint32_t> state;
-  std::atomic<uint32_t> published; // grows with each collective; peers sleep on it
-  std::atomic<uint32_t> doorbell;  // by peers: grows with each letter to this rank, which sleeps on it
-  std::atomic<uint32_t> reduced;   // by peers: grows with each piece of an all-reduce; all sleep on it
-  std::atomic<uint64_t> finished;  // number of the last collective that this rank needs nothing more of
+  std::atomic<uint32_t> complete; // by peers, of rank 0: grows when all have published a collective; all sleep on it
+  std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
+  std::atomic<uint32_t> reduced;  // by peers: grows with each piece of an all-reduce; all sleep on it
+  std::atomic<uint64_t> finished; // number of the last collective that this rank needs nothing more of
 };
 
 // What must agree between ranks, and what a message says of a call.

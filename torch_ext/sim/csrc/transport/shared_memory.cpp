@@ -78,7 +78,7 @@ void SharedMemory::leave(bool broken) {
   header.state.store(
       static_cast<uint32_t>(broken ? GroupState::kAborted : GroupState::kLeft), std::memory_order_release);
   // Whoever waits for this rank sleeps on one of these.
-  ring(header.published);
+  ring(group_->header(0).complete);
   for (int peer = 0; peer < group_->size(); ++peer) {
     ring(group_->header(peer).doorbell);
   }
