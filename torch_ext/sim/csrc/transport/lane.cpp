@@ -22,6 +22,7 @@
 #include "futex.h"
 #include "group.h"
 #include "layout.h"
+#include "rendezvous.h"
 #include "transport.h"
 
 namespace torch_ext::sim {

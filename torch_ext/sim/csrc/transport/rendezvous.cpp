@@ -3,7 +3,6 @@
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,7 +33,7 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 struct Address {
   std::string machine;  // empty: this rank does not share memory
   std::string settings; // no spaces
-  pid_t pid = 0;
+  int pid = 0;
   int file = -1;
   uint64_t nonce[2] = {0, 0};
 
