@@ -10,6 +10,17 @@ Which backends a group gets:
 ========================================================  =======================
 
 A group that is bound to a device is device-only, because torch takes the backend of the device for it, as on CUDA.
+
+What carries the bytes of a group (``TORCH_EXT_SIM_TRANSPORT``):
+
+==========  ============================================================================================
+unset       memory that the ranks share; gloo where they cannot, because they run on several machines
+``shared``  memory that the ranks share; making a group fails where they cannot
+``gloo``    gloo
+==========  ============================================================================================
+
+``TORCH_EXT_SIM_REDUCE`` (``rank``, ``ring``, ``tree``, ``random:SEED``) sets the order in which reductions over shared
+memory combine ranks: see csrc/transport/fold.h. Both must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +46,7 @@ _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
-    _native.set_transport_factory(_make_transport)
+    _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
     _join_threaded_group()
     _pair_with_gloo()
@@ -118,17 +129,15 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
-    transport = _make_transport(options.store, options.group_rank, options.group_size, timeout)
-    settings = getattr(transport, "options", None)
-    if settings is not None:
-        settings.global_ranks_in_group = options.global_ranks_in_group
-        settings.group_name = options.group_id
-    return _native.ProcessGroupSimCCL(transport, options.store, timeout)
+    # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
+    global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    store = c10d.PrefixStore(f"{BACKEND}/", options.store)
+    return _native.ProcessGroupSimCCL(store, options.group_rank, global_ranks, timeout)
 
 
-def _make_transport(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
-    """Make the gloo backend that carries a group's bytes, under a store prefix of its own."""
-    transport = c10d.ProcessGroupGloo(c10d.PrefixStore(f"{BACKEND}/", store), rank, size, timeout=timeout)
+def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
+    """Make the gloo backend that carries a group's bytes where its ranks cannot share memory."""
+    gloo = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, timeout=timeout)
     if _NUMBERS_ARE_SET:
-        transport._set_sequence_number_for_group()
-    return transport
+        gloo._set_sequence_number_for_group()
+    return gloo

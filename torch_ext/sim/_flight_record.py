@@ -1,9 +1,10 @@
 """What torch's flight recorder shows of ``simccl``: the operations that a program called, not what carried their bytes.
 
-See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are. Of ``simccl`` the recorder
-has the transport's transfers; an operation takes the place of its first one and is over when all of them are. Its group
-is described as the group's ``sim`` half, because a group with a backend for host tensors too counts those apart.
-Transfers between two ranks are missing, because gloo does not record them.
+See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are. Of ``simccl`` over gloo the
+recorder has the transport's transfers; an operation takes the place of its first one and is over when all of them are.
+Over shared memory it has nothing, and entries are made here. An operation's group is described as the group's ``sim``
+half, because a group with a backend for host tensors too counts those apart. Transfers between two ranks are not
+recorded.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ class RecordedOperation:
     """An operation of ``simccl``.
 
     Attributes:
-        transport: what the transport that carried it calls itself, in place of a group's description.
+        transport: what the transport that carried it calls itself, in place of a group's description; empty where the
+            recorder knows nothing of it.
         first: the first of its transfers, by the transport's count.
         last: the last one.
         name: such as ``"all_reduce"``, as NCCL's entries have it.
         group: name of its group.
         description: of its group; empty or ``"undefined"`` without one.
         sequence: its number among the collectives of its group, from 1.
+        begun_ns: when it was launched, in nanoseconds since 1970.
+        finished_ns: when it was over on this rank, be it by an error; 0 if it is not.
     """
 
     transport: str
@@ -50,6 +54,8 @@ class RecordedOperation:
     input_dtypes: list[str]
     output_sizes: list[list[int]]
     output_dtypes: list[str]
+    begun_ns: int = 0
+    finished_ns: int = 0
 
     def as_entry(self) -> Entry:
         """Return what an entry of the recorder says of this operation."""
@@ -64,6 +70,27 @@ class RecordedOperation:
             "output_dtypes": self.output_dtypes,
         }
 
+    def as_new_entry(self) -> Entry:
+        """Return an entry for what the recorder knows nothing of. Threads and stacks are not kept."""
+        over = self.finished_ns > 0
+        return {
+            "frames": [],
+            "record_id": self.first,
+            "pg_id": 0,
+            "op_id": self.sequence,
+            "p2p_seq_id": 0,
+            "is_p2p": False,
+            "state": "completed" if over else "scheduled",
+            "retired": over,
+            "time_created_ns": self.begun_ns,
+            "time_discovered_started_ns": self.begun_ns,
+            "time_discovered_completed_ns": self.finished_ns if over else None,
+            "timeout_ms": 0,
+            "thread_id": "",
+            "thread_name": "",
+            **self.as_entry(),
+        }
+
 
 def install() -> None:
     """Make torch's functions that read the recorder show ``simccl``'s operations. Called once."""
@@ -74,10 +101,12 @@ def install() -> None:
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[RecordedOperation]) -> list[Entry]:
-    """Return the entries with transfers replaced by the operations that they belong to, oldest first."""
+    """Return the entries, oldest first, with transfers replaced by the operations that they belong to."""
+    operations = list(operations)
     owners = {
         (operation.transport, number): operation
         for operation in operations
+        if operation.transport
         for number in range(operation.first, operation.last + 1)
     }
     shown: dict[int, Entry] = {}
@@ -91,7 +120,8 @@ def translate(entries: Iterable[Entry], operations: Iterable[RecordedOperation])
             translated.append(shown[id(operation)])
         elif not entry["retired"]:
             shown[id(operation)].update({name: value for name, value in entry.items() if name in _PROGRESS})
-    return translated
+    alone = [operation.as_new_entry() for operation in operations if not operation.transport]
+    return sorted([*translated, *alone], key=lambda entry: int(entry["time_created_ns"])) if alone else translated
 
 
 _PROGRESS = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
@@ -105,9 +135,9 @@ def _translating(
         # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one
         # that is just starting.
         trace = read(dump(*args, **kwargs))
-        if "entries" in trace:
-            operations = [RecordedOperation(**operation) for operation in _native.recorded_operations()]
-            trace["entries"] = translate(trace["entries"], operations)
+        operations = [RecordedOperation(**operation) for operation in _native.recorded_operations()]
+        if operations or "entries" in trace:
+            trace["entries"] = translate(trace.get("entries", []), operations)
         return write(trace)
 
     return wrapped

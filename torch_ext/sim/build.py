@@ -37,7 +37,11 @@ _LIBRARY = "_native.so"
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
 # Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
 # fully optimised. Everything that runs for each operator is in the other unit.
-_WIDE = frozenset({"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"})
+_WIDE = frozenset(
+    {"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"}
+    | {f"transport/{name}" for name in ("call_site", "fingerprint", "gloo", "group", "lane", "mailbox", "rendezvous")}
+    | {"transport/shared_memory", "transport/wait_page"}
+)
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
 # Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has a cache entry of its own.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"
@@ -106,13 +110,13 @@ def _family_key() -> str:
 
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    texts = (f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
+    texts = (f"{path.relative_to(_SOURCES)}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
     sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
 def _source_files() -> list[Path]:
-    return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    return sorted(path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def _units() -> dict[str, list[Path]]:
@@ -120,7 +124,8 @@ def _units() -> dict[str, list[Path]]:
     units: dict[str, list[Path]] = {}
     for path in _source_files():
         if path.suffix == ".cpp":
-            units.setdefault("wide" if path.stem in _WIDE else "narrow", []).append(path)
+            name = path.relative_to(_SOURCES).with_suffix("").as_posix()
+            units.setdefault("wide" if name in _WIDE else "narrow", []).append(path)
     return units
 
 

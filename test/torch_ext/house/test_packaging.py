@@ -103,7 +103,7 @@ def test_the_wheel_holds_both_halves_as_files(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_wheel_holds_what_is_compiled_and_checked_later(wheel: zipfile.ZipFile) -> None:
-    sources = [path for path in (CHECKOUT / "torch_ext").rglob("csrc/*") if path.is_file()]
+    sources = [path for path in (CHECKOUT / "torch_ext").rglob("csrc/**/*") if path.is_file()]
     expected = {"torch_ext/py.typed", *map(shown, sources)}
     assert sorted(expected - set(wheel.namelist())) == []
 

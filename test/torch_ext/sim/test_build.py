@@ -106,7 +106,7 @@ def test_every_source_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch:
     seen = f'case "$out" in *.o) cat "${{out%.o}}.cpp" >> {tmp_path}/compiled;; esac'
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'{seen}; echo made > "$out"')))
     build.ensure_built()
-    sources = (Path(build.__file__).parent / "csrc").glob("*.cpp")
+    sources = (Path(build.__file__).parent / "csrc").rglob("*.cpp")
     compiled = (tmp_path / "compiled").read_text().splitlines()
     assert sorted(compiled) == sorted(f'#include "{path}"' for path in sources)
 

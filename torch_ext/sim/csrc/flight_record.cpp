@@ -5,13 +5,18 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "transport/transport.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -57,10 +62,35 @@ pybind11::dict as_dict(const RecordedOperation& operation) {
       "name"_a = operation.name, "group"_a = operation.group, "description"_a = operation.description,
       "sequence"_a = operation.sequence, "input_sizes"_a = sizes_of(operation.inputs),
       "input_dtypes"_a = types_of(operation.inputs), "output_sizes"_a = sizes_of(operation.outputs),
-      "output_dtypes"_a = types_of(operation.outputs));
+      "output_dtypes"_a = types_of(operation.outputs), "begun_ns"_a = operation.progress->begun(),
+      "finished_ns"_a = operation.progress->finished());
+}
+
+int64_t wall_clock() {
+  const auto since = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 } // namespace
+
+Progress::Progress(const std::vector<std::shared_ptr<Transfer>>& transfers)
+    : begun_(wall_clock()), transfers_(transfers.begin(), transfers.end()) {}
+
+void Progress::finish() {
+  int64_t never = 0;
+  finished_.compare_exchange_strong(never, wall_clock());
+}
+
+int64_t Progress::finished() {
+  const auto is_over = [](const std::weak_ptr<Transfer>& weak) {
+    const auto transfer = weak.lock();
+    return transfer == nullptr || transfer->advance();
+  };
+  if (finished_ == 0 && std::all_of(transfers_.begin(), transfers_.end(), is_over)) {
+    finish();
+  }
+  return finished_;
+}
 
 std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
   std::vector<Shape> shapes;
@@ -92,6 +122,12 @@ void bind_flight_record(pybind11::module_& m) {
       auto& kept = the_record();
       std::lock_guard<std::mutex> lock(kept.mutex);
       operations.assign(kept.operations.begin(), kept.operations.end());
+    }
+    {
+      WithoutGil without;
+      for (const auto& operation : operations) {
+        operation.progress->finished();
+      }
     }
     pybind11::list dicts;
     for (const auto& operation : operations) {

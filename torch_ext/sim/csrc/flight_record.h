@@ -1,15 +1,18 @@
 // What the flight recorder's entries of a transport stand for.
 //
 // Note [Flight records]
-// Torch's recorder accepts entries from torch's own backends only. For `simccl` it sees the transport's transfers: an
-// all_reduce where the program called reduce_scatter_tensor, or several transfers for one call. This file records which
-// operation each transfer belongs to; _flight_record.py combines the two when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only. Of `simccl` over shared memory it sees nothing. Of
+// `simccl` over gloo it sees the transport's transfers: an all_reduce where the program called reduce_scatter_tensor,
+// or several transfers for one call. This file records what was called and which transfers belong to it;
+// _flight_record.py combines the two when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,8 +25,27 @@ struct Shape {
 
 std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors);
 
+class Transfer;
+
+// When an operation began and ended, in nanoseconds since 1970. Any thread.
+class Progress {
+ public:
+  explicit Progress(const std::vector<std::shared_ptr<Transfer>>& transfers);
+  void finish();
+  int64_t begun() const { return begun_; }
+
+  // 0: not yet. Looks, because nobody may be waiting.
+  int64_t finished();
+
+ private:
+  int64_t begun_;
+  std::atomic<int64_t> finished_{0};
+  std::vector<std::weak_ptr<Transfer>> transfers_; // expired: over
+};
+using ProgressPtr = std::shared_ptr<Progress>;
+
 struct RecordedOperation {
-  std::string transport; // what the transport calls itself in entries: see next_transport_name
+  std::string transport; // what the transport calls itself in entries, empty if it makes none: see next_transport_name
   uint64_t first;        // its transfers, first and last, by the transport's count
   uint64_t last;
   std::string name;
@@ -32,6 +54,7 @@ struct RecordedOperation {
   uint64_t sequence;       // of the operation in its group
   std::vector<Shape> inputs;
   std::vector<Shape> outputs;
+  ProgressPtr progress;
 };
 
 // A name for a transport, unique in this process. It takes the place of the group's description in the transport's

@@ -1,34 +1,61 @@
 #include "launcher.h"
 
-#include <Python.h>
-
-#include <cstddef>
-#include <functional>
+#include <algorithm>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "flight_record.h"
 #include "sim_work.h"
+#include "transport/transport.h"
 #include "transport_view.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim {
+namespace {
 
-Launcher::Launcher(c10::intrusive_ptr<c10d::Backend> transport)
-    : c10d::Backend(transport->getRank(), transport->getSize()), transport_(std::move(transport)) {
-  transport_->setGroupDesc(next_transport_name());
+struct Transports {
+  std::mutex mutex;
+  std::set<std::shared_ptr<Transport>> alive;
+};
+
+// Never freed: groups may outlive static objects.
+Transports& transports() {
+  static auto* made = new Transports();
+  return *made;
+}
+
+} // namespace
+
+Launcher::Launcher(std::shared_ptr<Transport> transport, int rank, int size)
+    : c10d::Backend(rank, size), transport_(std::move(transport)) {
+  std::lock_guard<std::mutex> lock(transports().mutex);
+  transports().alive.insert(transport_);
 }
 
 Launcher::~Launcher() {
-  if (aborted_) {
-    // The transport's destructor waits for its collectives, which cannot be stopped and may have lost their peers.
-    transport_.release();
-  } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-    // The transport's destructor joins its threads, which may be letting go of the last tensor of a work: that of a
-    // tensor known to Python takes the GIL.
-    PyThreadState* state = PyEval_SaveThread();
-    transport_.reset();
-    PyEval_RestoreThread(state);
+  WithoutGil without;
+  transport_->leave(/*broken=*/false);
+  {
+    std::lock_guard<std::mutex> lock(transports().mutex);
+    transports().alive.erase(transport_);
+  }
+  transport_.reset();
+}
+
+void settle_collectives() {
+  WithoutGil without;
+  std::vector<std::shared_ptr<Transport>> alive;
+  {
+    std::lock_guard<std::mutex> lock(transports().mutex);
+    alive.assign(transports().alive.begin(), transports().alive.end());
+  }
+  for (const auto& transport : alive) {
+    transport->settle();
   }
 }
 
@@ -41,15 +68,17 @@ void Launcher::startCoalescing() {
 WorkPtr Launcher::endCoalescing() {
   TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
   coalescing_ = false;
-  auto works = std::exchange(coalesced_, {});
+  std::vector<TransferPtr> transfers;
   Tensors outputs;
-  for (const auto& work : works) {
+  for (const auto& work : std::exchange(coalesced_, {})) {
+    transfers.insert(transfers.end(), work->transfers().begin(), work->transfers().end());
     const auto result = work->result();
     outputs.insert(outputs.end(), result.begin(), result.end());
   }
-  // Not tracked, because there may be transfers between two ranks among them: see Note [When a simccl work is done].
-  return c10::make_intrusive<SimWork>(
-      c10d::OpType::COALESCED, "coalesced", rank_, std::move(works), std::move(outputs), nullptr, sequence_);
+  auto work = c10::make_intrusive<SimWork>(
+      c10d::OpType::COALESCED, "coalesced", rank_, std::move(transfers), std::move(outputs), sequence_);
+  keep_for_abort(work);
+  return work;
 }
 
 void Launcher::waitForPendingWorks() {
@@ -59,6 +88,7 @@ void Launcher::waitForPendingWorks() {
 }
 
 void Launcher::abort() {
+  WithoutGil without;
   std::vector<c10::weak_intrusive_ptr<SimWork>> running;
   {
     std::lock_guard<std::mutex> lock(running_mutex_);
@@ -70,68 +100,74 @@ void Launcher::abort() {
       work->abort();
     }
   }
+  transport_->leave(/*broken=*/true);
 }
 
-WorkPtr Launcher::launch(const Operation& operation) {
+int Launcher::device_of(const Operation& operation) const {
+  std::optional<c10::Device> device = getBoundDeviceId();
+  const bool is_bound = device.has_value();
+  for (const auto* tensors : {&operation.inputs, &operation.outputs}) {
+    for (const auto& tensor : *tensors) {
+      if (!device.has_value()) {
+        device = tensor.device();
+      }
+      TORCH_CHECK_VALUE(
+          tensor.device() == *device, operation.name, " got a tensor on ", tensor.device(),
+          is_bound ? ", but its group is bound to " : " and one on ", *device,
+          is_bound ? "." : "; all tensors of a call must be on one device.");
+    }
+  }
+  // A process that sees one device only cannot tell it from its peers' by a number.
+  const bool has_tensors = !operation.inputs.empty() || !operation.outputs.empty();
+  return has_tensors && device_count() > 1 ? device->index() : -1;
+}
+
+WorkPtr Launcher::launch(Operation operation) {
   TORCH_CHECK(
       !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
-  const bool is_part = depth_ > 0;
+  const int device = device_of(operation);
+  WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
-  const auto transfers_before = transport_->getSequenceNumberForGroup();
-  auto started = start(operation);
-  if (is_collective && !is_part && !coalescing_) {
+  const auto transfers_before = transport_->transfers_started();
+  const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };
+  std::vector<TransferPtr> transfers;
+  for (auto& call : operation.calls) {
+    call.device = device;
+    transfers.push_back(transport_->start(std::move(call)));
+  }
+  if (is_collective && !coalescing_) {
     ++sequence_;
   }
+  auto record = std::make_shared<Progress>(transfers);
   auto work = c10::make_intrusive<SimWork>(
-      operation.kind, operation.name, rank_, std::move(started.works), operation.outputs, std::move(started.finish),
-      sequence_);
-  if (!is_part) {
-    work->set_hook(onCompletionHook_);
-  }
-  if (is_collective && !is_part) {
-    record_operation(
-        {transport_->getGroupDesc(), transfers_before + 1, transport_->getSequenceNumberForGroup(), operation.name,
-         getGroupUid(), getGroupDesc(), sequence_, shapes_of(operation.inputs), shapes_of(operation.outputs)});
-  }
+      operation.kind, operation.name, rank_, std::move(transfers), operation.outputs, sequence_);
+  work->set_hook(onCompletionHook_);
   if (is_collective) {
-    work->track();
+    work->set_record(record);
+    record_operation(
+        {transport_->record_name(), transfers_before + 1, transport_->transfers_started(), operation.name,
+         getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
+         std::move(record)});
   }
-  if (!is_part) {
-    remember(work);
+  remember(work);
+  if (!operation.asynchronous && !coalescing_) {
+    work->wait();
   }
   return work;
 }
 
-WorkPtr Launcher::launch_parts(
-    c10d::OpType kind, const char* name, const Tensors& inputs, const Tensors& outputs, size_t count,
-    std::function<WorkPtr(size_t)> part) {
-  return launch(
-      {kind, name, inputs, outputs, [count, part = std::move(part)] {
-         Started parts;
-         for (size_t i = 0; i < count; ++i) {
-           parts.works.emplace_back(part(i));
-         }
-         return parts;
-       }});
-}
-
-Started Launcher::start(const Operation& operation) {
-  struct Depth {
-    explicit Depth(int& value) : value_(++value) {}
-    ~Depth() { --value_; }
-    int& value_;
-  } depth(depth_);
-  return operation.start();
-}
-
 void Launcher::remember(const c10::intrusive_ptr<SimWork>& work) {
   if (coalescing_) {
-    coalesced_.emplace_back(work);
+    coalesced_.push_back(work);
   }
   if (onCompletionHook_) {
     std::erase_if(hooked_, [](const auto& earlier) { return earlier->is_over(); });
     hooked_.push_back(work);
   }
+  keep_for_abort(work);
+}
+
+void Launcher::keep_for_abort(const c10::intrusive_ptr<SimWork>& work) {
   std::unique_lock<std::mutex> lock(running_mutex_);
   std::erase_if(running_, [](const auto& earlier) { return earlier.expired(); });
   running_.emplace_back(work);

@@ -1,8 +1,10 @@
 #include "reduction.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "alias.h"
@@ -61,7 +63,7 @@ at::Tensor factor_of(const ReduceOp& op) {
 } // namespace
 
 Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size)
-    : op_(wanted), type_(type), staging_type_(staging_type_of(type)) {
+    : wanted_(wanted), op_(wanted), type_(type), staging_type_(staging_type_of(type)) {
   TORCH_CHECK_VALUE(
       !is_bitwise(wanted) || c10::isIntegralType(type, /*includeBool=*/true), "Cannot use a bitwise ReduceOp with ",
       type, " tensors; it is defined for integers and booleans.");
@@ -90,6 +92,21 @@ void Reduction::scale(at::Tensor& buffer) const {
   if (factor_.has_value()) {
     buffer.mul_(factor_->to(buffer.scalar_type()));
   }
+}
+
+at::Tensor Reduction::source(const at::Tensor& host) const {
+  const bool as_it_is = !staging_type_.has_value() && !factor_.has_value();
+  return (as_it_is ? same_bytes(host) : prepare_copy(host)).view({-1});
+}
+
+uint64_t Reduction::source_bytes(const at::Tensor& host) const {
+  return static_cast<uint64_t>(host.numel()) * c10::elementSize(staging_type_.value_or(type_));
+}
+
+at::Tensor Reduction::target(const at::Tensor& host) const {
+  return staging_type_.has_value()
+      ? at::empty({host.numel()}, host.options().dtype(*staging_type_))
+      : same_bytes(host).view({-1});
 }
 
 at::Tensor Reduction::prepare(const at::Tensor& host) const {

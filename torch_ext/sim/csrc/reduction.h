@@ -22,7 +22,17 @@ class Reduction {
   // Raises ValueError for a combination that has no meaning, such as AVG of booleans.
   Reduction(const c10d::ReduceOp& wanted, at::ScalarType type, int group_size);
 
+  c10d::ReduceOp::RedOpType wanted() const { return wanted_; }
   const c10d::ReduceOp& transport_op() const { return op_; }
+
+  // For a transport that copies what it reduces: the elements that ranks combine, in one dimension. Over the memory of
+  // `host` where nothing has to be changed, so it must not be written.
+  at::Tensor source(const at::Tensor& host) const;
+  uint64_t source_bytes(const at::Tensor& host) const;
+
+  // Where the combined elements go, in one dimension: over the memory of `host`, or for a type that has to be converted
+  // in memory of its own. `finish` turns them into the result.
+  at::Tensor target(const at::Tensor& host) const;
 
   // The tensor to reduce: over the memory of `host` where possible, otherwise a converted copy. Applies the factor.
   at::Tensor prepare(const at::Tensor& host) const;
@@ -37,6 +47,7 @@ class Reduction {
   at::Tensor same_bytes(const at::Tensor& host) const;
   void scale(at::Tensor& buffer) const;
 
+  c10d::ReduceOp::RedOpType wanted_;
   c10d::ReduceOp op_;
   at::ScalarType type_;
   std::optional<at::ScalarType> staging_type_;

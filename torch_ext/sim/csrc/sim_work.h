@@ -1,16 +1,16 @@
 // Works of the backend `simccl`.
 //
 // Note [When a simccl work is done]
-// The transport (gloo) moves the bytes on its own threads. A collective's work completes on such a thread, after the
-// work's `finish` step has run there (dividing for AVG, copying out of a staging buffer). Point-to-point transfers have
-// no thread of gloo's: they complete when somebody waits, so a watcher thread is started when the future or the state
-// of one is asked for, and not before. `wait` blocks the calling thread, which for a device that runs eagerly is the
-// same as blocking its current stream.
+// An operation with `async_op=False` is done when its call returns, whoever called it. An asynchronous one has read its
+// inputs when its call returns; this rank's part of the rest is done by the thread that waits for it, polls it, asks
+// for its future, synchronizes the device, or waits for a later operation of its group. Peers depend on none of these.
+//
+// `wait` blocks the calling thread, which for a device that runs kernels at once is the same as blocking its current
+// stream. A future is complete when it is handed out, so that callbacks run on the thread that adds them: the one that
+// launches, for DDP's hooks, in the same order on all ranks. An operation that failed has a future that says so.
 //
 // Note [Aborting]
-// `abort` fails a work that is not over with a RuntimeError, for whoever waits for it and for its future. A transfer
-// between two ranks is really given up. A collective that the transport has begun cannot be: the transport goes on
-// with it until its time limit, on memory that its works keep alive, and nobody listens.
+// `abort` fails a work that is not over with a RuntimeError, for whoever waits for it and for its future.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,10 +18,12 @@
 
 #include <chrono>
 #include <functional>
-#include <future>
+#include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
+
+#include "flight_record.h"
+#include "transport/transport.h"
 
 namespace torch_ext::sim {
 
@@ -30,21 +32,23 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class SimWork : public c10d::Work {
  public:
-  // name: for messages. outputs: the device tensors that hold the result. finish: runs once, when every transport work
-  // has succeeded.
+  // name: for messages. outputs: the device tensors that hold the result.
   SimWork(
-      c10d::OpType kind, const char* name, int rank, std::vector<WorkPtr> transport, std::vector<at::Tensor> outputs,
-      std::function<void()> finish, uint64_t sequence);
+      c10d::OpType kind, const char* name, int rank, std::vector<TransferPtr> transfers,
+      std::vector<at::Tensor> outputs, uint64_t sequence);
   ~SimWork() override = default;
 
-  // Calls `done` once, when the work has completed, whether it succeeded or not. Set before `track`.
+  // Calls `done` once, when the work has completed, whether it succeeded or not.
   void set_hook(std::function<void(std::shared_ptr<c10d::WorkInfo>)> hook) { hook_ = std::move(hook); }
 
-  // Completes the future from the transport's own futures. For collectives, called once.
-  void track();
+  // Where to write down that it is over.
+  void set_record(ProgressPtr record) { record_ = std::move(record); }
 
-  // Whether it has completed, as far as is known without asking the transport.
+  // Whether it has completed, as far as is known without looking.
   bool is_over() const { return future_->completed(); }
+
+  // Waits and does this rank's part. Raises nothing; the future tells.
+  void drive(std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -59,27 +63,20 @@ class SimWork : public c10d::Work {
   // A weak pointer, such as the launcher's, keeps the object: what it holds is let go of with the last owner.
   void release_resources() override;
 
+  const std::vector<TransferPtr>& transfers() const { return transfers_; }
+
  private:
-  // Of an untracked work: waits for the transport and completes. Raises nothing; the future tells.
-  void finish_transport(std::chrono::milliseconds timeout);
-  void watch();
   void complete(const std::exception_ptr& error);
-  std::exception_ptr error(const std::string& what) const;
 
   const char* name_;
-  std::vector<WorkPtr> transport_;
+  std::vector<TransferPtr> transfers_;
   std::vector<at::Tensor> outputs_;
-  std::function<void()> finish_;
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> hook_;
+  ProgressPtr record_;
   FuturePtr future_;
   uint64_t sequence_;
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
-  bool tracked_ = false;       // the transport's futures complete this work
-  bool watched_ = false;       // a watcher thread does
-  std::mutex transport_mutex_; // held by the one thread that waits for an untracked transport
   std::once_flag completed_once_;
-  std::promise<void> over_; // the future has no wait with a time limit
-  std::shared_future<void> is_over_ = over_.get_future().share();
 };
 
 } // namespace torch_ext::sim

@@ -1,21 +1,22 @@
 // The process group backend `simccl`: collectives on device tensors.
 //
-// It hands aliases of its tensors (transport_view.h) to a transport, a gloo backend of the same group, and adds what
-// NCCL offers and gloo lacks: reductions (reduction.h), element types, lists of unequal sizes, coalescing, splitting,
-// futures that carry devices (sim_work.h). Each operation below checks its tensors when it is called and says how it
-// starts; it does start in one place, see Note [Where operations start].
+// Each operation checks its tensors when it is called and describes itself as one or more Calls (transport/transport.h)
+// on aliases of their memory. They start in one place, see Note [Where operations start]; a transport carries them.
 #include "simccl.h"
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
-#include <numeric>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,14 @@
 #include "launcher.h"
 #include "reduction.h"
 #include "sim_work.h"
+#include "stream.h"
+#include "transport/fold.h"
+#include "transport/gloo.h"
+#include "transport/rendezvous.h"
+#include "transport/shared_memory.h"
+#include "transport/transport.h"
 #include "transport_view.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -56,28 +64,39 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
       inputs.size(), ".");
 }
 
-bool same_sizes(const Tensors& tensors, const at::Tensor& like) {
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() != like.numel()) {
-      return false;
-    }
-  }
-  return true;
+std::string setting(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? "" : text;
 }
 
-std::vector<int64_t> numels(const Tensors& tensors) {
-  std::vector<int64_t> sizes;
-  for (const auto& tensor : tensors) {
-    sizes.push_back(tensor.numel());
+// Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend, in Python, where gloo's constructor is.
+// Set once, never freed.
+pybind11::object* gloo_factory = nullptr;
+
+std::shared_ptr<Transport> make_transport(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
+    std::chrono::milliseconds timeout) {
+  WithoutGil without;
+  const auto kind = setting("TORCH_EXT_SIM_TRANSPORT");
+  TORCH_CHECK_VALUE(
+      kind.empty() || kind == "shared" || kind == "gloo", "TORCH_EXT_SIM_TRANSPORT=", kind,
+      ": expected shared or gloo.");
+  const auto order = setting("TORCH_EXT_SIM_REDUCE");
+  const int size = static_cast<int>(global_ranks.size());
+  auto members = meet(store, rank, size, timeout, kind != "gloo", "TORCH_EXT_SIM_REDUCE=" + order);
+  if (!members.empty()) {
+    return std::make_shared<SharedMemory>(std::move(members), rank, global_ranks, FoldOrder::parse(order), timeout);
   }
-  return sizes;
+  TORCH_CHECK(
+      kind != "shared",
+      "TORCH_EXT_SIM_TRANSPORT=shared, but the ranks of this group cannot map one another's memory: they "
+      "run on several hosts, in several containers or as several users. Unset it to use gloo there.");
+  pybind11::gil_scoped_acquire gil;
+  auto made = (*gloo_factory)(store, rank, size, timeout);
+  return std::make_shared<Gloo>(made.cast<c10::intrusive_ptr<c10d::Backend>>());
 }
 
 } // namespace
-
-// Makes a transport for a group that is split off: (store, rank, size, timeout) -> Backend, in Python, where gloo's
-// constructor is. Set once, never freed.
-pybind11::object* transport_factory = nullptr;
 
 class SimCCL final : public Launcher {
  public:
@@ -86,30 +105,29 @@ class SimCCL final : public Launcher {
     explicit SimOptions(std::chrono::milliseconds timeout) : c10d::Backend::Options("simccl", timeout) {}
   };
 
-  // store: the group's, which its ranks share.
+  // store: the group's, which its ranks share. Blocks until all of them are there.
   SimCCL(
-      c10::intrusive_ptr<c10d::Backend> transport, c10::intrusive_ptr<c10d::Store> store,
+      c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
       std::chrono::milliseconds timeout)
-      : Launcher(std::move(transport)), store_(std::move(store)), options_(c10::make_intrusive<SimOptions>(timeout)) {
+      : Launcher(make_transport(store, rank, global_ranks, timeout), rank, static_cast<int>(global_ranks.size())),
+        store_(std::move(store)),
+        options_(c10::make_intrusive<SimOptions>(timeout)) {
+    options_->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
     init();
   }
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  std::string transport_kind() const { return transport_->record_name().empty() ? "shared" : "gloo"; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
-    transport_->setTimeout(timeout);
+    transport_->set_timeout(timeout);
   }
   void setGroupUid(const std::string& name) override {
     c10d::Backend::setGroupUid(name);
-    transport_->setGroupUid(name);
+    transport_->set_name(name);
   }
-  void enableCollectivesTiming() override { transport_->enableCollectivesTiming(); }
-  void shutdown() override { transport_->shutdown(); }
-  c10d::ErrorType getError() override { return transport_->getError(); }
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
-    transport_->monitoredBarrier(options, wait_all_ranks);
-  }
+  void enableCollectivesTiming() override {}
 
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -129,59 +147,255 @@ class SimCCL final : public Launcher {
       return nullptr;
     }
     const auto timeout = options != nullptr ? options->timeout : options_->timeout;
-    auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
-    pybind11::gil_scoped_acquire gil;
-    auto part =
-        (*transport_factory)(c10::intrusive_ptr<c10d::Store>(store), place - ranks.begin(), ranks.size(), timeout);
-    return c10::make_intrusive<SimCCL>(part.cast<c10::intrusive_ptr<c10d::Backend>>(), store, timeout);
+    std::vector<int64_t> global_ranks;
+    global_ranks.reserve(ranks.size());
+    for (const int member : ranks) {
+      global_ranks.push_back(static_cast<int64_t>(options_->global_ranks_in_group[static_cast<size_t>(member)]));
+    }
+    return c10::make_intrusive<SimCCL>(
+        c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(place - ranks.begin()), global_ranks,
+        timeout);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return launch(
-        {OpType::BROADCAST, "broadcast", tensors, tensors,
-         [=, this, hosts = Tensors{transport_view(single(tensors, "broadcast"))}]() mutable {
-           return Started{{transport_->broadcast(hosts, options)}};
-         }});
+    Call call{OpType::BROADCAST, "broadcast"};
+    call.outputs = {transport_view(single(tensors, "broadcast"))};
+    call.root = checked_root(options.rootRank);
+    if (call.root == rank_) {
+      call.inputs = call.outputs;
+    }
+    return launch_one(std::move(call), "broadcast", tensors, tensors, options);
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    const at::Tensor host = checked_alias(single(tensors, "all_reduce"));
-    const Reduction reduction(options.reduceOp, host.scalar_type(), size_);
-    return launch(
-        {OpType::ALLREDUCE, "all_reduce", tensors, tensors, [=, this] {
-           const at::Tensor buffer = reduction.prepare(host);
-           return Started{
-               {reduce_everywhere(buffer, reduction, options.timeout)}, [=] { reduction.finish(buffer, host); }};
-         }});
+    return launch_one(
+        all_reduce_of(single(tensors, "all_reduce"), "all_reduce", options), "all_reduce", tensors, tensors, options);
   }
 
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return launch_parts(
-        OpType::ALLREDUCE_COALESCED, "allreduce_coalesced", tensors, tensors, tensors.size(), [=, this](size_t i) {
-          Tensors one{tensors[i]};
-          return allreduce(one, options);
-        });
+    constexpr const char* kName = "allreduce_coalesced";
+    std::vector<Call> calls;
+    calls.reserve(tensors.size());
+    for (const auto& tensor : tensors) {
+      calls.push_back(all_reduce_of(tensor, kName, options));
+    }
+    return launch({OpType::ALLREDUCE_COALESCED, kName, tensors, tensors, options.asyncOp, std::move(calls)});
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    const at::Tensor host = checked_alias(single(tensors, "reduce"));
-    return reduce_to(host, options.rootRank, options.reduceOp, options.timeout, host, tensors, tensors);
+    Call call{OpType::REDUCE, "reduce"};
+    call.inputs = {transport_view(single(tensors, "reduce"))};
+    call.root = checked_root(options.rootRank);
+    if (call.root == rank_) {
+      call.outputs = call.inputs;
+    }
+    call.reduction = reduction_of(options.reduceOp, tensors.front());
+    return launch_one(std::move(call), "reduce", tensors, tensors, options);
   }
 
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    const auto& input = single(inputs, "all_gather");
     TORCH_CHECK_VALUE(outputs.size() == 1, "simccl expects one list of outputs, but got ", outputs.size(), ".");
-    if (!same_sizes(outputs.front(), input)) {
-      return gather_unequal(outputs.front(), inputs, options.timeout);
-    }
-    return launch(
-        {OpType::ALLGATHER, "all_gather", inputs, outputs.front(),
-         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
-           return Started{{transport_->allgather(to, from, options)}};
-         }});
+    return launch_one(
+        all_gather_of(outputs.front(), single(inputs, "all_gather"), "all_gather"), "all_gather", inputs,
+        outputs.front(), options);
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return launch_one(
+        whole_gather_of(output, input, "_all_gather_base"), "_all_gather_base", {input}, {output}, options);
+  }
+
+  // outputs[r][i] receives inputs[i] of rank r.
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    constexpr const char* kName = "all_gather_coalesced";
+    std::vector<Call> calls;
+    calls.reserve(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      Tensors column;
+      for (const auto& of_rank : outputs) {
+        column.push_back(of_rank.at(i));
+      }
+      calls.push_back(all_gather_of(column, inputs[i], kName));
+    }
+    return launch(
+        {OpType::ALLGATHER_COALESCED, kName, inputs, flatten(outputs), options.asyncOp,
+         with_timeout(std::move(calls), options.timeout)});
+  }
+
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    constexpr const char* kName = "all_gather_into_tensor_coalesced";
+    check_pairs(outputs, inputs);
+    std::vector<Call> calls;
+    calls.reserve(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      calls.push_back(whole_gather_of(outputs[i], inputs[i], kName));
+    }
+    return launch(
+        {OpType::COALESCED, kName, inputs, outputs, options.asyncOp, with_timeout(std::move(calls), options.timeout)});
+  }
+
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    Call call{OpType::GATHER, "gather"};
+    call.inputs = {transport_view(single(inputs, "gather"))};
+    call.root = checked_root(options.rootRank);
+    check_list(outputs, call.root, "gather", "output", inputs.front());
+    call.outputs = transport_view(flatten(outputs));
+    return launch_one(std::move(call), "gather", inputs, outputs.empty() ? inputs : flatten(outputs), options);
+  }
+
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
+    Call call{OpType::SCATTER, "scatter"};
+    call.outputs = {transport_view(single(outputs, "scatter"))};
+    call.root = checked_root(options.rootRank);
+    check_list(inputs, call.root, "scatter", "input", outputs.front());
+    call.inputs = transport_view(flatten(inputs));
+    return launch_one(std::move(call), "scatter", flatten(inputs), outputs, options);
+  }
+
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
+    const auto& output = single(outputs, "reduce_scatter");
+    TORCH_CHECK_VALUE(
+        inputs.size() == 1 && inputs.front().size() == static_cast<size_t>(size_),
+        "simccl expects one list with a tensor for each of the ", size_, " ranks.");
+    const Tensors& parts = inputs.front();
+    check_types(parts, output);
+    TORCH_CHECK_VALUE(
+        parts[rank_].numel() == output.numel(), "The output has ", output.numel(),
+        " elements, but this rank's input has ", parts[rank_].numel(), ".");
+    Call call{OpType::REDUCE_SCATTER, "reduce_scatter"};
+    call.inputs = transport_view(parts);
+    call.outputs = {transport_view(output)};
+    call.reduction = reduction_of(options.reduceOp, output);
+    return launch_one(std::move(call), "reduce_scatter", parts, outputs, options);
+  }
+
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    constexpr const char* kName = "_reduce_scatter_base";
+    return launch_one(whole_scatter_of(output, input, kName, options), kName, {input}, {output}, options);
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    constexpr const char* kName = "reduce_scatter_tensor_coalesced";
+    check_pairs(outputs, inputs);
+    std::vector<Call> calls;
+    calls.reserve(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      calls.push_back(whole_scatter_of(outputs[i], inputs[i], kName, options));
+    }
+    return launch(
+        {kReduceScatterTensors, kName, inputs, outputs, options.asyncOp,
+         with_timeout(std::move(calls), options.timeout)});
+  }
+
+  WorkPtr alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override {
+    check_types({input}, output);
+    Call call{OpType::ALLTOALL, "all_to_all"};
+    call.inputs = transport_rows(input, input_splits, size_);
+    call.outputs = transport_rows(output, output_splits, size_);
+    return launch_one(std::move(call), "all_to_all", {input}, {output}, options, OpType::ALLTOALL_BASE);
+  }
+
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    const auto group = static_cast<size_t>(size_);
+    TORCH_CHECK_VALUE(
+        outputs.size() == group && inputs.size() == group, "all_to_all expects a tensor for each of the ", size_,
+        " ranks, but got ", outputs.size(), " outputs and ", inputs.size(), " inputs.");
+    check_types(inputs, outputs.front());
+    check_types(outputs, outputs.front());
+    Call call{OpType::ALLTOALL, "all_to_all"};
+    call.inputs = transport_view(inputs);
+    call.outputs = transport_view(outputs);
+    return launch_one(std::move(call), "all_to_all", inputs, outputs, options);
+  }
+
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    Call call{OpType::SEND, "send"};
+    call.inputs = {transport_view(single(tensors, "send"))};
+    return launch_transfer(std::move(call), "send", tensors, tensors, checked_root(destination), tag);
+  }
+  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+    Call call{OpType::RECV, "recv"};
+    call.outputs = {transport_view(single(tensors, "recv"))};
+    return launch_transfer(std::move(call), "recv", {}, tensors, checked_root(source), tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    Call call{OpType::RECVANYSOURCE, "recv"};
+    call.outputs = {transport_view(single(tensors, "recv"))};
+    return launch_transfer(std::move(call), "recv", {}, tensors, -1, tag);
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    return launch_one({OpType::BARRIER, "barrier"}, "barrier", {}, {}, options);
+  }
+
+ private:
+  template <typename Options>
+  WorkPtr launch_one(
+      Call call, const char* name, const Tensors& inputs, const Tensors& outputs, const Options& options,
+      std::optional<OpType> kind = std::nullopt) {
+    call.timeout = options.timeout;
+    const OpType known_as = kind.value_or(call.kind);
+    std::vector<Call> calls;
+    calls.push_back(std::move(call));
+    return launch({known_as, name, inputs, outputs, options.asyncOp, std::move(calls)});
+  }
+
+  WorkPtr launch_transfer(
+      Call call, const char* name, const Tensors& inputs, const Tensors& outputs, int peer, int tag) {
+    call.root = peer;
+    call.tag = tag;
+    const OpType kind = call.kind;
+    std::vector<Call> calls;
+    calls.push_back(std::move(call));
+    return launch({kind, name, inputs, outputs, /*asynchronous=*/true, std::move(calls)});
+  }
+
+  static std::vector<Call> with_timeout(std::vector<Call> calls, std::chrono::milliseconds timeout) {
+    for (auto& call : calls) {
+      call.timeout = timeout;
+    }
+    return calls;
+  }
+
+  int checked_root(int64_t rank) const {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size_, "Invalid rank ", rank, ": expected one of the group's ", size_, " ranks.");
+    return static_cast<int>(rank);
+  }
+
+  Reduction reduction_of(const c10d::ReduceOp& wanted, const at::Tensor& tensor) const {
+    return {wanted, tensor.scalar_type(), size_};
+  }
+
+  Call all_reduce_of(const at::Tensor& tensor, const char* name, const c10d::AllreduceOptions& options) const {
+    Call call{OpType::ALLREDUCE, name};
+    call.inputs = {transport_view(tensor)};
+    call.outputs = call.inputs;
+    call.reduction = reduction_of(options.reduceOp, tensor);
+    call.timeout = options.timeout;
+    return call;
+  }
+
+  Call all_gather_of(const Tensors& outputs, const at::Tensor& input, const char* name) const {
+    TORCH_CHECK_VALUE(
+        outputs.size() == static_cast<size_t>(size_), "all_gather expects an output for each of the ", size_,
+        " ranks, but got ", outputs.size(), ".");
+    check_types(outputs, input);
+    TORCH_CHECK_VALUE(
+        outputs[rank_].numel() == input.numel(), "The input has ", input.numel(),
+        " elements, but the output for this rank has ", outputs[rank_].numel(), ".");
+    Call call{OpType::ALLGATHER, name};
+    call.inputs = {transport_view(input)};
+    call.outputs = transport_view(outputs);
+    return call;
+  }
+
+  Call whole_gather_of(const at::Tensor& output, const at::Tensor& input, const char* name) const {
     TORCH_CHECK_VALUE(
         output.scalar_type() == input.scalar_type(), "output tensor must have the same type as input tensor, but got ",
         output.scalar_type(), " and ", input.scalar_type(), ".");
@@ -189,224 +403,57 @@ class SimCCL final : public Launcher {
         output.numel() == input.numel() * size_,
         "output tensor size must be equal to world_size times input tensor size: got ", output.numel(), ", expected ",
         input.numel() * size_, ".");
-    return launch(
-        {OpType::_ALLGATHER_BASE,
-         "_all_gather_base",
-         {input},
-         {output},
-         [=, this, to = transport_view(output), from = transport_view(input)]() mutable {
-           return Started{{transport_->_allgather_base(to, from, options)}};
-         }});
+    Call call{OpType::ALLGATHER, name};
+    call.inputs = {transport_view(input)};
+    call.outputs = transport_parts(output, size_);
+    return call;
   }
 
-  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    // outputs[r][i] receives inputs[i] of rank r
-    return launch_parts(
-        OpType::ALLGATHER_COALESCED, "all_gather_coalesced", inputs, flatten(outputs), inputs.size(),
-        [=, this](size_t i) {
-          TensorLists column(1);
-          for (const auto& of_rank : outputs) {
-            column.front().push_back(of_rank.at(i));
-          }
-          Tensors one{inputs[i]};
-          return allgather(column, one, options);
-        });
-  }
-
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    check_pairs(outputs, inputs);
-    return launch_parts(
-        OpType::COALESCED, "all_gather_into_tensor_coalesced", inputs, outputs, inputs.size(), [=, this](size_t i) {
-          at::Tensor output = outputs[i], input = inputs[i];
-          return _allgather_base(output, input, options);
-        });
-  }
-
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return launch(
-        {OpType::GATHER, "gather", inputs, outputs.empty() ? inputs : flatten(outputs),
-         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
-           return Started{{transport_->gather(to, from, options)}};
-         }});
-  }
-
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
-    return launch(
-        {OpType::SCATTER, "scatter", flatten(inputs), outputs,
-         [=, this, to = transport_view(outputs), from = transport_view(inputs)]() mutable {
-           return Started{{transport_->scatter(to, from, options)}};
-         }});
-  }
-
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
-    const at::Tensor host_output = checked_alias(single(outputs, "reduce_scatter"));
-    TORCH_CHECK_VALUE(
-        inputs.size() == 1 && inputs.front().size() == static_cast<size_t>(size_),
-        "simccl expects one list with a tensor for each of the ", size_, " ranks.");
-    const Tensors& parts = inputs.front();
-    TORCH_CHECK_VALUE(
-        parts[rank_].numel() == host_output.numel(), "The output has ", host_output.numel(),
-        " elements, but this rank's input has ", parts[rank_].numel(), ".");
-    return launch_parts(OpType::REDUCE_SCATTER, "reduce_scatter", parts, outputs, parts.size(), [=, this](size_t root) {
-      const Tensors result = root == static_cast<size_t>(rank_) ? outputs : Tensors();
-      return reduce_to(
-          checked_alias(parts[root]), static_cast<int64_t>(root), options.reduceOp, options.timeout, host_output,
-          {parts[root]}, result, /*keep_input=*/true);
-    });
-  }
-
-  WorkPtr _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    const at::Tensor host_input = checked_alias(input);
-    const at::Tensor host_output = checked_alias(output);
+  Call whole_scatter_of(
+      const at::Tensor& output, const at::Tensor& input, const char* name,
+      const c10d::ReduceScatterOptions& options) const {
     TORCH_CHECK_VALUE(
         input.scalar_type() == output.scalar_type(),
         "input tensor must be the same type as the output tensor, but got ", input.scalar_type(), " and ",
         output.scalar_type(), ".");
     TORCH_CHECK_VALUE(
-        host_input.numel() == host_output.numel() * size_,
-        "input tensor must be the same size as output size times world size: got ", host_input.numel(), ", expected ",
-        host_output.numel() * size_, ".");
-    const Reduction reduction(options.reduceOp, host_input.scalar_type(), size_);
-    return launch(
-        {OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base", {input}, {output}, [=, this] {
-           const at::Tensor buffer = reduction.prepare_copy(host_input);
-           return Started{
-               {reduce_everywhere(buffer, reduction, options.timeout)}, [=, this] {
-                 const at::Tensor own = buffer.contiguous().view({size_, -1}).select(0, rank_);
-                 finish_into(host_output, own, reduction);
-               }};
-         }});
+        input.numel() == output.numel() * size_,
+        "input tensor must be the same size as output size times world size: got ", input.numel(), ", expected ",
+        output.numel() * size_, ".");
+    Call call{OpType::REDUCE_SCATTER, name};
+    call.inputs = transport_parts(input, size_);
+    call.outputs = {transport_view(output)};
+    call.reduction = reduction_of(options.reduceOp, output);
+    call.timeout = options.timeout;
+    return call;
   }
 
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    check_pairs(outputs, inputs);
-    return launch_parts(
-        kReduceScatterTensors, "reduce_scatter_tensor_coalesced", inputs, outputs, inputs.size(), [=, this](size_t i) {
-          at::Tensor output = outputs[i], input = inputs[i];
-          return _reduce_scatter_base(output, input, options);
-        });
+  static void check_types(const Tensors& tensors, const at::Tensor& like) {
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK_VALUE(
+          tensor.scalar_type() == like.scalar_type(), "Tensors of one call must have one type, but got ",
+          tensor.scalar_type(), " and ", like.scalar_type(), ".");
+    }
   }
 
-  WorkPtr alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-      const c10d::AllToAllOptions& options) override {
-    return launch(
-        {OpType::ALLTOALL_BASE,
-         "all_to_all",
-         {input},
-         {output},
-         [=, this, to = transport_rows(output), from = transport_rows(input)]() mutable {
-           auto to_splits = transport_splits(output_splits, output, to);
-           auto from_splits = transport_splits(input_splits, input, from);
-           return Started{{transport_->alltoall_base(to, from, to_splits, from_splits, options)}};
-         }});
-  }
-
-  // The transport takes one tensor a side, which is cut by element counts.
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    const auto group = static_cast<size_t>(size_);
+  // What the root of a gather or scatter has and nobody else: a tensor for each rank, alike in type and size.
+  void check_list(
+      const TensorLists& lists, int root, const char* name, const char* what, const at::Tensor& like) const {
+    const bool is_root = root == rank_;
+    const size_t expected = is_root ? static_cast<size_t>(size_) : 0;
+    const size_t given = lists.empty() ? 0 : lists.front().size();
     TORCH_CHECK_VALUE(
-        outputs.size() == group && inputs.size() == group, "all_to_all expects a tensor for each of the ", size_,
-        " ranks, but got ", outputs.size(), " outputs and ", inputs.size(), " inputs.");
-    return launch(
-        {OpType::ALLTOALL, "all_to_all", inputs, outputs,
-         [=, this, to = transport_view(outputs), from = transport_view(inputs)] {
-           auto to_splits = numels(to);
-           auto from_splits = numels(from);
-           at::Tensor flat_from = at::cat(from);
-           at::Tensor flat_to =
-               at::empty({std::accumulate(to_splits.begin(), to_splits.end(), int64_t{0})}, flat_from.options());
-           return Started{
-               {transport_->alltoall_base(flat_to, flat_from, to_splits, from_splits, options)}, [=] {
-                 const auto parts = flat_to.split_with_sizes(numels(to));
-                 for (size_t i = 0; i < parts.size(); ++i) {
-                   to[i].copy_(parts[i]);
-                 }
-               }};
-         }});
-  }
-
-  WorkPtr send(Tensors& tensors, int destination, int tag) override {
-    return launch(
-        {OpType::SEND, "send", tensors, tensors, [=, this, hosts = one_alias(tensors, "send")]() mutable {
-           return Started{{transport_->send(hosts, destination, tag)}};
-         }});
-  }
-  WorkPtr recv(Tensors& tensors, int source, int tag) override {
-    return launch(
-        {OpType::RECV, "recv", {}, tensors, [=, this, hosts = one_alias(tensors, "recv")]() mutable {
-           return Started{{transport_->recv(hosts, source, tag)}};
-         }});
-  }
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    return launch(
-        {OpType::RECVANYSOURCE, "recv", {}, tensors, [=, this, hosts = one_alias(tensors, "recv")]() mutable {
-           return Started{{transport_->recvAnysource(hosts, tag)}};
-         }});
-  }
-
-  WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return launch({OpType::BARRIER, "barrier", {}, {}, [=, this] { return Started{{transport_->barrier(options)}}; }});
-  }
-
- private:
-  static Tensors one_alias(const Tensors& tensors, const char* what) { return {checked_alias(single(tensors, what))}; }
-
-  WorkPtr reduce_everywhere(const at::Tensor& buffer, const Reduction& reduction, std::chrono::milliseconds timeout) {
-    c10d::AllreduceOptions options;
-    options.reduceOp = reduction.transport_op();
-    options.timeout = timeout;
-    Tensors hosts{buffer};
-    return transport_->allreduce(hosts, options);
-  }
-
-  // Reduces `host` over the group into `target` of rank `root`. Elsewhere nothing is written: the transport uses other
-  // ranks' buffers for partial results, so they get a copy.
-  WorkPtr reduce_to(
-      const at::Tensor& host, int64_t root, const c10d::ReduceOp& op, std::chrono::milliseconds timeout,
-      const at::Tensor& target, const Tensors& inputs, const Tensors& outputs, bool keep_input = false) {
-    const Reduction reduction(op, host.scalar_type(), size_);
-    return launch(
-        {OpType::REDUCE, "reduce", inputs, outputs, [=, this] {
-           const bool is_root = root == rank_;
-           const at::Tensor buffer = is_root && !keep_input ? reduction.prepare(host) : reduction.prepare_copy(host);
-           c10d::ReduceOptions options;
-           options.reduceOp = reduction.transport_op();
-           options.rootRank = root;
-           options.timeout = timeout;
-           Tensors hosts{buffer};
-           return Started{
-               {transport_->reduce(hosts, options)}, [=] {
-                 if (is_root) {
-                   finish_into(target, buffer, reduction);
-                 }
-               }};
-         }});
-  }
-
-  static void finish_into(const at::Tensor& target, const at::Tensor& reduced, const Reduction& reduction) {
-    const at::Tensor shaped = target.is_complex() ? at::view_as_real(target) : target;
-    reduction.finish(reduced.view(shaped.sizes()), target);
-  }
-
-  // Every rank broadcasts its part, since the transport gathers equal sizes only.
-  WorkPtr gather_unequal(Tensors& outputs, const Tensors& inputs, std::chrono::milliseconds timeout) {
-    TORCH_CHECK_VALUE(
-        outputs.size() == static_cast<size_t>(size_), "all_gather expects an output for each of the ", size_,
-        " ranks, but got ", outputs.size(), ".");
-    return launch_parts(OpType::ALLGATHER, "all_gather", inputs, outputs, outputs.size(), [=, this](size_t root) {
-      Tensors one{outputs[root]};
-      if (root == static_cast<size_t>(rank_)) {
-        one.front().copy_(inputs.front());
-      }
-      c10d::BroadcastOptions options;
-      options.rootRank = static_cast<int64_t>(root);
-      options.timeout = timeout;
-      return broadcast(one, options);
-    });
+        lists.size() <= 1 && given == expected, name, " expects ", expected, " ", what, " tensors on rank ", rank_,
+        is_root ? ", the root," : ", which is not the root,", " but got ", given, ".");
+    for (size_t i = 0; i < given; ++i) {
+      const auto& tensor = lists.front()[i];
+      TORCH_CHECK(
+          tensor.numel() == like.numel(), name, ": invalid tensor size at index ", i, " (expected (",
+          c10::Join(", ", like.sizes()), "), got (", c10::Join(", ", tensor.sizes()), "))");
+    }
+    if (given > 0) {
+      check_types(lists.front(), like);
+    }
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -416,7 +463,8 @@ class SimCCL final : public Launcher {
 
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
-  m.def("set_transport_factory", [](const py::function& factory) { transport_factory = new py::object(factory); });
+  set_settle(settle_collectives);
+  m.def("set_gloo_factory", [](const py::function& factory) { gloo_factory = new py::object(factory); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")
       .def("__deepcopy__", [](const SimCCL::SimOptions& self, const py::dict& /*memo*/) {
@@ -424,9 +472,14 @@ void bind_simccl(pybind11::module_& m) {
       });
   backend
       .def(
-          py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>, std::chrono::milliseconds>(),
-          py::arg("transport"), py::arg("store"), py::arg("timeout"))
+          py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
+                      std::chrono::milliseconds timeout) {
+            return c10::make_intrusive<SimCCL>(std::move(store), rank, global_ranks, timeout);
+          }),
+          py::arg("store"), py::arg("rank"), py::arg("global_ranks"), py::arg("timeout"),
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &SimCCL::getBackendOptions)
+      .def_property_readonly("transport", &SimCCL::transport_kind)
       // Ranks outside a new group take part in its creation with backends that must be split by all; ours need not.
       .def("perform_nocolor_split", [](SimCCL& /*self*/, const c10::Device& /*device*/) {});
 }

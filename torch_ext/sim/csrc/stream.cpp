@@ -22,6 +22,7 @@ struct StreamTable {
 };
 
 std::array<StreamTable, kMaxDevices> tables;
+void (*settle_others)() = nullptr;
 thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 
 int64_t now() {
@@ -154,7 +155,14 @@ void synchronize(c10::Stream stream) {
   sleep_until(horizon(stream));
 }
 
+void set_settle(void (*settle)()) {
+  settle_others = settle;
+}
+
 void synchronize_device(c10::DeviceIndex device) {
+  if (settle_others != nullptr) {
+    settle_others();
+  }
   const auto& horizons = tables[device].horizons;
   sleep_until(*std::max_element(horizons.begin(), horizons.end()));
 }

@@ -35,6 +35,9 @@ bool is_idle(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 
+// What a device does besides kernels: `settle` runs, without the GIL, when somebody waits for a whole device. Set once.
+void set_settle(void (*settle)());
+
 // Keeps the current stream of the current device busy for `nanoseconds` more. Returns at once.
 void sleep(int64_t nanoseconds);
 

@@ -1,6 +1,8 @@
 #include "transport_view.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "alias.h"
@@ -8,7 +10,7 @@
 
 namespace torch_ext::sim {
 
-at::Tensor checked_alias(const at::Tensor& tensor) {
+at::Tensor transport_view(const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.device().type() == kSim, "simccl works on sim tensors, but got a tensor on ", tensor.device(),
       ". Use a group with a backend for that device, such as 'cpu:gloo,sim:simccl'.");
@@ -19,53 +21,63 @@ at::Tensor checked_alias(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
       alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(),
       " with strides ", alias.strides(), ".");
-  return alias.is_contiguous() ? alias : alias.as_strided({alias.numel()}, {1});
-}
-
-at::Tensor transport_rows(const at::Tensor& tensor) {
-  at::Tensor alias = checked_alias(tensor);
-  switch (alias.scalar_type()) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kChar:
-    case at::kByte:
-    case at::kInt:
-    case at::kLong:
-      return alias;
-    default:
-      return (alias.dim() == 0 ? alias.view({1}) : alias).view(at::kByte);
-  }
-}
-
-at::Tensor transport_view(const at::Tensor& tensor) {
-  return transport_rows(tensor).view({-1});
+  return alias.as_strided({alias.numel()}, {1});
 }
 
 Tensors transport_view(const Tensors& tensors) {
-  Tensors aliases;
-  aliases.reserve(tensors.size());
+  Tensors views;
+  views.reserve(tensors.size());
   for (const auto& tensor : tensors) {
-    aliases.push_back(transport_view(tensor));
+    views.push_back(transport_view(tensor));
   }
-  return aliases;
+  return views;
 }
 
-TensorLists transport_view(const TensorLists& lists) {
-  TensorLists aliases;
-  for (const auto& list : lists) {
-    aliases.push_back(transport_view(list));
+Tensors transport_parts(const at::Tensor& tensor, int64_t parts) {
+  const at::Tensor view = transport_view(tensor);
+  const int64_t each = view.numel() / parts;
+  Tensors cut;
+  cut.reserve(static_cast<size_t>(parts));
+  for (int64_t part = 0; part < parts; ++part) {
+    cut.push_back(view.narrow(0, part * each, each));
   }
-  return aliases;
+  return cut;
 }
 
-std::vector<int64_t> transport_splits(std::vector<int64_t> splits, const at::Tensor& tensor, const at::Tensor& host) {
-  if (tensor.dim() > 0 && host.size(0) != tensor.size(0) && tensor.size(0) > 0) {
-    for (auto& split : splits) {
-      split *= host.size(0) / tensor.size(0);
-    }
+Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts) {
+  TORCH_CHECK_VALUE(
+      tensor.dim() > 0 && tensor.is_contiguous(),
+      "all_to_all_single cuts dimension 0 of contiguous tensors, but got sizes ", tensor.sizes(), " with strides ",
+      tensor.strides(), ".");
+  const int64_t all = tensor.size(0);
+  if (rows.empty()) {
+    TORCH_CHECK_VALUE(
+        all % parts == 0, "Tensor's dim 0 does not divide equally across group size: got ", all, " rows for ", parts,
+        " ranks. Say how many rows each rank gets.");
+    return transport_parts(tensor, parts);
   }
-  return splits;
+  const auto sum = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(rows.size()) == parts && sum == all, "Split sizes don't match total dim 0 size: got ",
+      rows.size(), " splits of ", sum, " rows, expected ", parts, " of ", all, ".");
+  const at::Tensor view = transport_view(tensor);
+  const int64_t row = all == 0 ? 0 : view.numel() / all;
+  Tensors cut;
+  int64_t at = 0;
+  for (const auto count : rows) {
+    cut.push_back(view.narrow(0, at * row, count * row));
+    at += count;
+  }
+  return cut;
+}
+
+std::vector<int64_t> numels(const Tensors& tensors) {
+  std::vector<int64_t> counts;
+  counts.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    counts.push_back(tensor.numel());
+  }
+  return counts;
 }
 
 } // namespace torch_ext::sim

@@ -1,0 +1,172 @@
+"""Ranks that call different things are told, each at its call or wait, with both calls; and nobody dies of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+
+OPS = dist.ReduceOp
+HERE = Path(__file__).name
+
+
+def _x(numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(numel, dtype=dtype, device="sim")
+
+
+# What disagrees: what each of two ranks calls, and what both are told.
+PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "operation": (
+        lambda: dist.all_reduce(_x()),
+        lambda: dist.broadcast(_x(), 0),
+        r"in the operation: .*all_reduce\(SUM\) of 4 x Float at .*; .*broadcast of 4 x Float, root 0",
+    ),
+    "barrier": (
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(_x()),
+        r"in the operation: .*barrier at .*; .*all_reduce\(SUM\)",
+    ),
+    "reduction": (
+        lambda: dist.all_reduce(_x(), OPS.SUM),
+        lambda: dist.all_reduce(_x(), OPS.MAX),
+        r"in the reduction: .*all_reduce\(SUM\).*; .*all_reduce\(MAX\)",
+    ),
+    "type of one size": (
+        lambda: dist.all_reduce(_x(4, torch.float32)),
+        lambda: dist.all_reduce(_x(4, torch.int32)),
+        r"in the element type: .*4 x Float.*; .*4 x Int",
+    ),
+    "size": (
+        lambda: dist.all_reduce(_x(4)),
+        lambda: dist.all_reduce(_x(5)),
+        r"in the number of elements: .*4 x Float.*; .*5 x Float",
+    ),
+    "size of a broadcast": (
+        lambda: dist.broadcast(_x(4), 0),
+        lambda: dist.broadcast(_x(3), 0),
+        r"in the number of elements: .*4 x Float.*; .*3 x Float",
+    ),
+    "root": (
+        lambda: dist.broadcast(_x(), 0),
+        lambda: dist.broadcast(_x(), 1),
+        r"in the root: .*root 0.*; .*root 1",
+    ),
+    "uneven lists": (
+        lambda: dist.all_gather([_x(1), _x(2)], _x(1)),
+        lambda: dist.all_gather([_x(2), _x(2)], _x(2)),
+        r"in the number of elements: .*\[1, 2\] x Float.*; .*\[2, 2\] x Float",
+    ),
+    "splits": (
+        lambda: dist.all_to_all_single(_x(4), _x(4), [2, 2], [2, 2]),
+        lambda: dist.all_to_all_single(_x(4), _x(4), [1, 3], [2, 2]),
+        r"rank 0 sends 2 to rank 1, which expects 1",
+    ),
+    "two swapped": (
+        lambda: [dist.all_reduce(_x()), dist.all_gather_into_tensor(_x(8), _x())],
+        lambda: [dist.all_gather_into_tensor(_x(8), _x()), dist.all_reduce(_x())],
+        r"in the operation: .*all_reduce.*; .*_all_gather_base",
+    ),
+}
+
+
+def _disagree(rank: int, world_size: int, name: str) -> None:
+    dist.all_reduce(_x())
+    *calls, told = PLANTED[name]
+    with pytest.raises(RuntimeError, match="simccl on rank") as caught:
+        calls[rank]()
+    text = str(caught.value)
+    assert sorted(re.findall(r"(rank \d) (?:called|sends)", text))[:2] == ["rank 0", "rank 1"] or "rank 0 sends" in text
+    halves = told if rank == 0 or "sends" in told else _swapped(told)
+    assert re.search(halves, text), text
+    assert text.count(HERE) == 2, text  # both call sites
+    x = _x()
+    dist.all_reduce(x)  # ranks are in step again
+    assert x.tolist() == [2.0] * 4
+
+
+def _swapped(told: str) -> str:
+    """What the other rank is told: its own call first."""
+    head, mine, other = re.fullmatch(r"(.*?: )(.*); (.*)", told).groups()  # type: ignore[union-attr]
+    return f"{head}{other}.*; {mine}"
+
+
+@pytest.mark.parametrize("name", [name for name in PLANTED if name != "two swapped"])
+def test_each_rank_is_told_what_both_called(name: str) -> None:
+    ranks.run(2, _disagree, name, backend="simccl")
+
+
+def _disagree_twice(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="disagree in the operation"):
+        PLANTED["two swapped"][rank]()  # type: ignore[operator]
+    ranks.leave()
+
+
+def test_two_swapped_collectives_are_told() -> None:
+    ranks.run(2, _disagree_twice)
+
+
+def _one_of_three(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 2 called all_reduce\(MAX\)"):
+        dist.all_reduce(_x(), OPS.MAX if rank == 2 else OPS.SUM)
+
+
+def test_everybody_is_told_who_was_different() -> None:
+    ranks.run(3, _one_of_three)
+
+
+def _asynchronous(rank: int, world_size: int) -> None:
+    work = dist.all_reduce(_x(4 + rank), async_op=True)
+    assert work is not None
+    with pytest.raises(RuntimeError, match="disagree in the number of elements"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    with pytest.raises(RuntimeError, match="disagree in the number of elements"):
+        work.get_future().wait()
+
+
+def test_an_asynchronous_one_is_told_at_the_wait() -> None:
+    ranks.run(2, _asynchronous)
+
+
+def _unequal_letters(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.send(_x(3), 1)
+        dist.send(_x(4, torch.int32), 1)
+    else:
+        with pytest.raises(
+            RuntimeError, match=rf"rank 0 called send of 3 x Float at .*{HERE}.*recv of 4 x Float at .*{HERE}"
+        ):
+            dist.recv(_x(4), 0)
+        with pytest.raises(RuntimeError, match=r"send of 4 x Int.*recv of 4 x Float"):
+            dist.recv(_x(4), 0)
+
+
+def test_receiver_is_told_of_another_size_or_type() -> None:
+    ranks.run(2, _unequal_letters)
+
+
+def _one_device(rank: int, world_size: int) -> None:
+    torch.get_device_module("sim").set_device(0)
+    with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 both use sim:0 in all_reduce"):
+        dist.all_reduce(_x())
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    ranks.run(2, _one_device)
+
+
+def _two_devices(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"got a tensor on sim:2 and one on sim:3; all tensors of a call"):
+        dist.all_gather_into_tensor(torch.empty(4, device="sim:2"), torch.ones(4, device="sim:3"))
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    ranks.run(1, _two_devices)

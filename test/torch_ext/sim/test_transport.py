@@ -1,0 +1,353 @@
+"""What carries ``simccl``'s bytes: how ranks agree on it, in which order it works, and what it leaves behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+from torch_ext.sim import _native
+
+SIM = torch.get_device_module("sim")
+OPS = dist.ReduceOp
+NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/layout.h
+
+
+def _transport(group: dist.ProcessGroup | None = None) -> str:
+    backend: Any = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
+    return str(backend.transport)
+
+
+def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
+    return torch.full((numel,), value, device="sim")
+
+
+# --- which one ---
+
+
+def _check_kind(rank: int, world_size: int, kind: str) -> None:
+    assert _transport() == kind
+    x = _x()
+    dist.all_reduce(x)
+    assert x.tolist() == [world_size] * 3
+
+
+@pytest.mark.parametrize(("wish", "kind"), [("", "shared"), ("shared", "shared"), ("gloo", "gloo")])
+def test_transport_is_shared_memory_unless_gloo_is_asked_for(
+    wish: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", wish)
+    ranks.run(2, _check_kind, kind)
+
+
+def _check_one_wish(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # as a rank on another machine would
+    group = dist.new_group(backend="simccl")
+    _check_kind_of(group, world_size)
+
+
+def _check_kind_of(group: dist.ProcessGroup, world_size: int) -> None:
+    assert _transport(group) == "gloo"
+    x = _x()
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [world_size] * 3
+
+
+def test_one_rank_that_cannot_share_takes_the_group_to_gloo() -> None:
+    ranks.run(3, _check_one_wish)
+
+
+def _check_other_settings(rank: int, world_size: int) -> None:
+    os.environ["TORCH_EXT_SIM_REDUCE"] = "ring" if rank else "tree"
+    with pytest.raises(ValueError, match=r"TORCH_EXT_SIM_REDUCE=(ring|tree), but rank . has TORCH_EXT_SIM_REDUCE="):
+        dist.new_group(backend="simccl")
+    ranks.leave()
+
+
+def test_ranks_with_different_settings_are_told() -> None:
+    ranks.run(2, _check_other_settings)
+
+
+# --- stream order ---
+
+
+def _check_direct_call(rank: int, world_size: int) -> None:
+    group = c10d._get_default_group().boxed()
+    out, mine = torch.zeros(2 * world_size, device="sim"), _x(rank + 1.0, 2) * 100
+    torch.ops.c10d._allgather_base_(out, mine, group, False, -1)
+    assert out.tolist() == [100.0, 100.0, 200.0, 200.0]  # nobody has waited for it
+
+
+def test_synchronous_operation_is_done_when_the_dispatchers_operator_returns() -> None:
+    ranks.run(2, _check_direct_call)
+
+
+def _check_inputs_at_launch(rank: int, world_size: int) -> None:
+    mine, out = _x(rank + 1.0), torch.zeros(3 * world_size, device="sim")
+    work = dist.all_gather_into_tensor(out, mine, async_op=True)
+    assert work is not None
+    mine.fill_(-1)
+    store = c10d._get_default_store()
+    if rank == 1:
+        store.wait(["other is through"])  # rank 0 needs nothing of this rank any more
+    work.wait()
+    store.set("other is through", "")
+    assert out.tolist() == [1.0] * 3 + [2.0] * 3
+
+
+def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait() -> None:
+    ranks.run(2, _check_inputs_at_launch)
+
+
+def _check_large_needs_nobody(rank: int, world_size: int) -> None:
+    x = _x(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    store = c10d._get_default_store()
+    if rank == 1:
+        store.wait(["other is through"])
+    work.wait()
+    store.set("other is through", "")
+    assert x.eq(3.0).all().item()
+
+
+def test_a_large_all_reduce_needs_nobody_to_wait_either() -> None:
+    ranks.run(2, _check_large_needs_nobody)
+
+
+def _check_chain(rank: int, world_size: int) -> None:
+    x = _x()
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    works[-1].wait()
+    assert x.tolist() == [8.0] * 3
+
+
+def test_operations_of_a_group_take_what_those_before_them_write() -> None:
+    ranks.run(2, _check_chain)
+
+
+def _check_device_synchronize(rank: int, world_size: int) -> None:
+    x = _x()
+    work = dist.all_reduce(x, async_op=True)
+    SIM.synchronize()
+    assert x.tolist() == [2.0] * 3
+    del work
+
+
+def test_device_synchronize_covers_collectives() -> None:
+    ranks.run(2, _check_device_synchronize)
+
+
+def _check_hook_chain(rank: int, world_size: int) -> None:
+    seen: list[int] = []
+    x, y = _x(), _x()
+    here = threading.get_ident()
+
+    def again(done: torch.futures.Future[Any]) -> torch.Tensor:
+        seen.append(threading.get_ident())
+        dist.all_reduce(y)  # a collective out of a hook: in one order on all ranks
+        return done.value()[0] * y
+
+    future = dist.all_reduce(x, async_op=True).get_future().then(again)
+    assert seen == [here]
+    assert future.wait().tolist() == [4.0] * 3
+
+
+def test_hooks_run_on_the_launching_thread() -> None:
+    ranks.run(2, _check_hook_chain)
+
+
+def _check_many(rank: int, world_size: int) -> None:
+    tensors = [_x(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [2.0 * i for i in range(3 * NUMBER_OF_SLOTS)]
+
+
+def test_more_collectives_under_way_than_there_are_slots() -> None:
+    ranks.run(2, _check_many)
+
+
+# --- transfers ---
+
+
+def _check_letters(rank: int, world_size: int) -> None:
+    to_self = _x(7.0)
+    received = _x(0.0)
+    backend = c10d._get_default_group()._get_backend(torch.device("sim"))
+    backend.send([to_self], rank, 0)
+    backend.recv([received], rank, 0).wait()
+    assert received.tolist() == [7.0] * 3
+    peer = 1 - rank
+    for i in range(100):
+        dist.send(_x(float(i), 1), peer, tag=i % 2)
+    odd, even = [_x(0.0, 1) for _ in range(50)], [_x(0.0, 1) for _ in range(50)]
+    works = [dist.irecv(one, peer, tag=1) for one in odd] + [dist.irecv(one, peer, tag=0) for one in even]
+    for work in reversed(works):  # whoever waits first, the receive that was started first gets the first letter
+        work.wait()
+    assert [one.item() for one in odd] == list(range(1, 100, 2)) and [one.item() for one in even] == list(
+        range(0, 100, 2)
+    )
+    empty = torch.empty(0, device="sim")
+    dist.send(empty, peer)
+    dist.recv(empty, peer)
+
+
+def test_letters_arrive_in_order_by_tag() -> None:
+    ranks.run(2, _check_letters)
+
+
+# --- reductions ---
+
+
+def _fold(rows: list[torch.Tensor]) -> torch.Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
+    rows = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    x = rows[rank].to("sim")
+    dist.all_reduce(x)
+    in_rank_order = _fold(rows)
+    if order == "rank":
+        expected = in_rank_order
+    elif order == "tree":
+        expected = (rows[0] + rows[1]) + (rows[2] + rows[3])
+    elif order == "ring":
+        parts = [row.tensor_split([numel * p // world_size for p in range(1, world_size)]) for row in rows]
+        turns = [[(p + 1 + i) % world_size for i in range(world_size)] for p in range(world_size)]
+        expected = torch.cat([_fold([parts[r][p] for r in turns[p]]) for p in range(world_size)])
+    else:
+        everyone = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(everyone, x)
+        assert all(torch.equal(one, x) for one in everyone)
+        assert torch.allclose(x.cpu(), in_rank_order, atol=1e-4)  # four numbers of about 1, in float32
+        return
+    assert torch.equal(x.cpu(), expected)
+    if order != "rank":
+        assert not torch.equal(expected, in_rank_order)  # the order can be seen
+
+
+@pytest.mark.parametrize("numel", [1001, 1 << 18], ids=["each for itself", "shared out"])
+@pytest.mark.parametrize("order", ["rank", "ring", "tree", "random:3"])
+def test_reductions_have_the_order_that_is_asked_for(order: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_REDUCE", order)
+    ranks.run(4, _check_order, order, numel)
+
+
+# --- who waits for whom ---
+
+
+def _entries(page: mmap.mmap) -> list[tuple[int, int, str, str, str]]:
+    """Peer, number, group, operation and site of whatever waits, as csrc/transport/wait_page.h lays it out."""
+    found = []
+    for start in range(64, 64 + 8 * 504, 504):
+        changes, peer, since, number = struct.unpack_from("=IiqQ", page, start)
+        texts = [
+            page[start + at : start + at + size].split(b"\0")[0].decode()
+            for at, size in ((24, 64), (88, 40), (128, 200))
+        ]
+        if since and changes % 2 == 0:
+            found.append((peer, number, *texts))
+    return found
+
+
+def _check_page(rank: int, world_size: int) -> None:
+    dist.all_reduce(_x())
+    if rank == 1:
+        c10d._get_default_store().wait(["seen"])
+        dist.all_reduce(_x())
+        return
+    file = os.memfd_create("page")
+    os.ftruncate(file, 4096)
+    os.environ["TORCH_EXT_WAIT_PAGE"] = str(file)
+    page = mmap.mmap(file, 4096)
+    waiting = threading.Thread(target=lambda: dist.all_reduce(_x()))
+    waiting.start()
+    deadline = time.monotonic() + 20
+    while not _entries(page):
+        assert time.monotonic() < deadline
+    ((peer, number, group, operation, site),) = _entries(page)
+    assert struct.unpack_from("=Q", page, 0) == (1,)
+    assert (peer, number, operation) == (1, 2, "all_reduce") and group == c10d._get_default_group().group_name
+    assert Path(site.rpartition(":")[0]) == Path(__file__)
+    c10d._get_default_store().set("seen", "")
+    waiting.join()
+    assert _entries(page) == []
+
+
+def test_page_says_who_waits_for_whom() -> None:
+    ranks.run(2, _check_page)
+
+
+# --- what is left ---
+
+
+def _check_leftovers(rank: int, world_size: int) -> None:
+    def own() -> tuple[int, int]:
+        files = len(os.listdir("/proc/self/fd"))
+        return files, Path("/proc/self/maps").read_text().count("memfd:simccl")
+
+    threads = len(os.listdir("/proc/self/task"))
+    before = own()
+    for _ in range(20):
+        group = dist.new_group(backend="simccl")
+        dist.all_reduce(_x(numel=1 << 16), group=group)
+        assert len(os.listdir("/proc/self/task")) == threads  # a group has no thread
+        dist.destroy_process_group(group)
+        del group
+    assert own() == before
+
+
+def test_destroyed_groups_leave_neither_memory_nor_descriptors() -> None:
+    ranks.run(2, _check_leftovers)
+
+
+def _check_threads(rank: int, world_size: int) -> None:
+    from datetime import timedelta
+
+    store, results = dist.HashStore(), [0.0] * 3
+
+    def member(r: int) -> None:
+        SIM.set_device(r)
+        backend = _native.ProcessGroupSimCCL(store, r, [0, 1, 2], timedelta(seconds=30))
+        x = torch.full((4,), float(r), device=f"sim:{r}")
+        backend.allreduce([x]).wait()
+        results[r] = x.sum().item()
+
+    members = [threading.Thread(target=member, args=(r,)) for r in range(3)]
+    for one in members:
+        one.start()
+    for one in members:
+        one.join()
+    assert results == [12.0] * 3
+
+
+def test_ranks_may_be_threads_of_one_process() -> None:
+    ranks.run(1, _check_threads)
+
+
+def test_peers_of_a_killed_rank_are_told_whenever_it_dies() -> None:
+    rounds = os.environ.get("TORCH_EXT_KILL_ROUNDS", "20")
+    command = [sys.executable, "-m", "test.torch_ext.sim.kill_rounds", "--rounds", rounds]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * int(rounds), check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert f"{rounds} rounds" in finished.stdout

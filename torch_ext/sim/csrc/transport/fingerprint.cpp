@@ -1,0 +1,143 @@
+#include "fingerprint.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../transport_view.h"
+#include "layout.h"
+#include "transport.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using c10d::OpType;
+
+const char* reduction_name(int8_t reduction) {
+  constexpr std::array<const char*, 9> kNames{
+      "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  return static_cast<size_t>(reduction) < kNames.size() ? kNames[static_cast<size_t>(reduction)] : "?";
+}
+
+bool is_exchange(const Fingerprint& print) {
+  return print.kind == static_cast<int8_t>(OpType::ALLTOALL);
+}
+
+} // namespace
+
+Counts counts_of(const Call& call) {
+  switch (call.kind) {
+    case OpType::ALLGATHER:
+    case OpType::BROADCAST:
+    case OpType::SCATTER:
+      return numels(call.outputs);
+    case OpType::ALLTOALL: {
+      Counts counts = numels(call.inputs);
+      const Counts received = numels(call.outputs);
+      counts.insert(counts.end(), received.begin(), received.end());
+      return counts;
+    }
+    default:
+      return numels(call.inputs);
+  }
+}
+
+Fingerprint fingerprint_of(const Call& call, const Counts& counts) {
+  const auto& some = call.inputs.empty() ? call.outputs : call.inputs;
+  Fingerprint print{};
+  print.root = call.root;
+  print.kind = static_cast<int8_t>(call.kind);
+  print.reduction = call.reduction.has_value() ? static_cast<int8_t>(call.reduction->wanted()) : int8_t{-1};
+  print.type = some.empty() ? int8_t{-1} : static_cast<int8_t>(some.front().scalar_type());
+  print.device = static_cast<int8_t>(call.device);
+  print.count_size = static_cast<uint32_t>(counts.size());
+  copy_text(print.name, kNameBytes, call.name);
+  copy_text(print.site, kSiteBytes, call.site);
+  return print;
+}
+
+void copy_text(char* to, size_t bytes, const std::string& text) {
+  // The end of a path says more than its beginning.
+  const size_t kept = std::min(text.size(), bytes - 1);
+  std::memcpy(to, text.data() + text.size() - kept, kept);
+  to[kept] = '\0';
+}
+
+std::string type_name(int8_t type) {
+  return type < 0 ? "nothing" : c10::toString(static_cast<at::ScalarType>(type));
+}
+
+std::string phrase(const Said& said) {
+  const auto& print = *said.print;
+  std::string text = print.name;
+  if (print.reduction >= 0) {
+    text += c10::str("(", reduction_name(print.reduction), ")");
+  }
+  if (print.type >= 0) {
+    const bool one = said.counts.size() == 1;
+    text += one ? c10::str(" of ", said.counts.front()) : c10::str(" of [", c10::Join(", ", said.counts), "]");
+    text += " x " + type_name(print.type);
+  }
+  if (print.root >= 0) {
+    text += c10::str(", root ", print.root);
+  }
+  return print.site[0] == '\0' ? text : c10::str(text, " at ", print.site);
+}
+
+std::string difference(const Said& one, const Said& other) {
+  const auto &a = *one.print, &b = *other.print;
+  const char* what = a.kind != b.kind ? "the operation"
+      : a.reduction != b.reduction    ? "the reduction"
+      : a.root != b.root              ? "the root"
+      : a.type != b.type              ? "the element type"
+      : !is_exchange(a) && one.counts != other.counts
+      ? "the number of elements"
+      : nullptr;
+  if (what == nullptr) {
+    return "";
+  }
+  return c10::str(
+      "ranks disagree in ", what, ": ", one.who, " called ", phrase(one), "; ", other.who, " called ", phrase(other),
+      ".");
+}
+
+std::string unequal_exchange(const std::vector<Said>& ranks) {
+  const size_t size = ranks.size();
+  for (size_t from = 0; from < size; ++from) {
+    for (size_t to = 0; to < size; ++to) {
+      const auto sent = ranks[from].counts[to];
+      const auto expected = ranks[to].counts[size + from];
+      if (sent != expected) {
+        return c10::str(
+            "ranks disagree in the number of elements: ", ranks[from].who, " sends ", sent, " to ", ranks[to].who,
+            ", which expects ", expected, ". ", ranks[from].who, " called ", phrase(ranks[from]), "; ", ranks[to].who,
+            " called ", phrase(ranks[to]), ".");
+      }
+    }
+  }
+  return "";
+}
+
+std::string shared_device(const std::vector<Said>& ranks) {
+  std::array<const Said*, 128> user{};
+  for (const auto& said : ranks) {
+    if (said.print->device < 0) {
+      continue;
+    }
+    auto& earlier = user[static_cast<size_t>(said.print->device)];
+    if (earlier != nullptr) {
+      return c10::str(
+          earlier->who, " and ", said.who, " both use sim:", static_cast<int>(said.print->device), " in ",
+          said.print->name, "; give each rank of a group a device of its own with torch.sim.set_device.");
+    }
+    earlier = &said;
+  }
+  return "";
+}
+
+} // namespace torch_ext::sim

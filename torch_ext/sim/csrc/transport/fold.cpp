@@ -1,0 +1,261 @@
+#include "fold.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <system_error>
+#include <type_traits>
+#include <vector>
+
+namespace torch_ext::sim {
+namespace {
+
+constexpr uint64_t kBlock = 4096; // elements whose partial result stays in the fastest cache
+constexpr uint64_t kTile = 64;    // of a fixed length, so that compilers vectorize
+
+// Overflow wraps, as it does on devices.
+template <typename T>
+auto wrapping(T value) {
+  if constexpr (std::is_integral_v<T>) {
+    return static_cast<std::make_unsigned_t<T>>(value);
+  } else {
+    return value;
+  }
+}
+
+struct Add {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return static_cast<T>(wrapping(a) + wrapping(b));
+  }
+};
+struct Multiply {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return static_cast<T>(wrapping(a) * wrapping(b));
+  }
+};
+struct Minimum {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+struct Maximum {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
+};
+struct And {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return static_cast<T>(a & b);
+  }
+};
+struct Or {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return static_cast<T>(a | b);
+  }
+};
+struct Xor {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+template <typename T, typename F>
+void combine(std::byte* into, const std::byte* with, uint64_t count) {
+  T* __restrict__ a = reinterpret_cast<T*>(into);
+  const T* __restrict__ b = reinterpret_cast<const T*>(with);
+  const F f;
+  uint64_t i = 0;
+  for (; i + kTile <= count; i += kTile) {
+    for (uint64_t j = 0; j < kTile; ++j) {
+      a[i + j] = f(a[i + j], b[i + j]);
+    }
+  }
+  for (; i < count; ++i) {
+    a[i] = f(a[i], b[i]);
+  }
+}
+
+using Combine = void (*)(std::byte*, const std::byte*, uint64_t);
+
+template <typename T>
+Combine combine_of(FoldOp op) {
+  switch (op) {
+    case FoldOp::kSum:
+      return combine<T, Add>;
+    case FoldOp::kProduct:
+      return combine<T, Multiply>;
+    case FoldOp::kMin:
+      return combine<T, Minimum>;
+    case FoldOp::kMax:
+      return combine<T, Maximum>;
+    default:
+      break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    switch (op) {
+      case FoldOp::kAnd:
+        return combine<T, And>;
+      case FoldOp::kOr:
+        return combine<T, Or>;
+      case FoldOp::kXor:
+        return combine<T, Xor>;
+      default:
+        break;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
+}
+
+Combine combine_of(at::ScalarType type, FoldOp op) {
+  switch (type) {
+    case at::kFloat:
+      return combine_of<float>(op);
+    case at::kDouble:
+      return combine_of<double>(op);
+    case at::kHalf:
+      return combine_of<c10::Half>(op);
+    case at::kBFloat16:
+      return combine_of<c10::BFloat16>(op);
+    case at::kByte:
+      return combine_of<uint8_t>(op);
+    case at::kChar:
+      return combine_of<int8_t>(op);
+    case at::kInt:
+      return combine_of<int32_t>(op);
+    case at::kLong:
+      return combine_of<int64_t>(op);
+    default:
+      TORCH_CHECK_VALUE(false, "simccl cannot reduce ", type, " tensors.");
+  }
+}
+
+std::vector<size_t> ranks_from(size_t first, size_t count) {
+  std::vector<size_t> ranks(count);
+  for (size_t i = 0; i < count; ++i) {
+    ranks[i] = (first + i) % count;
+  }
+  return ranks;
+}
+
+// Partial results live here; one for a thread, since several groups may reduce at a time.
+std::vector<std::byte>& scratch(size_t bytes) {
+  thread_local std::vector<std::byte> kept;
+  kept.resize(std::max(kept.size(), bytes));
+  return kept;
+}
+
+struct Step {
+  Combine combine;
+  uint64_t item;
+
+  void in_sequence(
+      std::byte* to, const std::vector<const std::byte*>& from, const std::vector<size_t>& ranks, uint64_t begin,
+      uint64_t end) const {
+    // Partial results stay where the whole result goes, unless another rank's input lies there.
+    const auto lies_there = [&](size_t rank) { return from[rank] + begin * item == to; };
+    const bool in_place = lies_there(ranks[0]) || std::none_of(ranks.begin(), ranks.end(), lies_there);
+    auto& part = scratch(in_place ? 0 : kBlock * item);
+    for (uint64_t at = begin; at < end; at += kBlock) {
+      const uint64_t count = std::min(kBlock, end - at);
+      std::byte* const block = to + (at - begin) * item;
+      std::byte* const sum = in_place ? block : part.data();
+      if (const auto* first = from[ranks[0]] + at * item; first != sum) {
+        std::memcpy(sum, first, count * item);
+      }
+      for (size_t i = 1; i < ranks.size(); ++i) {
+        combine(sum, from[ranks[i]] + at * item, count);
+      }
+      if (sum != block) {
+        std::memcpy(block, sum, count * item);
+      }
+    }
+  }
+
+  void as_tree(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
+    auto& parts = scratch(kBlock * item * from.size());
+    const auto part = [&](size_t rank) { return parts.data() + rank * kBlock * item; };
+    for (uint64_t at = begin; at < end; at += kBlock) {
+      const uint64_t count = std::min(kBlock, end - at);
+      for (size_t rank = 0; rank < from.size(); ++rank) {
+        std::memcpy(part(rank), from[rank] + at * item, count * item);
+      }
+      for (size_t stride = 1; stride < from.size(); stride *= 2) {
+        for (size_t rank = 0; rank + stride < from.size(); rank += 2 * stride) {
+          combine(part(rank), part(rank + stride), count);
+        }
+      }
+      std::memcpy(to + (at - begin) * item, part(0), count * item);
+    }
+  }
+};
+
+} // namespace
+
+FoldOrder FoldOrder::parse(const std::string& text) {
+  constexpr const char* kRandom = "random:";
+  if (text.empty() || text == "rank") {
+    return {};
+  }
+  if (text == "ring") {
+    return {Kind::kRing, 0};
+  }
+  if (text == "tree") {
+    return {Kind::kTree, 0};
+  }
+  if (text.rfind(kRandom, 0) == 0) {
+    const char* digits = text.c_str() + std::strlen(kRandom);
+    const char* end = text.c_str() + text.size();
+    FoldOrder order{Kind::kRandom, 0};
+    const auto [stopped, error] = std::from_chars(digits, end, order.seed);
+    if (error == std::errc() && stopped == end && digits != end) {
+      return order;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "TORCH_EXT_SIM_REDUCE=", text, ": expected rank, ring, tree or random:SEED with a number.");
+}
+
+void Fold::run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
+  const Step step{combine_of(type, op), c10::elementSize(type)};
+  const size_t ranks = from.size();
+  switch (order.kind) {
+    case FoldOrder::Kind::kRank:
+      return step.in_sequence(to, from, ranks_from(0, ranks), begin, end);
+    case FoldOrder::Kind::kTree:
+      return step.as_tree(to, from, begin, end);
+    case FoldOrder::Kind::kRandom: {
+      auto drawn = ranks_from(0, ranks);
+      std::mt19937_64 source(order.seed * 0x9E3779B97F4A7C15u + number);
+      for (size_t left = ranks; left > 1; --left) { // std::shuffle differs between libraries
+        std::swap(drawn[left - 1], drawn[source() % left]);
+      }
+      return step.in_sequence(to, from, drawn, begin, end);
+    }
+    case FoldOrder::Kind::kRing:
+      for (uint64_t part = 0; part < ranks; ++part) {
+        const uint64_t first = std::max(begin, elements * part / ranks);
+        const uint64_t last = std::min(end, elements * (part + 1) / ranks);
+        if (first < last) {
+          step.in_sequence(to + (first - begin) * step.item, from, ranks_from(part + 1, ranks), first, last);
+        }
+      }
+      return;
+  }
+}
+
+} // namespace torch_ext::sim

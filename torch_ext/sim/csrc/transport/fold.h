@@ -1,0 +1,44 @@
+// Reducing the tensors of several ranks to one, in an order that does not depend on who is first.
+//
+//   TORCH_EXT_SIM_REDUCE   order in which an element of ranks 0 to n-1 is combined
+//   rank (default)         ((x0 + x1) + x2) + ...
+//   ring                   in n equal parts, part p from rank p + 1 round to rank p, as rings do it
+//   tree                   (x0 + x1) + (x2 + x3), ...
+//   random:SEED            in an order drawn anew for each collective
+//
+// Partial results have the tensor's own type, as on the wire, and are rounded after each step.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_ext::sim {
+
+struct FoldOrder {
+  enum class Kind : uint8_t { kRank, kRing, kTree, kRandom };
+  Kind kind = Kind::kRank;
+  uint64_t seed = 0;
+
+  // Raises ValueError for a text that is none of the above.
+  static FoldOrder parse(const std::string& text);
+};
+
+enum class FoldOp : uint8_t { kSum, kProduct, kMin, kMax, kAnd, kOr, kXor };
+
+struct Fold {
+  FoldOrder order;
+  FoldOp op;
+  at::ScalarType type; // one that gloo has too
+  uint64_t elements;   // of the whole tensor
+  uint64_t number;     // of the collective
+
+  // Writes elements [begin, end) of the result to `to`, which is where the first of them goes. from: the whole tensor
+  // of each rank; `to` may lie in one of them.
+  void run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const;
+};
+
+} // namespace torch_ext::sim

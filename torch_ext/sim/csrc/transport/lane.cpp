@@ -1,0 +1,447 @@
+#include "lane.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../transport_view.h"
+#include "fingerprint.h"
+#include "fold.h"
+#include "futex.h"
+#include "group.h"
+#include "layout.h"
+#include "rendezvous.h"
+#include "transport.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using c10d::OpType;
+
+constexpr uint32_t kReduced = ~uint32_t{0};
+static_assert(kPieces <= 64, "pieces are remembered in one word");
+
+// Where reducing alone reads more than this many bytes, ranks share the work.
+constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
+constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
+
+// Peers tell nobody that they are past a collective; whoever needs to know looks again after so long.
+constexpr std::chrono::milliseconds kLookAgain{1};
+
+constexpr uint64_t aligned(uint64_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* first = static_cast<const std::byte*>(a.const_data_ptr());
+  const auto* second = static_cast<const std::byte*>(b.const_data_ptr());
+  return first < second + b.nbytes() && second < first + a.nbytes();
+}
+
+bool overlap(const Tensors& some, const Tensors& others) {
+  for (const auto& one : some) {
+    for (const auto& other : others) {
+      if (overlap(one, other)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void copy_bytes(void* to, const void* from, uint64_t bytes) {
+  if (bytes > 0) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+FoldOp fold_op_of(const c10d::ReduceOp& op) {
+  switch (op) {
+    case c10d::ReduceOp::PRODUCT:
+      return FoldOp::kProduct;
+    case c10d::ReduceOp::MIN:
+      return FoldOp::kMin;
+    case c10d::ReduceOp::MAX:
+      return FoldOp::kMax;
+    case c10d::ReduceOp::BAND:
+      return FoldOp::kAnd;
+    case c10d::ReduceOp::BOR:
+      return FoldOp::kOr;
+    case c10d::ReduceOp::BXOR:
+      return FoldOp::kXor;
+    default:
+      return FoldOp::kSum; // to which Reduction brings the rest
+  }
+}
+
+uint32_t pieces_of(uint64_t bytes) {
+  return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
+}
+
+} // namespace
+
+TransferPtr Lane::start(Call call) {
+  wait_for_writers(call);
+  const uint64_t number = started_ + 1;
+  if (number > kSlots) {
+    wait_for_slot(number);
+  }
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  release_published();
+  publish(call, number);
+  started_ = number;
+  auto made = std::make_shared<Pending>(group_, shared_from_this(), std::move(call), number);
+  pending_.push_back(made);
+  return made;
+}
+
+std::shared_ptr<Pending> Lane::last_pending() {
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  return pending_.empty() ? nullptr : pending_.back();
+}
+
+void Lane::wait_for_writers(const Call& call) {
+  std::shared_ptr<Pending> writer;
+  {
+    std::lock_guard<std::mutex> lock(group_->mutex);
+    for (const auto& earlier : pending_) {
+      if (!earlier->over() && overlap(earlier->call.outputs, call.inputs)) {
+        writer = earlier;
+      }
+    }
+  }
+  if (writer != nullptr) {
+    try {
+      writer->finish(kNoTimeout);
+    } catch (const c10::Error&) {
+      // Whoever waits for that one is told what became of it.
+    }
+  }
+}
+
+void Lane::wait_for_slot(uint64_t number) {
+  const auto deadline = std::chrono::steady_clock::now() + group_->timeout;
+  while (true) {
+    std::shared_ptr<Pending> oldest;
+    std::string why;
+    bool is_free = true;
+    {
+      std::lock_guard<std::mutex> lock(group_->mutex);
+      if (!pending_.empty() && pending_.front()->number + kSlots <= number) {
+        oldest = pending_.front();
+      }
+      for (int peer = 0; peer < group_->size() && is_free; ++peer) {
+        if (peer != group_->rank) {
+          is_free = group_->header(peer).finished.load(std::memory_order_acquire) + kSlots >= number;
+          why = is_free ? "" : group_->gone(peer, /*look=*/true);
+        }
+      }
+    }
+    if (oldest != nullptr) {
+      try {
+        oldest->finish(kNoTimeout);
+      } catch (const c10::Error&) {
+        // Whoever waits for that one is told what became of it.
+      }
+      continue;
+    }
+    if (is_free) {
+      return;
+    }
+    if (why.empty() && std::chrono::steady_clock::now() >= deadline) {
+      why = c10::str("timed out: a peer is ", kSlots, " collectives behind");
+    }
+    if (!why.empty()) {
+      std::rethrow_exception(failure(*group_, why + "."));
+    }
+    const auto& word = group_->header(group_->rank).complete;
+    sleep_while(word, word.load(), kLookAgain);
+  }
+}
+
+void Lane::publish(const Call& call, uint64_t number) {
+  const Counts counts = counts_of(call);
+  Tensors sources;
+  uint64_t bytes = aligned(sizeof(uint64_t) * (call.inputs.size() + counts.size()));
+  std::vector<uint64_t> places;
+  for (const auto& input : call.inputs) {
+    sources.push_back(call.reduction.has_value() ? call.reduction->source(input) : input);
+    places.push_back(bytes);
+    bytes += aligned(sources.back().nbytes());
+  }
+  const uint64_t block = group_->allocate(bytes);
+  std::byte* memory = group_->own().heap(block, bytes);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    copy_bytes(memory + places[i], sources[i].const_data_ptr(), sources[i].nbytes());
+    places[i] += block;
+  }
+  copy_bytes(memory, places.data(), sizeof(uint64_t) * places.size());
+  copy_bytes(memory + sizeof(uint64_t) * places.size(), counts.data(), sizeof(int64_t) * counts.size());
+
+  Slot& slot = group_->own().slot(number);
+  slot.inputs = block;
+  slot.counts = block + sizeof(uint64_t) * places.size();
+  slot.fingerprint = fingerprint_of(call, counts);
+  for (auto& claim : slot.claims) {
+    claim.store(0, std::memory_order_relaxed);
+  }
+  slot.number.store(number, std::memory_order_seq_cst);
+  published_.push_back({number, block});
+  // Whoever publishes last sees all others, and alone wakes them: one wake for a collective, and one sleep for a rank.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const bool is_last = std::all_of(group_->members.begin(), group_->members.end(), [&](const Member& member) {
+    return member.memory.slot(number).number.load(std::memory_order_seq_cst) == number;
+  });
+  if (is_last) {
+    ring(group_->header(0).complete);
+  }
+}
+
+void Lane::release_published() {
+  uint64_t finished = ~uint64_t{0};
+  for (int peer = 0; peer < group_->size(); ++peer) {
+    finished = std::min(finished, group_->header(peer).finished.load(std::memory_order_acquire));
+  }
+  while (!published_.empty() && published_.front().number <= finished) {
+    group_->free(published_.front().block);
+    published_.pop_front();
+  }
+}
+
+Wait Lane::progress(Pending& wanted, bool look) {
+  while (!pending_.empty()) {
+    auto& front = *pending_.front();
+    if (!front.over()) {
+      const Wait wait = step(front, look);
+      if (!front.over()) {
+        return wait;
+      }
+    }
+    group_->own().header().finished.store(front.number, std::memory_order_release);
+    pending_.pop_front();
+    if (wanted.over()) {
+      break;
+    }
+  }
+  return {};
+}
+
+Wait Lane::step(Pending& front, bool look) {
+  try {
+    if (auto wait = gather(front, look); wait.has_value() || front.over()) {
+      return wait.value_or(Wait{});
+    }
+    const auto& call = front.call;
+    if (call.kind == OpType::ALLREDUCE &&
+        call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group_->size()) > kAloneBytes) {
+      if (auto wait = reduce_shared(front, look); wait.has_value() || front.over()) {
+        return wait.value_or(Wait{});
+      }
+    } else {
+      move(front);
+    }
+    front.end();
+  } catch (...) {
+    front.end(std::current_exception());
+  }
+  return {};
+}
+
+std::optional<Wait> Lane::gather(Pending& front, bool look) {
+  const int size = group_->size();
+  if (front.checked) {
+    return std::nullopt;
+  }
+  const auto& complete = group_->header(0).complete;
+  const uint32_t seen = complete.load(std::memory_order_seq_cst);
+  std::optional<Wait> missing;
+  std::vector<Said> ranks;
+  const Said mine = said_by(group_->rank, front.number);
+  for (int peer = 0; peer < size; ++peer) {
+    // First whether the peer has gone: it may have published just before.
+    const auto why = group_->gone(peer, look);
+    const auto& number = group_->members[static_cast<size_t>(peer)].memory.slot(front.number).number;
+    if (number.load(std::memory_order_acquire) != front.number) {
+      if (!why.empty()) {
+        front.end(
+            failure(*group_, c10::str(why, " and takes no part in what ", mine.who, " called: ", phrase(mine), ".")));
+        return std::nullopt;
+      }
+      if (!missing.has_value()) {
+        missing = Wait{&complete, seen, peer};
+      }
+      continue;
+    }
+    ranks.push_back(said_by(peer, front.number));
+    if (auto told = difference(mine, ranks.back()); !told.empty()) {
+      front.end(failure(*group_, c10::str("collective ", front.number, " of group ", group_->name, ": ", told)));
+      return std::nullopt;
+    }
+  }
+  if (missing.has_value()) {
+    return missing;
+  }
+  auto told = shared_device(ranks);
+  if (told.empty() && front.call.kind == OpType::ALLTOALL) {
+    told = unequal_exchange(ranks);
+  }
+  if (!told.empty()) {
+    front.end(failure(*group_, told));
+    return std::nullopt;
+  }
+  front.checked = true;
+  return std::nullopt;
+}
+
+Said Lane::said_by(int peer, uint64_t number) const {
+  auto& memory = group_->members[static_cast<size_t>(peer)].memory;
+  const auto& slot = memory.slot(number);
+  Said said{group_->called(peer), &slot.fingerprint, Counts(slot.fingerprint.count_size)};
+  const uint64_t bytes = said.counts.size() * sizeof(int64_t);
+  copy_bytes(said.counts.data(), memory.heap(slot.counts, bytes), bytes);
+  return said;
+}
+
+std::byte* Lane::input(int peer, uint64_t number, size_t index, uint64_t bytes) const {
+  auto& memory = group_->members[static_cast<size_t>(peer)].memory;
+  uint64_t place = 0;
+  copy_bytes(&place, memory.heap(memory.slot(number).inputs + index * sizeof place, sizeof place), sizeof place);
+  return memory.heap(place, bytes);
+}
+
+std::vector<const std::byte*> Lane::inputs_of_all(uint64_t number, size_t index, uint64_t bytes) const {
+  std::vector<const std::byte*> found;
+  found.reserve(group_->members.size());
+  for (int peer = 0; peer < group_->size(); ++peer) {
+    found.push_back(input(peer, number, index, bytes));
+  }
+  return found;
+}
+
+Fold Lane::fold_of(const Pending& front, const at::Tensor& to) const {
+  return {
+      group_->order, fold_op_of(front.call.reduction->transport_op()), to.scalar_type(),
+      static_cast<uint64_t>(to.numel()), front.number};
+}
+
+void Lane::move(Pending& front) {
+  auto& call = front.call;
+  const auto mine = static_cast<size_t>(group_->rank);
+  const auto take = [&](size_t output, int peer, size_t index) {
+    const auto& to = call.outputs[output];
+    copy_bytes(to.mutable_data_ptr(), input(peer, front.number, index, to.nbytes()), to.nbytes());
+  };
+  switch (call.kind) {
+    case OpType::BARRIER:
+      return;
+    case OpType::BROADCAST:
+      if (call.root != group_->rank) {
+        take(0, call.root, 0);
+      }
+      return;
+    case OpType::SCATTER:
+      return take(0, call.root, mine);
+    case OpType::ALLGATHER:
+    case OpType::GATHER: // whose outputs are empty but on the root
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), 0);
+      }
+      return;
+    case OpType::ALLTOALL:
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), mine);
+      }
+      return;
+    case OpType::ALLREDUCE:
+    case OpType::REDUCE: // likewise
+    case OpType::REDUCE_SCATTER: {
+      if (call.outputs.empty()) {
+        return;
+      }
+      const at::Tensor to = call.reduction->target(call.outputs.front());
+      const size_t index = call.kind == OpType::REDUCE_SCATTER ? mine : 0;
+      const auto count = static_cast<uint64_t>(to.numel());
+      if (count > 0) {
+        fold_of(front, to).run(
+            static_cast<std::byte*>(to.mutable_data_ptr()), inputs_of_all(front.number, index, to.nbytes()), 0, count);
+      }
+      call.reduction->finish(to, call.outputs.front());
+      return;
+    }
+    default:
+      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
+  }
+}
+
+std::optional<Wait> Lane::reduce_shared(Pending& front, bool look) {
+  const auto& call = front.call;
+  const at::Tensor to = call.reduction->target(call.outputs.front());
+  const auto count = static_cast<uint64_t>(to.numel());
+  const uint64_t bytes = to.nbytes(), item = bytes / count;
+  const uint32_t pieces = pieces_of(bytes);
+  const auto from = inputs_of_all(front.number, 0, bytes);
+  std::byte* result = input(0, front.number, 0, bytes);
+  auto& home = group_->members[0].memory;
+  auto& claims = home.slot(front.number).claims;
+  const uint32_t mine = static_cast<uint32_t>(group_->rank) + 1;
+  const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
+  const Fold fold = fold_of(front, to);
+
+  // What this rank has reduced is copied to its output while it is in the cache.
+  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
+  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
+  uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
+  bool did_some = false;
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    uint32_t free = 0;
+    if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
+      const uint64_t begin = begin_of(piece), end = begin_of(piece + 1);
+      fold.run(result + begin, from, begin / item, end / item);
+      claims[piece].store(kReduced, std::memory_order_release);
+      copy_bytes(out + begin, result + begin, end - begin);
+      have |= uint64_t{1} << piece;
+      did_some = true;
+    }
+  }
+  front.reduced = have;
+  if (did_some) {
+    ring(home.header().reduced);
+  }
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    const uint32_t claim = claims[piece].load(std::memory_order_acquire);
+    if (claim != kReduced) {
+      const int peer = static_cast<int>(claim) - 1;
+      const auto& process = group_->members[static_cast<size_t>(peer)].process;
+      if (look && process != nullptr && process->has_ended() &&
+          claims[piece].load(std::memory_order_acquire) != kReduced) {
+        front.end(failure(
+            *group_,
+            c10::str(group_->called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
+        return std::nullopt;
+      }
+      // `seen` is from before the pieces; a ring since then, one's own too, makes the sleeper look again.
+      return Wait{&home.header().reduced, seen, peer};
+    }
+  }
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    if ((have >> piece & 1) == 0) {
+      copy_bytes(out + begin_of(piece), result + begin_of(piece), begin_of(piece + 1) - begin_of(piece));
+    }
+  }
+  call.reduction->finish(to, call.outputs.front());
+  return std::nullopt;
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,193 @@
+#include "mailbox.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+
+#include "fingerprint.h"
+#include "futex.h"
+#include "group.h"
+#include "layout.h"
+#include "transport.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using c10d::OpType;
+
+bool takes(const Pending& one, int from, int tag) {
+  return one.call.tag == tag && (one.call.kind == OpType::RECVANYSOURCE || one.call.root == from);
+}
+
+bool compete(const Pending& one, const Pending& other) {
+  const bool any = one.call.kind == OpType::RECVANYSOURCE || other.call.kind == OpType::RECVANYSOURCE;
+  return one.call.tag == other.call.tag && (any || one.call.root == other.call.root);
+}
+
+} // namespace
+
+Mailbox::Mailbox(std::shared_ptr<Group> group)
+    : group_(std::move(group)),
+      last_sent_(static_cast<size_t>(group_->size())),
+      cursor_(last_sent_.size()),
+      unread_(last_sent_.size()) {}
+
+Letter& Mailbox::letter(int rank, uint64_t place) const {
+  auto& memory = group_->members[static_cast<size_t>(rank)].memory;
+  return *reinterpret_cast<Letter*>(memory.heap(place, sizeof(Letter)));
+}
+
+TransferPtr Mailbox::send(Call call) {
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  release_sent();
+  const int to = call.root;
+  if (auto why = group_->gone(to, /*look=*/true); !why.empty()) {
+    std::rethrow_exception(failure(*group_, c10::str(why, " and receives nothing from ", call.name, ".")));
+  }
+  const at::Tensor& tensor = call.inputs.front();
+  const uint64_t bytes = tensor.nbytes();
+  const uint64_t data = group_->allocate(bytes);
+  const uint64_t place = group_->allocate(sizeof(Letter));
+  if (bytes > 0) {
+    std::memcpy(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
+  }
+  auto& written = *new (&letter(group_->rank, place)) Letter{};
+  written.tag = call.tag;
+  written.elements = static_cast<uint64_t>(tensor.numel());
+  written.type = static_cast<int8_t>(tensor.scalar_type());
+  written.data = data;
+  copy_text(written.site, kSiteBytes, call.site);
+  auto& last = last_sent_[static_cast<size_t>(to)];
+  auto& link = last == 0 ? group_->own().first_letter(to) : letter(group_->rank, last).next;
+  link.store(place, std::memory_order_release);
+  last = place;
+  ring(group_->header(to).doorbell);
+  sent_.push_back({place, data});
+  auto made = std::make_shared<Pending>(group_, shared_from_this(), std::move(call), 0);
+  made->end();
+  return made;
+}
+
+void Mailbox::release_sent() {
+  while (!sent_.empty()) {
+    const auto [place, data] = sent_.front();
+    const auto state = letter(group_->rank, place).state.load(std::memory_order_acquire);
+    if (state != (kLetterRead | kLetterPassed)) {
+      return;
+    }
+    group_->free(place);
+    group_->free(data);
+    sent_.pop_front();
+  }
+}
+
+TransferPtr Mailbox::receive(Call call) {
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  auto made = std::make_shared<Pending>(group_, shared_from_this(), std::move(call), 0);
+  receiving_.push_back(made);
+  return made;
+}
+
+void Mailbox::collect(int from) {
+  const auto index = static_cast<size_t>(from);
+  auto& memory = group_->members[index].memory;
+  auto& cursor = cursor_[index];
+  while (true) {
+    auto& link = cursor == 0 ? memory.first_letter(group_->rank) : letter(from, cursor).next;
+    const uint64_t place = link.load(std::memory_order_acquire);
+    if (place == 0) {
+      return;
+    }
+    if (cursor != 0) {
+      letter(from, cursor).state.fetch_or(kLetterPassed, std::memory_order_release);
+    }
+    cursor = place;
+    unread_[index].push_back({place, letter(from, place).tag});
+  }
+}
+
+bool Mailbox::deliver(Pending& to) {
+  for (int from = 0; from < group_->size(); ++from) {
+    auto& unread = unread_[static_cast<size_t>(from)];
+    const auto found = std::find_if(unread.begin(), unread.end(), [&](const Unread& one) {
+      return takes(to, from, one.tag);
+    });
+    if (found != unread.end()) {
+      const uint64_t place = found->letter;
+      unread.erase(found);
+      open(to, from, place);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Mailbox::open(Pending& to, int from, uint64_t place) {
+  const auto& tensor = to.call.outputs.front();
+  const auto& received = letter(from, place);
+  const uint64_t elements = received.elements, data = received.data;
+  to.from = from;
+  std::exception_ptr why;
+  if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
+    why = failure(
+        *group_,
+        c10::str(
+            "ranks disagree in what is sent: ", group_->called(from), " called send of ", elements, " x ",
+            type_name(received.type), received.site[0] == '\0' ? "" : " at ", received.site, "; ",
+            group_->called(group_->rank), " called recv of ", tensor.numel(), " x ",
+            c10::toString(tensor.scalar_type()), to.call.site.empty() ? "" : " at ", to.call.site, "."));
+  } else if (tensor.nbytes() > 0) {
+    const auto* bytes = group_->members[static_cast<size_t>(from)].memory.heap(data, tensor.nbytes());
+    std::memcpy(tensor.mutable_data_ptr(), bytes, tensor.nbytes());
+  }
+  letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release);
+  to.end(why);
+}
+
+Wait Mailbox::progress(Pending& wanted, bool look) {
+  const auto& doorbell = group_->header(group_->rank).doorbell;
+  const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
+  const auto why =
+      wanted.over() ? "" : none_can_come(wanted, look); // before looking: they may have written just before
+  for (int from = 0; from < group_->size(); ++from) {
+    collect(from);
+  }
+  for (auto one = receiving_.begin(); one != receiving_.end(); ++one) {
+    const auto competes = [&](const auto& earlier) { return !earlier->over() && compete(*earlier, **one); };
+    if (!(*one)->over() && std::none_of(receiving_.begin(), one, competes)) {
+      deliver(**one);
+    }
+  }
+  std::erase_if(receiving_, [](const auto& one) { return one->over(); });
+  if (!wanted.over() && !why.empty()) {
+    wanted.end(failure(*group_, why));
+    std::erase_if(receiving_, [&](const auto& one) { return one.get() == &wanted; });
+  }
+  return wait;
+}
+
+std::string Mailbox::none_can_come(const Pending& to, bool look) const {
+  const auto because = [&](const std::string& why) {
+    return why.empty() ? why : c10::str(why, " and sends nothing more for ", to.call.name, ".");
+  };
+  if (to.call.kind != OpType::RECVANYSOURCE) {
+    return because(group_->gone(to.call.root, look));
+  }
+  std::string why;
+  for (int peer = 0; peer < group_->size(); ++peer) {
+    const auto gone = group_->gone(peer, look);
+    if (peer != group_->rank && gone.empty()) {
+      return "";
+    }
+    why = gone.empty() ? why : gone;
+  }
+  return because(why);
+}
+
+} // namespace torch_ext::sim

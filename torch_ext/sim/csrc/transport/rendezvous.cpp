@@ -1,0 +1,193 @@
+#include "rendezvous.h"
+
+#include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "futex.h"
+#include "layout.h"
+#include "peers.h"
+#include "segment.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+struct Address {
+  std::string machine;  // empty: this rank does not share memory
+  std::string settings; // no spaces
+  int pid = 0;
+  int file = -1;
+  uint64_t nonce[2] = {0, 0};
+
+  std::string text() const {
+    return c10::str(
+        settings, " ", machine.empty() ? "gloo" : machine, " ", pid, " ", file, " ", nonce[0], " ", nonce[1]);
+  }
+
+  static Address parse(const std::vector<uint8_t>& bytes) {
+    Address read;
+    std::istringstream words(std::string(bytes.begin(), bytes.end()));
+    words >> read.settings >> read.machine >> read.pid >> read.file >> read.nonce[0] >> read.nonce[1];
+    if (read.machine == "gloo") {
+      read.machine.clear();
+    }
+    return read;
+  }
+};
+
+// The same for processes that see each other under their pids, and for no others.
+std::string this_machine() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat space{};
+  if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
+    return "";
+  }
+  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion);
+}
+
+void draw(uint64_t (&nonce)[2]) {
+  std::random_device source;
+  for (auto& word : nonce) {
+    word = uint64_t{source()} << 32 | source();
+  }
+}
+
+bool is_that_of(const Header& header, const Address& address) {
+  return header.version == kLayoutVersion && header.nonce[0] == address.nonce[0] && header.nonce[1] == address.nonce[1];
+}
+
+// Without memory where it cannot be opened.
+Member open_peer(const Address& address, int size) {
+  Member peer;
+  peer.process = Process::find(address.pid);
+  if (peer.process == nullptr) {
+    return peer;
+  }
+  const auto path = c10::str("/proc/", address.pid, "/fd/", address.file);
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) {
+    return peer;
+  }
+  try {
+    Segment memory = Segment::open(file, size);
+    if (is_that_of(memory.header(), address)) {
+      peer.memory = std::move(memory);
+    }
+  } catch (const c10::Error&) {
+    // No memory of a rank's: it stays without.
+  }
+  return peer;
+}
+
+std::string key_of(int rank) {
+  return c10::str("address/", rank);
+}
+
+std::vector<Address> exchange(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+    const Address& mine) {
+  const std::string text = mine.text();
+  store->set(key_of(rank), std::vector<uint8_t>(text.begin(), text.end()));
+  std::vector<std::string> keys;
+  keys.reserve(static_cast<size_t>(size));
+  for (int peer = 0; peer < size; ++peer) {
+    keys.push_back(key_of(peer));
+  }
+  store->wait(keys, timeout);
+  std::vector<Address> addresses;
+  addresses.reserve(keys.size());
+  for (const auto& key : keys) {
+    addresses.push_back(Address::parse(store->get(key)));
+  }
+  return addresses;
+}
+
+GroupState said_by(int peer, const Member& member, Clock::time_point deadline) {
+  const auto& word = member.memory.header().state;
+  while (true) {
+    const auto state = word.load(std::memory_order_acquire);
+    if (state != static_cast<uint32_t>(GroupState::kNew)) {
+      return static_cast<GroupState>(state);
+    }
+    TORCH_CHECK(
+        !member.process->has_ended(), "simccl: rank ", peer, " (process ", member.process->pid(),
+        ") ended while the group was made.");
+    TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", peer, " stopped.");
+    sleep_while(word, state, kSlice);
+  }
+}
+
+} // namespace
+
+std::vector<Member> meet(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+    bool want_shared, const std::string& settings) {
+  const auto deadline = Clock::now() + timeout;
+  std::vector<Member> members(static_cast<size_t>(size));
+  Address mine;
+  mine.settings = settings;
+  mine.pid = getpid();
+  if (want_shared) {
+    mine.machine = this_machine();
+    draw(mine.nonce);
+    Segment memory = Segment::create(size);
+    mine.file = memory.file();
+    Header& header = memory.header();
+    header.version = kLayoutVersion;
+    std::copy(std::begin(mine.nonce), std::end(mine.nonce), header.nonce);
+    members[static_cast<size_t>(rank)].memory = std::move(memory);
+  }
+  const auto addresses = exchange(store, rank, size, timeout, mine);
+  bool possible = !mine.machine.empty();
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& address = addresses[static_cast<size_t>(peer)];
+    TORCH_CHECK_VALUE(
+        address.settings == settings, "simccl: rank ", rank, " has ", settings, ", but rank ", peer, " has ",
+        address.settings, ". Set the variables alike on all ranks.");
+    possible = possible && address.machine == mine.machine;
+  }
+  if (!possible) {
+    return {};
+  }
+  auto& own = members[static_cast<size_t>(rank)].memory.header();
+  bool opened_all = true;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) {
+      auto& member = members[static_cast<size_t>(peer)];
+      member = open_peer(addresses[static_cast<size_t>(peer)], size);
+      opened_all = opened_all && static_cast<bool>(member.memory);
+    }
+  }
+  own.state.store(
+      static_cast<uint32_t>(opened_all ? GroupState::kReady : GroupState::kRefused), std::memory_order_release);
+  wake(own.state);
+  bool all_ready = opened_all;
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& member = members[static_cast<size_t>(peer)];
+    if (peer != rank && member.memory) {
+      all_ready = said_by(peer, member, deadline) != GroupState::kRefused && all_ready;
+    }
+  }
+  return all_ready ? std::move(members) : std::vector<Member>();
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,141 @@
+#include "segment.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "layout.h"
+
+namespace torch_ext::sim {
+namespace {
+
+constexpr uint64_t kFirstHeap = uint64_t{256} << 10;
+
+uint64_t length_of(int file) {
+  struct stat about{};
+  TORCH_CHECK(fstat(file, &about) == 0, "simccl cannot look at its shared memory: ", std::strerror(errno), ".");
+  return static_cast<uint64_t>(about.st_size);
+}
+
+} // namespace
+
+Segment Segment::create(int size) {
+  Segment made;
+  made.file_ = memfd_create("simccl", MFD_CLOEXEC);
+  TORCH_CHECK(made.file_ >= 0, "simccl cannot make shared memory: ", std::strerror(errno), ".");
+  made.control_bytes_ = control_bytes(size);
+  TORCH_CHECK(
+      ftruncate(made.file_, static_cast<off_t>(made.control_bytes_ + kFirstHeap)) == 0,
+      "simccl cannot size its shared memory: ", std::strerror(errno), ".");
+  made.map(made.file_, kFirstHeap);
+  return made;
+}
+
+Segment Segment::open(int file, int size) {
+  Segment made;
+  made.control_bytes_ = control_bytes(size);
+  try {
+    const uint64_t length = length_of(file);
+    TORCH_CHECK(length > made.control_bytes_, "What should be the shared memory of a simccl rank is too small.");
+    made.map(file, length - made.control_bytes_);
+  } catch (...) {
+    ::close(file);
+    throw;
+  }
+  ::close(file);
+  return made;
+}
+
+void Segment::map(int file, uint64_t heap_bytes) {
+  void* control = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  TORCH_CHECK(control != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
+  control_ = static_cast<std::byte*>(control);
+  void* heap = mmap(nullptr, heap_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(control_bytes_));
+  TORCH_CHECK(heap != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
+  heap_ = static_cast<std::byte*>(heap);
+  heap_bytes_ = heap_bytes;
+}
+
+Segment::Segment(Segment&& other) noexcept {
+  *this = std::move(other);
+}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  std::swap(control_, other.control_);
+  std::swap(heap_, other.heap_);
+  std::swap(control_bytes_, other.control_bytes_);
+  std::swap(heap_bytes_, other.heap_bytes_);
+  std::swap(file_, other.file_);
+  return *this;
+}
+
+Segment::~Segment() {
+  if (heap_ != nullptr) {
+    munmap(heap_, heap_bytes_);
+  }
+  if (control_ != nullptr) {
+    munmap(control_, control_bytes_);
+  }
+  if (file_ >= 0) {
+    ::close(file_);
+  }
+}
+
+Slot& Segment::slot(uint64_t number) const {
+  return *reinterpret_cast<Slot*>(control_ + kPage + number % kSlots * kSlotStride);
+}
+
+std::atomic<uint64_t>& Segment::first_letter(int to) const {
+  return reinterpret_cast<std::atomic<uint64_t>*>(control_ + kPage + kSlots * kSlotStride)[to];
+}
+
+void Segment::remap_heap(uint64_t bytes) {
+  void* moved = mremap(heap_, heap_bytes_, bytes, MREMAP_MAYMOVE);
+  TORCH_CHECK(moved != MAP_FAILED, "simccl cannot map more shared memory: ", std::strerror(errno), ".");
+  heap_ = static_cast<std::byte*>(moved);
+  heap_bytes_ = bytes;
+}
+
+std::byte* Segment::heap(uint64_t offset, uint64_t bytes) {
+  const uint64_t needed = offset + bytes;
+  if (needed > heap_bytes_) {
+    // The owner has made its file longer before it told of this range. Doubled, so that this stays rare; pages beyond
+    // the end of the file are mapped but not touched.
+    remap_heap(std::max(2 * heap_bytes_, (needed + kPage - 1) / kPage * kPage));
+  }
+  return heap_ + offset;
+}
+
+void Segment::grow(uint64_t bytes) {
+  if (bytes <= heap_bytes_) {
+    return;
+  }
+  const uint64_t wanted = std::max(2 * heap_bytes_, (bytes + kPage - 1) / kPage * kPage);
+  TORCH_CHECK(
+      ftruncate(file_, static_cast<off_t>(control_bytes_ + wanted)) == 0, "simccl cannot get ", wanted,
+      " bytes of shared memory: ", std::strerror(errno), ".");
+  remap_heap(wanted);
+}
+
+void Segment::discard(uint64_t offset, uint64_t bytes) {
+  const uint64_t first = (offset + kPage - 1) / kPage * kPage;
+  const uint64_t last = (offset + bytes) / kPage * kPage;
+  if (first < last) {
+    fallocate(
+        file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(control_bytes_ + first),
+        static_cast<off_t>(last - first));
+  }
+}
+
+} // namespace torch_ext::sim
