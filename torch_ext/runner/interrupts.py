@@ -60,7 +60,12 @@ class Interrupts:
                 self._take(signal.SIGINT, None)
 
     def give_back(self) -> None:
-        """Put the handler back that was there before."""
+        """Put the handler back that was there before; after an interrupt that was to be the only one, ignore SIGINT.
+
+        Else one more would end a process by the signal that is about to leave with a code of its own.
+        """
+        if self._over and self._before is not None:
+            self._before = signal.SIG_IGN
         global _current
         _current = self._outer
         if self._before is not None:

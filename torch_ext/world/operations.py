@@ -37,6 +37,8 @@ _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
 _METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
 _TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed", "torch.futures", "torch._C")
 
+# torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+_RPC_TIMEOUT_S = 60.0
 # Characters of a call that a report shows.
 _MOST_OF_CALL = 80
 
@@ -46,7 +48,11 @@ _began_s = time.monotonic()
 def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
-    # Characters of a call that a report shows.
+    # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+
+
+_RPC_TIMEOUT_S = 60.0
+# Characters of a call that a report shows.
 
 
 _MOST_OF_CALL = 80
@@ -134,7 +140,8 @@ def _seconds(value: Any) -> float:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if value >= 0 else 60.0  # RPC's mark for its default
+        # RPC's marks: 0 for no limit, -1 for its default.
+        return math.inf if value == 0 else float(value) if value > 0 else _RPC_TIMEOUT_S
     return math.inf
 
 

@@ -107,7 +107,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 
 # A class at a time, since some of them end the run.
-CLASSES = ("TestExpected", "TestChannels", "TestParent", "TestForks", "TestTwin", "TestSpawned")
+CLASSES = ("TestExpected", "TestChannels", "TestParent", "TestForks", "Bad", "Good", "TestSpawned")
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,10 @@ def test_forked_child_of_a_plain_test_has_no_results(runs: dict[str, Run]) -> No
 
 
 def test_two_classes_of_one_name_both_run(runs: dict[str, Run]) -> None:
-    run = runs["TestTwin"]
-    assert run.code == 1, run
-    assert "False is not true" in run.out, run
+    """Each goes by the name that its file knows it by."""
+    assert runs["Bad"].status == {"test_twin": "failed"}, runs["Bad"]
+    assert "False is not true" in runs["Bad"].out
+    assert runs["Good"].status == {"test_twin": "passed"}, runs["Good"]
 
 
 def test_limit_of_the_command_ends_spawned_threads(runs: dict[str, Run]) -> None:

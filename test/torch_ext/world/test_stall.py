@@ -124,3 +124,10 @@ def test_this_process_is_not_blocked_while_a_thread_sleeps(daemon: Callable[[Cal
     daemon(lambda: time.sleep(40))
     progress = stall.observe()
     assert isinstance(progress, Progress) and not progress.blocked
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(None, INF), (0, INF), (-1, 60.0), (7.5, 7.5), (timedelta(minutes=2), 120.0), (True, INF)]
+)
+def test_limits_of_torchs_functions_are_read_as_torch_means_them(value: object, seconds: float) -> None:
+    assert operations._seconds(value) == seconds
