@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torch_ext.world import access
+from torch_ext.world import provider
 
 collect_ignore_glob: list[str] = []
 
@@ -47,4 +47,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks' zygote now, when it has every test module and before a test uses a device in this process."""
     for name in sorted({module.__name__ for module in map(_module_with_ranks, session.items) if module}):
-        access.prepare(name)
+        provider.prepare(name)

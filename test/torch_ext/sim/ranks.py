@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 
 import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
-from torch_ext.world import access
+from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
-from torch_ext.world.outcome import Outcome, Receipt, Said
-from torch_ext.world.parent import Body, start_world
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.protocol import Farewell, Receipt, Said
 from torch_ext.world.render import render
-from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.start import RankTask, start_world
+from torch_ext.world.verdict import Judgement, WorldReport, judge
 from torch_ext.world.watch import Limits
 
 DEADLINE_S = 120.0
@@ -46,9 +47,9 @@ def run(world_size: int, body: Callable[..., None], *args: Any, killed: int | No
         AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.
     """
     with tempfile.TemporaryDirectory() as folder:
-        bodies = [Body(_in_group, (rank, world_size, folder, body, args, options)) for rank in range(world_size)]
-        zygote = access.zygote_for(body.__module__)
-        with start_world(zygote, bodies, spares=access.spares_wanted(world_size)) as world:
+        tasks = [RankTask(_in_group, (rank, world_size, folder, body, args, options)) for rank in range(world_size)]
+        zygote = provider.zygote_for(body.__module__)
+        with start_world(zygote, tasks, spares=settings.spares_wanted(world_size)) as world:
             death = None if killed is None else -signal.SIGKILL
             outcomes = world.wait(Limits(test_s=DEADLINE_S), expected_exit=death)
             _check(outcomes, killed, time.monotonic() - world.started_s)
@@ -56,9 +57,10 @@ def run(world_size: int, body: Callable[..., None], *args: Any, killed: int | No
 
 def _check(outcomes: list[Outcome], killed: int | None, took_s: float) -> None:
     verdict = judge(outcomes, None if killed is None else -signal.SIGKILL)
-    assert verdict.judgement is Judgement.PASSED, render(outcomes, verdict, took_s)
+    said = render(WorldReport(tuple(outcomes), verdict, took_s))
+    assert verdict.judgement is Judgement.PASSED, said
     died = [outcome.rank for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
-    assert died == ([] if killed is None else [killed]), render(outcomes, verdict, took_s)
+    assert died == ([] if killed is None else [killed]), said
 
 
 def leave() -> None:
@@ -66,6 +68,7 @@ def leave() -> None:
     rank = world_rank.current()
     assert rank is not None
     rank.report(Receipt(Said.PASSED, time.monotonic()))
+    rank.say(Farewell())
     os._exit(0)
 
 
