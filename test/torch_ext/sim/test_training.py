@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,8 @@ def _fsdp1(rank: int, world_size: int, strategy: ShardingStrategy, half: bool, o
         mesh = init_device_mesh("sim", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
         group = (mesh.get_group("shard"), mesh.get_group("replicate"))
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16) if half else None
+    # Torch's advice to its users, who may still ask for it.
+    warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated", category=FutureWarning)
     net = FullyShardedDataParallel(
         _net(),
         process_group=group,
