@@ -48,16 +48,7 @@ _began_s = time.monotonic()
 def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
-    # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
-
-
-_RPC_TIMEOUT_S = 60.0
-# Characters of a call that a report shows.
-
-
-_MOST_OF_CALL = 80
-
-_began_s = time.monotonic()
+    _began_s = time.monotonic()
 
 
 @dataclass(frozen=True)

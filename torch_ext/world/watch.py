@@ -224,6 +224,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        if not self._keep and rank not in self._left:
+        # A rank that is to live on has no reason to end, and any other one says farewell.
+        if rank in self._ended and (self._keep or rank not in self._left):
             return Ending.EXITED
         return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED

@@ -1,6 +1,5 @@
 #include "launcher.h"
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>

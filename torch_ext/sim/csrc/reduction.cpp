@@ -105,7 +105,7 @@ uint64_t Reduction::source_bytes(const at::Tensor& host) const {
 
 at::Tensor Reduction::target(const at::Tensor& host) const {
   return staging_type_.has_value()
-      ? at::empty({host.numel()}, host.options().dtype(*staging_type_))
+      ? at::empty({host.numel()}, host.options().dtype(staging_type_))
       : same_bytes(host).view({-1});
 }
 

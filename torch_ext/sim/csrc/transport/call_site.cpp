@@ -1,3 +1,4 @@
+// The line of Python code that calls a collective, for messages.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
