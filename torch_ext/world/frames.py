@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from torch_ext.world.protocol import HiddenFrames
 
-__all__ = ["add", "describe", "hidden", "hide", "read_error", "trim_stacks"]
+__all__ = ["add", "hidden", "hide", "read_error", "trim_stacks"]
 
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
@@ -72,11 +72,6 @@ def _links(error: BaseException) -> int:
         seen.add(id(linked))
         linked = linked.__cause__ or (None if linked.__suppress_context__ else linked.__context__)
     return len(seen) - 1
-
-
-def describe(error: BaseException) -> str:
-    """Return the traceback of ``error`` without hidden frames."""
-    return read_error(error)[1].rstrip()
 
 
 def _trim(shown: traceback.TracebackException, links: int) -> None:
