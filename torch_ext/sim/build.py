@@ -39,7 +39,8 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wn
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
     {"autocast", "bindings", "flight_record", "launcher", "reduction", "sim_work", "simccl"}
-    | {f"transport/{name}" for name in ("call_site", "fingerprint", "gloo", "group", "lane", "mailbox", "rendezvous")}
+    | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
+    | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
     | {"transport/shared_memory", "transport/wait_page"}
 )
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}

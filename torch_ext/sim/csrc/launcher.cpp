@@ -127,7 +127,6 @@ WorkPtr Launcher::launch(Operation operation) {
   const int device = device_of(operation);
   WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
-  const auto transfers_before = transport_->transfers_started();
   const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
@@ -144,8 +143,7 @@ WorkPtr Launcher::launch(Operation operation) {
   if (is_collective) {
     work->set_record(record);
     record_operation(
-        {transport_->record_name(), transfers_before + 1, transport_->transfers_started(), operation.name,
-         getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
+        {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
          std::move(record)});
   }
   remember(work);
