@@ -1,23 +1,46 @@
-"""The order in which tests run."""
+"""What a run executes: the selected tests by class, and what each class needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.results import TestName
 
-__all__ = ["Batch", "Plan", "make_plan"]
+__all__ = ["Batch", "Need", "Plan", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a class needs while it runs.
+
+    Attributes:
+        ranks: the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads.
+        alone: nothing else runs beside it.
+    """
+
+    ranks: int = 1
+    alone: bool = False
 
 
 class Batch(NamedTuple):
-    """The selected tests of one class, which share its ``setUpClass``; in the order in which they run."""
+    """The selected tests of one class, which share its ``setUpClass``; in the order in which they run.
+
+    ``expected_s`` is how long they took when they last ran, in seconds.
+    """
 
     file: TestFile
     cls: str
     tests: tuple[TestName, ...]
+    need: Need = Need()
+    expected_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it apart from every other class of a plan."""
+        return self.file.name, self.cls
 
 
 @dataclass(frozen=True)
@@ -44,8 +67,17 @@ class Plan:
         return Plan((*before, *batches, *after))
 
 
-def make_plan(files: Sequence[TestFile], tests: Iterable[TestName]) -> Plan:
+def make_plan(
+    files: Sequence[TestFile],
+    tests: Iterable[TestName],
+    needs: Mapping[tuple[str, str], Need] = {},
+    expected_s: Callable[[TestName], float] = lambda test: 0.0,
+) -> Plan:
     """Group ``tests`` by file, in the order of ``files``, then by class and test, in the order given.
+
+    Args:
+        needs: by file and class; a class that is missing needs one rank.
+        expected_s: how long a test takes, in seconds.
 
     Raises:
         AssertionError: a test's file is none of ``files``, so that the test would be dropped in silence.
@@ -55,4 +87,10 @@ def make_plan(files: Sequence[TestFile], tests: Iterable[TestName]) -> Plan:
         if test.file not in by_file:
             raise AssertionError(f"got the test {test.id} of a file that was not discovered")
         by_file[test.file].setdefault(test.cls, {})[test] = None
-    return Plan(tuple(Batch(file, cls, tuple(group)) for file in files for cls, group in by_file[file.name].items()))
+    return Plan(
+        tuple(
+            Batch(file, cls, tuple(group), needs.get((file.name, cls), Need()), sum(map(expected_s, group)))
+            for file in files
+            for cls, group in by_file[file.name].items()
+        )
+    )
