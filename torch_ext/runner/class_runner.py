@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch_ext.runner.class_child import ClassChild, Zygotes
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.runner.results import Began, Died, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import notices
 from torch_ext.world.tree import LoadError, ZygoteDiedError
@@ -82,7 +82,9 @@ def what_next(facts: Facts, exited: Died) -> Next:
 class ClassRunner:
     """Runs one batch. Every planned test gets one result: its own, or that of the process that died under it."""
 
-    def __init__(self, zygotes: Zygotes, batch: Batch, options: Options, sink: Callable[[TestResult], None]) -> None:
+    def __init__(
+        self, zygotes: Zygotes, batch: Batch, options: Options, sink: Callable[[Began | TestResult], None]
+    ) -> None:
         self._zygotes = zygotes
         self._batch = batch
         self._options = options
@@ -94,6 +96,7 @@ class ClassRunner:
 
     def run(self) -> bool:
         """Run the batch; return whether the run goes on after it."""
+        self._sink(Began(self._class))
         while self._left and not self._class_is_over and not self._stop:
             try:
                 self._run_one_process()
@@ -116,6 +119,7 @@ class ClassRunner:
             while (event := process.next_event()) is not None:
                 if isinstance(event, TestStarted):
                     running = event.method
+                    self._sink(Began(self._name(running)))
                 elif isinstance(event, TestEnded):
                     running = ""
                     self._may_lose_zygote = True

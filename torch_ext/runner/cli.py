@@ -23,7 +23,7 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Began, OutputError, Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -43,15 +43,16 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
     ) -> None:
-        """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins, and hand it each
+        result as soon as its test has ended.
 
         Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
         and returns what of it is to run in the place of what was planned.
 
-        Called once, on the main thread. Blocks until every process that it started is gone, also when it is
-        interrupted. Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
+        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
         skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
         """
         ...
@@ -286,7 +287,11 @@ def _run(
     progress = Progress(plan)
     reporters: list[Reporter] = [TextReporter(plan, options, sys.stdout)]
 
-    def take(result: TestResult) -> None:
+    def take(result: Began | TestResult) -> None:
+        if isinstance(result, Began):
+            for reporter in reporters:
+                reporter.begin(result)
+            return
         progress.add(result)
         for reporter in reporters:
             reporter.add(result)
@@ -309,7 +314,10 @@ def _run(
         take(failure)
     try:
         if plan.batches and not (failures and options.failfast):
-            executor().run(plan, take, renew)
+            try:
+                executor().run(plan, take, renew)
+            finally:
+                executor().close()
     except KeyboardInterrupt:
         interrupted = True
     for reporter in reporters:

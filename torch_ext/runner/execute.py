@@ -20,7 +20,7 @@ from torch_ext.runner.interrupts import held
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import SetupError, TestName, TestResult
+from torch_ext.runner.results import Began, SetupError, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 from torch_ext.world import _os, frames, provider
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
@@ -189,21 +189,18 @@ class RunExecutor:
             os.close(stacks)
 
     def run(
-        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
     ) -> None:
         """See ``cli.Executor``."""
-        try:
-            groups = [(file, tuple(batches)) for file, batches in itertools.groupby(plan, lambda batch: batch.file)]
-            for number, (file, batches) in enumerate(groups):
-                for later, _ in groups[number : number + 2]:
-                    with contextlib.suppress(ZygoteDiedError):  # it is begun again when it is needed
-                        self.begin(later)
-                for batch in batches if file.name in self._collected else renew(self._collect(file)):
-                    if not ClassRunner(self, batch, self._options, sink).run():
-                        return
-                self.drop(file)
-        finally:
-            self.close()
+        groups = [(file, tuple(batches)) for file, batches in itertools.groupby(plan, lambda batch: batch.file)]
+        for number, (file, batches) in enumerate(groups):
+            for later, _ in groups[number : number + 2]:
+                with contextlib.suppress(ZygoteDiedError):  # it is begun again when it is needed
+                    self.begin(later)
+            for batch in batches if file.name in self._collected else renew(self._collect(file)):
+                if not ClassRunner(self, batch, self._options, sink).run():
+                    return
+            self.drop(file)
 
     def close_zygotes(self) -> None:
         for zygote in self._zygotes.values():

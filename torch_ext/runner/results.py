@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
 
 __all__ = [
+    "Began",
     "Died",
     "OutputError",
     "Problem",
@@ -86,6 +87,13 @@ class TestName:
         """
         module = self.file.removesuffix(".py").replace("/", ".")
         return ".".join(part for part in (module, self.cls, self.method) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A test, or with an empty method its class, has begun."""
+
+    test: TestName
 
 
 @dataclass(frozen=True, slots=True)
