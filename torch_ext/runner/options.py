@@ -31,6 +31,8 @@ class Options:
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
+        slots: how many ranks run at a time; None: the machine decides.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the file of ``--upstream`` as typed, which runs with our harness in the place of torch's; else empty.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
@@ -48,6 +50,8 @@ class Options:
     timeout_s: float | None = None
     start_method: str = "fork"
     show_output: bool = False
+    jobs: int | None = None
+    slots: int | None = None
     typed_root: str = ""
     upstream: str = ""
     script: str = ""
@@ -139,7 +143,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
     add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
     add("--show-output", action="store_true", help="show what ranks print, as it comes")
+    add("-j", "--jobs", type=_jobs, metavar="N", help="run at most N classes at a time; auto: as many as there "
+        "are slots for (default: auto, or 1 with --show-output)")  # fmt: skip
+    add("--slots", type=_count, metavar="N", help="how many ranks run at a time (default: the accelerator's "
+        "devices, or four for each core)")  # fmt: skip
     add("--version", action="version", version=f"torch_ext {torch_ext.__version__}")
+
+
+def _jobs(text: str) -> int | None:
+    return None if text == "auto" else _count(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -174,6 +192,8 @@ def _options(
         timeout_s=given.timeout,
         start_method=given.start_method,
         show_output=given.show_output,
+        jobs=given.jobs,
+        slots=given.slots,
         typed_root=typed_root,
         upstream=upstream,
         script=script,

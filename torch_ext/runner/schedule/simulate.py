@@ -26,8 +26,8 @@ def simulate(plan: Plan, policy: Policy, slots: int) -> list[Span]:
     """Run ``plan`` on ``slots`` slots. A class takes as long as expected; importing a file takes no time."""
     queue = Queue(plan, policy, Slots(slots))
     by_file: dict[str, list[Batch]] = {}
-    for batch in plan:
-        by_file.setdefault(batch.file.name, []).append(batch)
+    for each in plan:
+        by_file.setdefault(each.file.name, []).append(each)
     ends: list[tuple[float, int, Span]] = []
     spans: list[Span] = []
     now_s = 0.0
