@@ -216,7 +216,8 @@ def _select_and_run_with(
         _tell_difference(found.file, before[found.file.name], found)
         return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
 
-    return _run(executor, options, make_plan(wanted, tests), failures, renew)
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew)
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -303,7 +304,8 @@ def _run(
             take(_import_failure(found))
             return ()
         if tests is not None:
-            plan = plan.replaced(found.file, make_plan([found.file], tests).batches)
+            needs = dict(zip(found.tests, found.needs, strict=False))
+            plan = plan.replaced(found.file, make_plan([found.file], tests, needs).batches)
             progress.replan(plan)
             for reporter in reporters:
                 reporter.replan(plan)

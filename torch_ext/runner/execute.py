@@ -161,18 +161,20 @@ class RunExecutor:
         self._collected.add(file.name)
         try:
             zygote = yield from self.zygote(file)
-            names = yield from self._names(zygote, self.module_of(file))
+            told = yield from self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
             return Collected(file, error=str(error))
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        tests = tuple(TestName(file.name, cls, method) for cls, method in names)
+        tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(file, tests, depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(
+            file, tests, depends.imported, depends.paths, depends.variables, depends.unsure, needs=told.needs
+        )
 
-    def _names(self, zygote: ZygoteClient, module: str) -> Task[tuple[tuple[str, str], ...]]:
+    def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
         ours, theirs = channel_pair()
         stacks, stacks_writer = os.pipe()
@@ -195,7 +197,7 @@ class RunExecutor:
                     told = f"naming the tests of {module} took longer than its limit of {self._limit_s:g} s"
                     raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
             message: TestNames = ours.receive()[0]
-            return message.names
+            return message
         finally:
             ours.close()
             child.close()

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.results import TestName
+from torch_ext.runner.results import Needs, TestName
 
 __all__ = ["Batch", "Need", "Plan", "make_plan"]
+
+# What a test is taken to last that has never run.
+_UNKNOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,14 @@ class Plan:
 def make_plan(
     files: Sequence[TestFile],
     tests: Iterable[TestName],
-    needs: Mapping[tuple[str, str], Need] = {},
-    expected_s: Callable[[TestName], float] = lambda test: 0.0,
+    needs: Mapping[TestName, Needs] = {},
+    expected_s: Callable[[TestName], float] = lambda test: _UNKNOWN_S,
 ) -> Plan:
     """Group ``tests`` by file, in the order of ``files``, then by class and test, in the order given.
 
     Args:
-        needs: by file and class; a class that is missing needs one rank.
-        expected_s: how long a test takes, in seconds.
+        needs: what each test needs, as far as that is known; the rest needs one rank.
+        expected_s: how long a test takes, in seconds; by default the same for all.
 
     Raises:
         AssertionError: a test's file is none of ``files``, so that the test would be dropped in silence.
@@ -89,8 +92,13 @@ def make_plan(
         by_file[test.file].setdefault(test.cls, {})[test] = None
     return Plan(
         tuple(
-            Batch(file, cls, tuple(group), needs.get((file.name, cls), Need()), sum(map(expected_s, group)))
+            Batch(file, cls, tuple(group), _need_of(group, needs), sum(map(expected_s, group)))
             for file in files
             for cls, group in by_file[file.name].items()
         )
     )
+
+
+def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Need:
+    known = [needs[test] for test in tests if test in needs]
+    return Need(max((each.processes for each in known), default=1), any(each.alone for each in known))
