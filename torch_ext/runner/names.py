@@ -61,6 +61,7 @@ class Collected:
         remembered: whether the answer was not told by an import but remembered.
         before: the tests that were remembered of the same code, where they are no longer sure to be right.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
+        left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
     """
 
     file: TestFile
@@ -72,6 +73,7 @@ class Collected:
     remembered: bool = False
     before: tuple[TestName, ...] | None = None
     error: str = ""
+    left: str = ""
 
 
 class Collector(Protocol):
