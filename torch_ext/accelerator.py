@@ -36,6 +36,7 @@ __all__ = [
     "device_count",
     "device_module",
     "device_type",
+    "initialize",
     "is_accelerator",
     "request_devices",
     "set_device_index",
@@ -192,6 +193,13 @@ def set_device_index(rank: int) -> None:
     """Make the device of ``rank`` current in this thread. Does nothing on plain ``cpu``."""
     if is_accelerator():
         torch.accelerator.set_device_index(rank % device_count())
+
+
+def initialize() -> None:
+    """Initialize the device in this process, as its first use would. Does nothing on plain ``cpu``."""
+    start = getattr(device_module(), "init", None) if is_accelerator() else None
+    if start is not None:
+        start()
 
 
 def capabilities() -> Capabilities:

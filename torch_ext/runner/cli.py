@@ -153,14 +153,24 @@ def _open_executor(options: Options) -> Executor:
 
 def _discover_and_run(options: Options) -> int:
     if options.upstream:
-        file = describe(Path(options.upstream).resolve(), options.root)
-        return _select_and_run(options, [file], NameCache(None, None))
+        return _select_and_run(options, _upstream_files(options), NameCache(None, None))
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
     return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device), options.environment()))
+
+
+def _upstream_files(options: Options) -> list[TestFile]:
+    """Return the files that ``--upstream`` names, each a module of its own, as ``python FILE`` would import it."""
+    paths = [Path(typed).resolve() for typed in options.upstream]
+    found = [[path] if path.is_file() else [file.path for file in find_test_files(path)] for path in paths]
+    for path, files in zip(options.upstream, found, strict=True):
+        if not files:
+            raise SelectionError(f"nothing selected: no test_*.py below {path}")
+    unique = dict.fromkeys(file for some in found for file in some)
+    return [TestFile(file.relative_to(options.root).as_posix(), file, file.stem, file.parent) for file in unique]
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -252,6 +262,8 @@ def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequen
 
 
 def _import_failure(collected: Collected) -> TestResult:
+    if collected.left:
+        return TestResult(TestName(collected.file.name), Status.SKIPPED, 0.0, reason=collected.left)
     trace = collected.error.rstrip()
     problem = Raised(trace.rpartition("\n")[2], trace)
     return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, (problem,))
@@ -267,12 +279,13 @@ def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
         raise
     except OSError as error:
         raise OutputError(f"the list cannot be written: {error}") from error
-    if failures:
-        from torch_ext.runner.reporters.failure import describe_failure
+    from torch_ext.runner.reporters.failure import describe_failure
+
     for failure in failures:
-        _complain(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}")
+        said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
+        _complain(f"{failure.test.id}{said}")
     _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}")
-    return FAILED if failures else OK
+    return FAILED if any(failure.problems for failure in failures) else OK
 
 
 def _run(
@@ -315,7 +328,7 @@ def _run(
     for failure in failures:
         take(failure)
     try:
-        if plan.batches and not (failures and options.failfast):
+        if plan.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
                 executor().run(plan, take, renew)
             finally:

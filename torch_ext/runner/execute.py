@@ -29,14 +29,22 @@ from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, Devices, ModuleOrder, Preparation
-from torch_ext.world.tree import HungImportError, LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import (
+    HungImportError,
+    LeftWhileLoadingError,
+    LoadError,
+    ModuleZygote,
+    RootZygote,
+    ZygoteClient,
+    ZygoteDiedError,
+)
 
 __all__ = ["RunExecutor", "open_executor"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
-_BRIDGE = "torch_ext.upstream.bridge"
+_BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
 _IMPORT_S, _NEWS_S = 120.0, 2.0
@@ -77,7 +85,8 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record)
+        first = (_BRIDGE, _FILE) if self._options.upstream else ()
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
@@ -164,7 +173,8 @@ class RunExecutor:
             told = yield from self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
-            return Collected(file, error=str(error))
+            left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
+            return Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")

@@ -191,6 +191,7 @@ class ModuleOrder:
     """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``.
 
     With ``record`` it tells all that the names of the module's tests depend on, not just the files that are imported.
+    The modules ``first`` are imported before it, in ranks that are fresh interpreters too.
     """
 
     name: str
@@ -199,6 +200,7 @@ class ModuleOrder:
     environment: dict[str, str]
     argv: tuple[str, ...]
     record: bool = False
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -261,9 +263,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The module could not be imported; ``trace`` is the traceback."""
+    """The module could not be imported; ``trace`` is the traceback.
+
+    ``left`` says, in words for users, that the module asked not to be run while it was imported; else it is empty.
+    """
 
     trace: str
+    left: str = ""
 
 
 # Between a parent half and its ranks
