@@ -23,7 +23,7 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Began, OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Began, OutputError, Over, Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -43,10 +43,13 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self,
+        plan: Plan,
+        sink: Callable[[Began | Over | TestResult], None],
+        renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
-        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins, and hand it each
-        result as soon as its test has ended.
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
 
         Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
         and returns what of it is to run in the place of what was planned.
@@ -296,12 +299,17 @@ def _run(
     tests_now: Callable[[Collected], list[TestName] | None],
 ) -> int:
     from torch_ext.runner.progress import Progress
+    from torch_ext.runner.reporters.ordered import InOrder
     from torch_ext.runner.reporters.text import TextReporter
 
     progress = Progress(plan)
-    reporters: list[Reporter] = [TextReporter(plan, options, sys.stdout)]
+    ordered = InOrder(plan, TextReporter(plan, options, sys.stdout))
+    reporters: list[Reporter] = [ordered]
 
-    def take(result: Began | TestResult) -> None:
+    def take(result: Began | Over | TestResult) -> None:
+        if isinstance(result, Over):
+            ordered.over(result)
+            return
         if isinstance(result, Began):
             for reporter in reporters:
                 reporter.begin(result)
@@ -315,6 +323,7 @@ def _run(
         tests = tests_now(found)
         if found.error:
             take(_import_failure(found))
+            take(Over(TestName(found.file.name)))
             return ()
         if tests is not None:
             needs = dict(zip(found.tests, found.needs, strict=False))
