@@ -60,5 +60,7 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
     names = tuple((cls, test._testMethodName) for cls, test in find_tests(order.module))
-    Channel.from_descriptor(descriptors[0]).send(TestNames(names))
+    accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
+    device = accelerator.device_type() if accelerator is not None else ""
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names, device))
     return 0

@@ -42,6 +42,7 @@ __all__ = ["RunExecutor", "open_executor"]
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
 _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
@@ -81,7 +82,7 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        first = (_BRIDGE, _FILE) if self._options.upstream else ()
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
@@ -89,9 +90,12 @@ class RunExecutor:
             raise SetupError(_what_to_tell(str(error))) from None
         self._zygotes[file.name] = root.load(order, self._limit_s)
 
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
         with held():
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         return self._root
@@ -158,7 +162,7 @@ class RunExecutor:
         self._collected.add(file.name)
         try:
             zygote = self.zygote(file)
-            names = self._names(zygote, self.module_of(file))
+            told = self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
@@ -166,11 +170,12 @@ class RunExecutor:
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        tests = tuple(TestName(file.name, cls, method) for cls, method in names)
+        tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(file, tests, depends.imported, depends.paths, depends.variables, depends.unsure)
+        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(file, tests, *found, device=told.device)
 
-    def _names(self, zygote: ZygoteClient, module: str) -> tuple[tuple[str, str], ...]:
+    def _names(self, zygote: ZygoteClient, module: str) -> TestNames:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
         ours, theirs = channel_pair()
         stacks, stacks_writer = os.pipe()
@@ -192,7 +197,7 @@ class RunExecutor:
                     told = f"naming the tests of {module} took longer than its limit of {self._limit_s:g} s"
                     raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
             message: TestNames = ours.receive()[0]
-            return message.names
+            return message
         finally:
             ours.close()
             child.close()

@@ -40,11 +40,12 @@ class CollectOrder:
 
 @dataclass(frozen=True)
 class TestNames:
-    """The tests of a module, as ``(class, method)``, in the order in which they run."""
+    """The tests of a module, as ``(class, method)``, in the order in which they run, and the device that they test."""
 
     __test__ = False
 
     names: tuple[tuple[str, str], ...]
+    device: str = ""
 
 
 @dataclass(frozen=True)

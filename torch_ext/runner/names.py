@@ -61,6 +61,7 @@ class Collected:
         remembered: whether the answer was not told by an import but remembered.
         before: the tests that were remembered of the same code, where they are no longer sure to be right.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
+        device: the device type that they test, as far as it is known.
         left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
     """
 
@@ -74,6 +75,7 @@ class Collected:
     before: tuple[TestName, ...] | None = None
     error: str = ""
     left: str = ""
+    device: str = ""
 
 
 class Collector(Protocol):
