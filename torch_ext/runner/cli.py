@@ -65,6 +65,24 @@ class Executor(Protocol):
         ...
 
 
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
+        ...
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the arguments of this process) and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -172,8 +190,10 @@ def _upstream_files(options: Options) -> list[TestFile]:
     for path, files in zip(options.upstream, found, strict=True):
         if not files:
             raise SelectionError(f"nothing selected: no test_*.py below {path}")
-    unique = dict.fromkeys(file for some in found for file in some)
-    return [TestFile(file.relative_to(options.root).as_posix(), file, file.stem, file.parent) for file in unique]
+    return [
+        TestFile(path.relative_to(options.root).as_posix(), path, path.stem, path.parent)
+        for path in dict.fromkeys(path for files in found for path in files)
+    ]
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -217,6 +237,7 @@ def _select_and_run_with(
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
+    judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
@@ -230,7 +251,19 @@ def _select_and_run_with(
         return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
 
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
-    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew)
+    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew, judge)
+
+
+def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
+    if not options.upstream:
+        return None
+    device = next((one.device for one in collected if one.device), options.device)
+    surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    module = importlib.import_module("torch_ext.upstream.judge")
+    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    if judge.told:
+        _complain(f"warning: {judge.told}")
+    return judge
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -297,14 +330,19 @@ def _run(
     plan: Plan,
     failures: Sequence[TestResult],
     tests_now: Callable[[Collected], list[TestName] | None],
+    judge: Judge | None = None,
 ) -> int:
     from torch_ext.runner.progress import Progress
     from torch_ext.runner.reporters.ordered import InOrder
     from torch_ext.runner.reporters.text import TextReporter
 
     progress = Progress(plan)
-    ordered = InOrder(plan, TextReporter(plan, options, sys.stdout))
+    ordered = InOrder(plan, TextReporter(plan, options, sys.stderr if options.json else sys.stdout))
     reporters: list[Reporter] = [ordered]
+    if options.coverage:
+        from torch_ext.runner.reporters.coverage import CoverageReporter
+
+        reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
 
     def take(result: Began | Over | TestResult) -> None:
         if isinstance(result, Over):
@@ -314,6 +352,7 @@ def _run(
             for reporter in reporters:
                 reporter.begin(result)
             return
+        result = judge.judged(result) if judge is not None else result
         progress.add(result)
         for reporter in reporters:
             reporter.add(result)
@@ -336,14 +375,29 @@ def _run(
     interrupted = False
     for failure in failures:
         take(failure)
+    to_run = _without_skipped(plan, judge, take)
     try:
-        if plan.batches and not (options.failfast and any(one.problems for one in failures)):
+        if to_run.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
-                executor().run(plan, take, renew)
+                executor().run(to_run, take, renew)
             finally:
                 executor().close()
     except KeyboardInterrupt:
         interrupted = True
+    if judge is not None and not interrupted:
+        whole = not (options.include or options.exclude or options.keywords)
+        for stale in judge.out_of_date(plan.tests, whole=whole):
+            take(stale)
     for reporter in reporters:
         reporter.finish(interrupted=interrupted)
     return INTERRUPTED if interrupted else OK if progress.passed else FAILED
+
+
+def _without_skipped(plan: Plan, judge: Judge | None, take: Callable[[TestResult], None]) -> Plan:
+    """Return ``plan`` without what ``judge`` lets not run, and ``take`` that as skipped."""
+    if judge is None:
+        return plan
+    reasons = {test: reason for test in plan.tests if (reason := judge.skipped(test))}
+    for test, reason in reasons.items():
+        take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+    return plan.without(reasons)

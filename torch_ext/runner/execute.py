@@ -44,6 +44,7 @@ __all__ = ["RunExecutor", "open_executor"]
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
 _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
@@ -85,7 +86,7 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        first = (_BRIDGE, _FILE) if self._options.upstream else ()
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
@@ -93,9 +94,12 @@ class RunExecutor:
             raise SetupError(_what_to_tell(str(error))) from None
         self._zygotes[file.name] = root.load(order, self._limit_s)
 
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
         with held():
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         return self._root
@@ -180,9 +184,8 @@ class RunExecutor:
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
         tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(
-            file, tests, depends.imported, depends.paths, depends.variables, depends.unsure, needs=told.needs
-        )
+        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(file, tests, *found, needs=told.needs, device=told.device)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
