@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "device.h"
+#include "kernel_observer.h"
+#include "stream.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -253,7 +255,12 @@ class Allocator final : public c10::DeviceAllocator {
   }
   // Kernels run to their end before the call that started them returns, so no stream can still be using a block whose
   // last tensor dies; what is left to do is to refuse a stream of another device type.
-  void recordStream(const c10::DataPtr& /*data*/, c10::Stream stream) override { checked_index(stream.device()); }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    checked_index(stream.device());
+    if (data.get() != nullptr) {
+      tell([&](Observer& to) { to.used_on(data.get(), stream); });
+    }
+  }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Pool& pool = pool_of(device);
     std::lock_guard<std::mutex> lock(pool.mutex);
@@ -297,11 +304,13 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
     std::memset(block->data(), kPoisonByte, block->rounded);
   }
   report(block->data(), static_cast<int64_t>(block->rounded), totals, pool.device);
+  tell([&](Observer& to) { to.allocated(block->data(), block->rounded, current_stream(pool.device)); });
   return {block->data(), block->data(), &free_on_device, owner};
 }
 
 void free_on_device(void* data) {
   auto* block = Block::of(data);
+  tell([&](Observer& to) { to.freed(data, block->pool->device); });
   if (poison.load(std::memory_order_relaxed)) {
     std::memset(block->data(), kPoisonByte, block->rounded);
   }
