@@ -36,9 +36,11 @@ __all__ = [
     "device_count",
     "device_module",
     "device_type",
+    "initialize",
     "is_accelerator",
     "request_devices",
     "set_device_index",
+    "visible_devices_variable",
 ]
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
@@ -53,6 +55,14 @@ _HOST_RANKS, _MOST_RANKS = 4, 8
 # (``torch.backends``) that does not name device types, so they are listed here.
 _SIMULATED = "sim"
 _PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+
+# By device type: the variable that narrows down which devices a process sees.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_DEVICES",
+}
 
 _chosen: str | None = None
 
@@ -151,6 +161,13 @@ def _ask_for_devices() -> Callable[[int], None] | None:
     return getattr(device_module(), "request_devices", None) if is_accelerator() else None
 
 
+def visible_devices_variable() -> str:
+    """Return the environment variable that narrows down which devices a process sees; empty on ``cpu``, on simulated
+    devices, of which every process has its own, and where none is known.
+    """
+    return _VISIBLE.get(device_type(), "")
+
+
 def default_world_size() -> int:
     """Return the world size of a test that does not set one: 4 on plain ``cpu``; otherwise one rank per device, at most
     8 on real devices and at most 4 on simulated ones.
@@ -176,6 +193,13 @@ def set_device_index(rank: int) -> None:
     """Make the device of ``rank`` current in this thread. Does nothing on plain ``cpu``."""
     if is_accelerator():
         torch.accelerator.set_device_index(rank % device_count())
+
+
+def initialize() -> None:
+    """Initialize the device in this process, as its first use would. Does nothing on plain ``cpu``."""
+    start = getattr(device_module(), "init", None) if is_accelerator() else None
+    if start is not None:
+        start()
 
 
 def capabilities() -> Capabilities:
