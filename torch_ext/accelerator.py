@@ -41,6 +41,7 @@ __all__ = [
     "is_accelerator",
     "request_devices",
     "set_device_index",
+    "visible_devices_variable",
 ]
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
@@ -58,6 +59,14 @@ _HOST_RANKS, _MOST_RANKS = 4, 8
 # (``torch.backends``) that does not name device types, so they are listed here.
 _SIMULATED = "sim"
 _PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+
+# By device type: the variable that narrows down which devices a process sees.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_DEVICES",
+}
 
 _chosen: str | None = None
 
@@ -154,6 +163,13 @@ def request_devices(count: int) -> None:
 
 def _ask_for_devices() -> Callable[[int], None] | None:
     return getattr(device_module(), "request_devices", None) if is_accelerator() else None
+
+
+def visible_devices_variable() -> str:
+    """Return the environment variable that narrows down which devices a process sees; empty on ``cpu``, on simulated
+    devices, of which every process has its own, and where none is known.
+    """
+    return _VISIBLE.get(device_type(), "")
 
 
 def default_world_size() -> int:

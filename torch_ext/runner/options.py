@@ -31,6 +31,8 @@ class Options:
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
+        slots: how many ranks run at a time; None: the machine decides.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -52,6 +54,8 @@ class Options:
     timeout_s: float | None = None
     start_method: str = "fork"
     show_output: bool = False
+    jobs: int | None = None
+    slots: int | None = None
     typed_root: str = ""
     upstream: tuple[str, ...] = ()
     cuda_as_sim: bool = False
@@ -128,9 +132,11 @@ def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace
     if given.root:
         parser.error("--upstream brings its own root, the folder that holds all it names; leave --root out")
     if given.cuda_as_sim:
-        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
-        if given.device != "sim":
-            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give sim")
+        from torch_ext.cuda_as_sim.words import DEVICE
+
+        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
+        if given.device != DEVICE:
+            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give {DEVICE}")
     folders = []
     for typed in given.upstream:
         path = Path(typed).resolve()
@@ -177,7 +183,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
     add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
     add("--show-output", action="store_true", help="show what ranks print, as it comes")
+    add("-j", "--jobs", type=_jobs, metavar="N", help="run at most N classes at a time; auto: as many as there "
+        "are slots for (default: auto, or 1 with --show-output)")  # fmt: skip
+    add("--slots", type=_count, metavar="N", help="how many ranks run at a time (default: the accelerator's "
+        "devices, or four for each core)")  # fmt: skip
     add("--version", action="version", version=f"torch_ext {torch_ext.__version__}")
+
+
+def _jobs(text: str) -> int | None:
+    return None if text == "auto" else _count(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -213,6 +233,8 @@ def _options(
         timeout_s=given.timeout,
         start_method=given.start_method,
         show_output=given.show_output,
+        jobs=given.jobs,
+        slots=given.slots,
         typed_root=typed_root,
         upstream=tuple(upstream),
         cuda_as_sim=cuda_as_sim,

@@ -21,6 +21,7 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
+child -> supervisor :class:`Devices`, where it was asked for them
 rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
                     :class:`Farewell`
 ==================  =======================================================================================
@@ -41,6 +42,7 @@ __all__ = [
     "Ask",
     "Collectives",
     "Dependencies",
+    "Devices",
     "Ended",
     "Farewell",
     "HiddenFrames",
@@ -233,6 +235,17 @@ class Dependencies:
     paths: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     unsure: str = ""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """How many devices the ranks of a machine must share, and the environment variable that narrows them down.
+
+    0 and an empty string where they need not.
+    """
+
+    number: int
+    variable: str
 
 
 @dataclass(frozen=True)

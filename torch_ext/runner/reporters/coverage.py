@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TextIO
 
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Status, TestResult
+from torch_ext.runner.results import Began, Status, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["CoverageReporter"]
@@ -27,6 +27,9 @@ class CoverageReporter:
         self._out = StyledWriter(stream)
         self._as_json = as_json
         self._results: list[TestResult] = []
+
+    def begin(self, began: Began) -> None:
+        """A sum has no use for what has only begun."""
 
     def add(self, result: TestResult) -> None:
         """Take one result."""
