@@ -27,7 +27,7 @@ setup(
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={
-        "torch_ext.sim": ["csrc/*", "csrc/transport/*"],
+        "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],
     },

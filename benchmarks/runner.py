@@ -1,4 +1,4 @@
-"""What slots bring: whole runs of the suites, one class at a time and packed, in turns; and the policy on paper.
+"""What slots bring: runs of the suites one class at a time and packed on slots, in turns; and the policy on paper.
 
     python benchmarks/runner.py [--repeats 3] [--slots 4 8 12] [-i PATTERN ...] [--paper-only]
 
@@ -94,8 +94,7 @@ def main() -> None:
             ratios[slots].append(packed_s / serial_s)
             idle = 1 - serial_cpu_s / serial_s / (os.cpu_count() or 1)
             print(
-                f"  {slots} slots: {packed_s:.1f} s against {serial_s:.1f} s one by one, "
-                f"ratio {packed_s / serial_s:.2f}; "
+                f"  {slots} slots: {packed_s:.1f} s against {serial_s:.1f} s, ratio {packed_s / serial_s:.2f}; "
                 f"processor {packed_cpu_s:.0f} s against {serial_cpu_s:.0f} s, idle one by one {idle:.0%}",
                 flush=True,
             )

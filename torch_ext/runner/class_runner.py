@@ -12,7 +12,7 @@ from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Place
-from torch_ext.runner.results import Began, Died, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import notices
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
@@ -90,7 +90,7 @@ class ClassRunner:
         place: Place,
         batch: Batch,
         options: Options,
-        sink: Callable[[Began | TestResult], None],
+        sink: Callable[[Began | Over | TestResult], None],
     ) -> None:
         self._zygotes = zygotes
         self._place = place
@@ -113,6 +113,7 @@ class ClassRunner:
                 self._file_failed(Raised(*_import_error(str(error))))
             except ZygoteDiedError as error:
                 self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        self._sink(Over(self._class))
         return not self._stop
 
     @property

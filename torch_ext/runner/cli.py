@@ -20,11 +20,10 @@ from torch_ext import cache
 from torch_ext.compat import untested_torch
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.judging import Judge, open_judge, without_skipped
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Began, OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Began, OutputError, Over, Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -44,10 +43,13 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self,
+        plan: Plan,
+        sink: Callable[[Began | Over | TestResult], None],
+        renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
-        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins, and hand it each
-        result as soon as its test has ended.
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
 
         Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
         and returns what of it is to run in the place of what was planned.
@@ -60,6 +62,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
         ...
 
 
@@ -217,9 +237,7 @@ def _select_and_run_with(
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
-    judge = open_judge(options, wanted, collected)
-    if judge is not None and judge.told:
-        _complain(f"warning: {judge.told}")
+    judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
@@ -234,6 +252,18 @@ def _select_and_run_with(
 
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     return _run(executor, options, make_plan(wanted, tests, needs), failures, renew, judge)
+
+
+def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
+    if not options.upstream:
+        return None
+    device = next((one.device for one in collected if one.device), options.device)
+    surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    module = importlib.import_module("torch_ext.upstream.judge")
+    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    if judge.told:
+        _complain(f"warning: {judge.told}")
+    return judge
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -303,16 +333,21 @@ def _run(
     judge: Judge | None = None,
 ) -> int:
     from torch_ext.runner.progress import Progress
+    from torch_ext.runner.reporters.ordered import InOrder
     from torch_ext.runner.reporters.text import TextReporter
 
     progress = Progress(plan)
-    reporters: list[Reporter] = [TextReporter(plan, options, sys.stderr if options.json else sys.stdout)]
+    ordered = InOrder(plan, TextReporter(plan, options, sys.stderr if options.json else sys.stdout))
+    reporters: list[Reporter] = [ordered]
     if options.coverage:
         from torch_ext.runner.reporters.coverage import CoverageReporter
 
         reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
 
-    def take(result: Began | TestResult) -> None:
+    def take(result: Began | Over | TestResult) -> None:
+        if isinstance(result, Over):
+            ordered.over(result)
+            return
         if isinstance(result, Began):
             for reporter in reporters:
                 reporter.begin(result)
@@ -327,6 +362,7 @@ def _run(
         tests = tests_now(found)
         if found.error:
             take(_import_failure(found))
+            take(Over(TestName(found.file.name)))
             return ()
         if tests is not None:
             needs = dict(zip(found.tests, found.needs, strict=False))
@@ -339,7 +375,7 @@ def _run(
     interrupted = False
     for failure in failures:
         take(failure)
-    to_run = without_skipped(plan, judge, take)
+    to_run = _without_skipped(plan, judge, take)
     try:
         if to_run.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
@@ -355,3 +391,13 @@ def _run(
     for reporter in reporters:
         reporter.finish(interrupted=interrupted)
     return INTERRUPTED if interrupted else OK if progress.passed else FAILED
+
+
+def _without_skipped(plan: Plan, judge: Judge | None, take: Callable[[TestResult], None]) -> Plan:
+    """Return ``plan`` without what ``judge`` lets not run, and ``take`` that as skipped."""
+    if judge is None:
+        return plan
+    reasons = {test: reason for test in plan.tests if (reason := judge.skipped(test))}
+    for test, reason in reasons.items():
+        take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+    return plan.without(reasons)

@@ -22,7 +22,7 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.results import Began, SetupError, TestName, TestResult
+from torch_ext.runner.results import Began, Over, SetupError, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.world import _os, frames, provider
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
@@ -217,7 +217,10 @@ class RunExecutor:
             os.close(stacks)
 
     def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self,
+        plan: Plan,
+        sink: Callable[[Began | Over | TestResult], None],
+        renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
         machine = self._machine(plan)
@@ -256,7 +259,7 @@ class RunExecutor:
         queue.loaded(file, batches)
 
     def _run_class(
-        self, batch: Batch, queue: Queue, machine: Machine, sink: Callable[[Began | TestResult], None]
+        self, batch: Batch, queue: Queue, machine: Machine, sink: Callable[[Began | Over | TestResult], None]
     ) -> Task[None]:
         place = machine.place(queue.running[batch], packed=self._packs)
         try:

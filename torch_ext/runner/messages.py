@@ -40,7 +40,7 @@ class CollectOrder:
 
 @dataclass(frozen=True)
 class TestNames:
-    """The tests of a module, as ``(class, method)``, in the order in which they run, their needs and the device."""
+    """The tests of a module, as ``(class, method)``, in the order in which they run, their needs and device."""
 
     __test__ = False
 

@@ -14,6 +14,7 @@ __all__ = [
     "Died",
     "Needs",
     "OutputError",
+    "Over",
     "Problem",
     "Raised",
     "RanksFailed",
@@ -110,6 +111,13 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class Began:
     """A test, or with an empty method its class, has begun."""
+
+    test: TestName
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing more comes of a class or, with an empty class, of a file."""
 
     test: TestName
 

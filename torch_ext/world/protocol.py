@@ -324,6 +324,8 @@ class RankOrder:
         task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
         threads: number of intra-op threads; 0 leaves torch's number alone.
         has_page: whether it inherits a page of waits; see Note [The page of waits].
+        address: of the world on the loopback interface, whose reservation it inherits; see Note [An address for each
+            world]. Empty if the world has none of its own.
     """
 
     rank: int
@@ -336,6 +338,7 @@ class RankOrder:
     argv: tuple[str, ...]
     threads: int
     has_page: bool = False
+    address: str = ""
 
 
 class Ask(Enum):
@@ -352,6 +355,7 @@ class Phase(Enum):
 
     RUNNING = "has loaded what its task needs, and runs it"
     SETTLING = "the body is over, and what it left to be done is being done"
+    ABORTING = "is ending by SIGABRT"
 
 
 @dataclass(frozen=True)

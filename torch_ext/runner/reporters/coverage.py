@@ -29,7 +29,7 @@ class CoverageReporter:
         self._results: list[TestResult] = []
 
     def begin(self, began: Began) -> None:
-        """A sum has no use for what has only begun."""
+        """A test that begins is not counted before it ends."""
 
     def add(self, result: TestResult) -> None:
         """Take one result."""
