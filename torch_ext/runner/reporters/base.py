@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch_ext.runner.results import TestResult
+from torch_ext.runner.results import Began, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["Reporter"]
@@ -13,12 +13,20 @@ __all__ = ["Reporter"]
 class Reporter(Protocol):
     """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places."""
 
+    def begin(self, began: Began) -> None:
+        """Take note that a class or a test has begun. Several may be under way at once. Must not block either."""
+        ...
+
     def add(self, result: TestResult) -> None:
         """Take one result, as soon as its test has ended. Must not block on anything but its own output."""
         ...
 
     def replan(self, plan: Plan) -> None:
         """Take note that ``plan`` is what runs: a file turned out to have other tests than the plan before said."""
+        ...
+
+    def new_round(self, number: int) -> None:
+        """Take note that the whole plan runs once more. ``number`` is 2 for the first repetition."""
         ...
 
     def finish(self, *, interrupted: bool = False) -> None:

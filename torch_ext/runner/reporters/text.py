@@ -12,7 +12,7 @@ from torch_ext.runner.progress import Progress, counts
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.rerun import rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Status, TestResult
+from torch_ext.runner.results import Began, Status, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["TextReporter"]
@@ -38,6 +38,14 @@ class TextReporter:
         self._printed: set[Batch] = set()
         self._start_s = time.monotonic()
 
+    @property
+    def writer(self) -> StyledWriter:
+        """Where it prints. Whoever else prints there does so through the same one."""
+        return self._out
+
+    def begin(self, began: Began) -> None:
+        """Nothing is printed of it."""
+
     def add(self, result: TestResult) -> None:
         """Take one result. Called on the main thread, as soon as the test has ended; does not block."""
         self._progress.add(result)
@@ -53,6 +61,9 @@ class TextReporter:
         """Report on ``plan`` from now on."""
         self._plan = plan
         self._progress.replan(plan)
+
+    def new_round(self, number: int) -> None:
+        """Nothing is printed of it."""
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``."""
