@@ -46,6 +46,7 @@ _WIDE = frozenset(
         "launcher",
         "observer_log",
         "reduction",
+        "running",
         "sim_work",
         "simccl",
     }
