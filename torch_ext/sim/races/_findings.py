@@ -11,7 +11,7 @@ import torch
 from torch_ext.sim import _native
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SIM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Frame:
 
     @property
     def is_torch(self) -> bool:
-        """Whether it is code of torch or of the simulator rather than the user's."""
-        return self.file.startswith((_TORCH, _SIM, "<"))
+        """Whether it is code of torch or of torch_ext rather than the user's."""
+        return self.file.startswith((_TORCH, _OURS, "<"))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"

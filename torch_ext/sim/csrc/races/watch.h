@@ -63,7 +63,7 @@ public:
   void host_knows(c10::DeviceIndex device) noexcept override;
   void handed_out(c10::Stream stream) noexcept override;
   Moment launched(const Launch &launch) noexcept override;
-  Moment joined(c10::ArrayRef<Moment> moments) noexcept;
+  Moment joined(c10::ArrayRef<Moment> moments) noexcept override;
   void allocated(const void *data, size_t bytes,
                  c10::Stream stream) noexcept override;
   void freed(const void *data, c10::DeviceIndex device) noexcept override;
