@@ -35,6 +35,7 @@ __all__ = [
     "check_body",
     "found",
     "mode",
+    "render",
     "start",
     "stop",
 ]

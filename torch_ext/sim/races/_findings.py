@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import typing_extensions
 
 from torch_ext.sim import _native
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
@@ -21,12 +24,17 @@ class Frame:
     function: str
 
     @property
-    def is_torch(self) -> bool:
-        """Whether it is code of torch or of torch_ext rather than the user's."""
-        return self.file.startswith((_TORCH, _OURS, "<"))
+    def is_library(self) -> bool:
+        """Whether it is code of torch, of torch_ext or of Python rather than the user's."""
+        of_python = self.file.startswith(_PYTHON) and "site-packages" not in self.file
+        return of_python or self.file.startswith((_TORCH, _OURS, "<")) or self.file == typing_extensions.__file__
+
+    @property
+    def at(self) -> str:
+        return f"{self.file}:{self.line}"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+        return f"{self.at} in {self.function}"
 
 
 Stack = tuple[Frame, ...]  # innermost first
@@ -36,7 +44,7 @@ def place(stack: Stack | None) -> Frame | None:
     """Return the innermost frame of the user's code, or the innermost of all where there is none."""
     if not stack:
         return None
-    return next((frame for frame in stack if not frame.is_torch), stack[0])
+    return next((frame for frame in stack if not frame.is_library), stack[0])
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Race:
 
 
 def _sort(access: Access) -> object:
-    return access.operator, access.node, access.writes, access.lane_kind, access.place
+    return access.operator, access.node, access.lane_kind, access.place
 
 
 def take() -> list[Race]:
@@ -112,6 +120,7 @@ def take() -> list[Race]:
         return Access(
             **{
                 **values,
+                "node": values["node"] and values["node"].rpartition("::")[2],
                 "sizes": tuple(values["sizes"]),
                 "stack": stack(values["stack"]) or (),
                 "lane_stack": stack(values["lane_stack"]),
@@ -119,6 +128,7 @@ def take() -> list[Race]:
         )
 
     races: dict[object, Race] = {}
+    counts: Counter[object] = Counter()
     for each in raw:
         race = Race(
             **{
@@ -130,6 +140,8 @@ def take() -> list[Race]:
             }
         )
         key = (_sort(race.earlier), _sort(race.later), race.reused, race.pinned)
-        known = races.get(key)
-        races[key] = race if known is None else replace(known, count=known.count + 1)
+        # An operator that reads and writes the same memory races twice in one place.
+        kinds = (key, race.earlier.writes, race.later.writes)
+        counts[kinds] += 1
+        races[key] = replace(races.get(key, race), count=max(races[key].count if key in races else 0, counts[kinds]))
     return list(races.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from torch_ext.sim.races._findings import Access, Frame, Race, Stack, place
+from torch_ext.sim.races._findings import Access, Race, Stack, place
 
 _MOST_RACES = 20
 _MOST_FRAMES = 12
@@ -36,7 +36,7 @@ def _race(number: int, race: Race) -> str:
 def missing(race: Race) -> str:
     """Return the edge that would order a race, as advice."""
     earlier, later = race.earlier, race.later
-    between = f"between {_at(earlier.place)} and {_at(later.place)}"
+    between = _between(earlier, later)
     if race.reused and earlier.lane_kind != "host":
         return (
             f"the tensor was freed{_where(race.freed)} while {earlier.lane} could still use it: call "
@@ -47,7 +47,7 @@ def missing(race: Race) -> str:
     if earlier.lane_kind == "communication":
         return f"call wait() on the work of {_name(earlier)} with {later.lane} current, {between}"
     if later.lane_kind == "communication":
-        return f"the stream that is current at {_at(later.place)} must wait for {earlier.lane} before that"
+        return f"the stream that is current at {_at(later)} must wait for {earlier.lane} before that"
     return f"{later.lane} must wait for {earlier.lane} {between}"
 
 
@@ -77,10 +77,17 @@ def _verb(access: Access) -> str:
     return "writes" if access.writes else "reads"
 
 
-def _at(frame: Frame | None) -> str:
-    return "backward, which has no lines" if frame is None else f"{frame.file}:{frame.line}"
+def _between(earlier: Access, later: Access) -> str:
+    if earlier.place and later.place:
+        return f"between {earlier.place.at} and {later.place.at}"
+    return f"after {_at(earlier)} and before {_at(later)}"
+
+
+def _at(access: Access) -> str:
+    # Threads of autograd's engine have no Python frames.
+    return access.place.at if access.place else f"backward's {access.node or access.operator}"
 
 
 def _where(stack: Stack | None) -> str:
     frame = place(stack)
-    return "" if frame is None else f" at {_at(frame)}"
+    return "" if frame is None else f" at {frame.at}"

@@ -7,8 +7,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
+
+from torch_ext.sim import races
 
 SIM = torch.get_device_module("sim")
 
@@ -56,7 +59,39 @@ class Pair:
         return self.program.__name__
 
 
-PAIRS: list[Pair] = []
+_PAIRS: list[Pair] = []
+
+
+def pairs_of(*rooms: ModuleType) -> list[Pair]:
+    """Return the programs of these modules."""
+    names = {room.__name__ for room in rooms}
+    return [each for each in _PAIRS if each.program.__module__ in names]
+
+
+def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
+    """Run a program, and return for each race that is reported the two operators and lines, as ``expected`` has them.
+
+    Raises:
+        AssertionError: a race is reported at a place that is not the program's.
+    """
+    stage = Stage()
+    races.start()
+    try:
+        pair.program(stage, fixed)
+    finally:
+        found = races.stop()
+    file = inspect.getsourcefile(pair.program)
+    places = []
+    for race in found:
+        sides = {"earlier": race.earlier, "later": race.later}
+        assert all(side.place is None or side.place.file == file for side in sides.values()), races.render(found)
+        places.append(
+            {
+                which: (side.operator.removeprefix("aten::"), side.place.line if side.place else None)
+                for which, side in sides.items()
+            }
+        )
+    return places
 
 
 def pair(program: Program) -> Program:
@@ -72,5 +107,5 @@ def pair(program: Program) -> Program:
             expected[which] = (operator, None if nowhere else first + offset)
     if set(expected) != {"earlier", "later"}:
         raise ValueError(f"{program.__name__} marks {sorted(expected)}, expected earlier and later")
-    PAIRS.append(Pair(program, expected))
+    _PAIRS.append(Pair(program, expected))
     return program

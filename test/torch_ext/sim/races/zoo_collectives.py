@@ -12,7 +12,7 @@ from test.torch_ext.sim.races.stage import SIM, Stage, pair
 @pair
 def result_read_before_wait(on: Stage, fixed: bool) -> None:
     x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: allreduce
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
     if fixed:
         work.wait()
     x.mul(3)  # later: mul
@@ -22,7 +22,7 @@ def result_read_before_wait(on: Stage, fixed: bool) -> None:
 @pair
 def input_overwritten_before_wait(on: Stage, fixed: bool) -> None:
     x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _allgather_base
+    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
     if fixed:
         work.wait()
     x.zero_()  # later: zero_
@@ -32,7 +32,7 @@ def input_overwritten_before_wait(on: Stage, fixed: bool) -> None:
 @pair
 def gathered_read_before_wait(on: Stage, fixed: bool) -> None:
     x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _allgather_base
+    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
     if fixed:
         work.wait()
     out[256:].sum()  # later: sum
@@ -52,7 +52,7 @@ def scattered_read_before_wait(on: Stage, fixed: bool) -> None:
 @pair
 def wait_on_another_stream(on: Stage, fixed: bool) -> None:
     x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: allreduce
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
     with on.on(on.main if fixed else on.side):
         work.wait()
     x.mul(3)  # later: mul
@@ -65,14 +65,14 @@ def launched_before_its_input_is_there(on: Stage, fixed: bool) -> None:
         x.fill_(2)  # earlier: fill_
     if fixed:
         on.main.wait_stream(on.side)
-    dist.all_reduce(x, async_op=True).wait()  # later: allreduce
+    dist.all_reduce(x, async_op=True).wait()  # later: all_reduce
 
 
 @pair
 def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
     x = on.tensor()
     with on.on(on.side):
-        dist.all_reduce(x)  # earlier: allreduce
+        dist.all_reduce(x)  # earlier: all_reduce
     if fixed:
         on.main.wait_stream(on.side)
     x.mul(3)  # later: mul
@@ -91,7 +91,7 @@ def broadcast_read_before_wait(on: Stage, fixed: bool) -> None:
 @pair
 def all_to_all_read_before_wait(on: Stage, fixed: bool) -> None:
     x, out = on.tensor(), on.tensor()
-    work = dist.all_to_all_single(out, x, async_op=True)  # earlier: alltoall_base
+    work = dist.all_to_all_single(out, x, async_op=True)  # earlier: all_to_all
     if fixed:
         work.wait()
     out.sum()  # later: sum
@@ -103,9 +103,8 @@ def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
     x = on.tensor()
     peer = 1 - dist.get_rank()
     got = on.tensor()
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    )  # earlier: send
+    sends = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+    works = dist.batch_isend_irecv(sends)  # earlier: send
     if fixed:
         for work in works:
             work.wait()
@@ -118,7 +117,7 @@ def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
 def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
     # As in pytorch#152534.
     x = on.tensor()
-    raw = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)  # earlier: allreduce
+    raw = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)  # earlier: all_reduce
     if fixed:
         raw = torch.ops._c10d_functional.wait_tensor(raw)
     raw.mul(3)  # later: mul
@@ -128,7 +127,7 @@ def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
 @pair
 def device_synchronized_instead(on: Stage, fixed: bool) -> None:
     x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: allreduce
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
     if fixed:
         SIM.synchronize()
     x.mul(3)  # later: mul
