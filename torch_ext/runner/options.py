@@ -29,6 +29,8 @@ class Options:
         list_only: print the selected tests and run none.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
+        races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
+            ``TORCH_EXT_RACES`` says.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
@@ -52,6 +54,7 @@ class Options:
     list_only: bool = False
     device: str = ""
     timeout_s: float | None = None
+    races: str = ""
     start_method: str = "fork"
     show_output: bool = False
     jobs: int | None = None
@@ -72,6 +75,8 @@ class Options:
             environment["TORCH_EXT_DEVICE"] = self.device
         if self.timeout_s is not None:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
+        if self.races:
+            environment["TORCH_EXT_RACES"] = self.races
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.show_output:
@@ -181,6 +186,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--device", default="", metavar="TYPE", help="device type to test, such as cpu (default: TORCH_EXT_DEVICE, or "
         "the best that this machine has)")  # fmt: skip
     add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
+    add("--races", choices=("error", "report", "off"), default="", help="what becomes of races between streams on the "
+        "simulated device (default: TORCH_EXT_RACES, or off)")  # fmt: skip
     add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
     add("--show-output", action="store_true", help="show what ranks print, as it comes")
     add("-j", "--jobs", type=_jobs, metavar="N", help="run at most N classes at a time; auto: as many as there "
@@ -231,6 +238,7 @@ def _options(
         list_only=given.list,
         device=given.device,
         timeout_s=given.timeout,
+        races=given.races,
         start_method=given.start_method,
         show_output=given.show_output,
         jobs=given.jobs,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torch_ext.sim import _native
+from torch_ext.sim import _native, races
 from torch_ext.sim._devices import (
     current_device,
     device,
@@ -86,6 +86,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "races",
     "request_devices",
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",

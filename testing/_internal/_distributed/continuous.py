@@ -259,7 +259,8 @@ class MultiProcContinuousTest(TestCase):
             try:
                 if no_group is not None:
                     raise no_group
-                cls._run_test_given_id(ticket.test)
+                with accelerator.race_check():
+                    cls._run_test_given_id(ticket.test)
             except BaseException as error:
                 receipt = receipts.receipt_of(error)
                 if receipt is None:

@@ -276,7 +276,8 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            call_with_cleanups(self, getattr(self, test_name))
+            with accelerator.race_check():
+                call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             receipt = receipts.receipt_of(error)
             rank = world_rank.current()

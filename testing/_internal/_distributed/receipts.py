@@ -69,7 +69,8 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         raise AssertionError("run_rank() runs in a rank only")
     accelerator.request_devices(devices)
     try:
-        run(*args, **kwargs)
+        with accelerator.race_check():
+            run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:
             raise
