@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -23,7 +24,18 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Began, OutputError, Over, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import (
+    Began,
+    OutputError,
+    Over,
+    Raised,
+    SetupError,
+    Sink,
+    Status,
+    TestName,
+    TestResult,
+    Tick,
+)
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -45,7 +57,7 @@ class Executor(Protocol):
     def run(
         self,
         plan: Plan,
-        sink: Callable[[Began | Over | TestResult], None],
+        sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
@@ -62,6 +74,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
         ...
 
 
@@ -172,8 +202,10 @@ def _upstream_files(options: Options) -> list[TestFile]:
     for path, files in zip(options.upstream, found, strict=True):
         if not files:
             raise SelectionError(f"nothing selected: no test_*.py below {path}")
-    unique = dict.fromkeys(file for some in found for file in some)
-    return [TestFile(file.relative_to(options.root).as_posix(), file, file.stem, file.parent) for file in unique]
+    return [
+        TestFile(path.relative_to(options.root).as_posix(), path, path.stem, path.parent)
+        for path in dict.fromkeys(path for files in found for path in files)
+    ]
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -217,6 +249,7 @@ def _select_and_run_with(
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
+    judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
@@ -230,7 +263,19 @@ def _select_and_run_with(
         return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
 
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
-    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew)
+    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew, judge)
+
+
+def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
+    if not options.upstream:
+        return None
+    device = next((one.device for one in collected if one.device), options.device)
+    surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    module = importlib.import_module("torch_ext.upstream.judge")
+    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    if judge.told:
+        _complain(f"warning: {judge.told}")
+    return judge
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -297,23 +342,41 @@ def _run(
     plan: Plan,
     failures: Sequence[TestResult],
     tests_now: Callable[[Collected], list[TestName] | None],
+    judge: Judge | None = None,
 ) -> int:
     from torch_ext.runner.progress import Progress
     from torch_ext.runner.reporters.ordered import InOrder
+    from torch_ext.runner.reporters.running import Running
+    from torch_ext.runner.reporters.styled import is_live
     from torch_ext.runner.reporters.text import TextReporter
+    from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 
     progress = Progress(plan)
-    ordered = InOrder(plan, TextReporter(plan, options, sys.stdout))
-    reporters: list[Reporter] = [ordered]
+    stream = sys.stderr if options.json else sys.stdout
+    text = TextReporter(plan, options, stream)
+    live = is_live(stream) and options.verbosity >= 0 and not options.show_output
+    running = Running(plan, lambda test: None, lambda test: 1.0, time.monotonic())
+    watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
+    ordered = InOrder(plan, text, failures_at_once=live)
+    reporters: list[Reporter] = [watch, ordered]
+    if options.coverage:
+        from torch_ext.runner.reporters.coverage import CoverageReporter
 
-    def take(result: Began | Over | TestResult) -> None:
+        reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
+
+    def take(result: Began | Over | TestResult | Tick) -> None:
+        if isinstance(result, Tick):
+            watch.tick()
+            return
         if isinstance(result, Over):
+            watch.over(result)
             ordered.over(result)
             return
         if isinstance(result, Began):
             for reporter in reporters:
                 reporter.begin(result)
             return
+        result = judge.judged(result) if judge is not None else result
         progress.add(result)
         for reporter in reporters:
             reporter.add(result)
@@ -336,14 +399,29 @@ def _run(
     interrupted = False
     for failure in failures:
         take(failure)
+    to_run = _without_skipped(plan, judge, take)
     try:
-        if plan.batches and not (options.failfast and any(one.problems for one in failures)):
+        if to_run.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
-                executor().run(plan, take, renew)
+                executor().run(to_run, take, renew)
             finally:
                 executor().close()
     except KeyboardInterrupt:
         interrupted = True
+    if judge is not None and not interrupted:
+        whole = not (options.include or options.exclude or options.keywords)
+        for stale in judge.out_of_date(plan.tests, whole=whole):
+            take(stale)
     for reporter in reporters:
         reporter.finish(interrupted=interrupted)
     return INTERRUPTED if interrupted else OK if progress.passed else FAILED
+
+
+def _without_skipped(plan: Plan, judge: Judge | None, take: Callable[[TestResult], None]) -> Plan:
+    """Return ``plan`` without what ``judge`` lets not run, and ``take`` that as skipped."""
+    if judge is None:
+        return plan
+    reasons = {test: reason for test in plan.tests if (reason := judge.skipped(test))}
+    for test, reason in reasons.items():
+        take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+    return plan.without(reasons)

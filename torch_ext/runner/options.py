@@ -35,6 +35,10 @@ class Options:
         slots: how many ranks run at a time; None: the machine decides.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
+        cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
+        differences: lists of known differences, besides our own; see ``torch_ext/upstream/differences.py``.
+        coverage: sum up how much of what was found passed, and why not.
+        json: write that as JSON on stdout, and all else on stderr.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -54,6 +58,10 @@ class Options:
     slots: int | None = None
     typed_root: str = ""
     upstream: tuple[str, ...] = ()
+    cuda_as_sim: bool = False
+    differences: tuple[str, ...] = ()
+    coverage: bool = False
+    json: bool = False
     script: str = ""
     command: str = "python run_test.py"
 
@@ -68,6 +76,10 @@ class Options:
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+        if self.cuda_as_sim:
+            from torch_ext.cuda_as_sim.words import environment_as_sim
+
+            environment = {**environment_as_sim(environment), "TORCH_EXT_CUDA_AS_SIM": str(self.root)}
         return environment
 
 
@@ -94,10 +106,22 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--root", default="", metavar="DIR", help="folder of the suites (default: test)")
     help_text = "run these unmodified test files, or folders of them, of a PyTorch checkout on our harness"
     parser.add_argument("--upstream", nargs="+", default=[], metavar="PATH", help=help_text)
+    help_text = "in these files CUDA and NCCL mean the simulated accelerator and its backend"
+    parser.add_argument("--cuda-as-sim", action="store_true", help=help_text)
+    help_text = "with --upstream: a list of known differences, besides our own"
+    parser.add_argument("--differences", nargs="+", default=[], metavar="FILE", help=help_text)
+    parser.add_argument("--coverage", action="store_true", help="sum up what was found, run and passed, and why not")
+    parser.add_argument("--json", action="store_true", help="with --coverage: as JSON on stdout, all else on stderr")
     _add_common(parser)
     given = parser.parse_args(argv)
+    if given.json and not given.coverage:
+        parser.error("--json is the form of --coverage; give both")
     if given.upstream:
         return _upstream_options(parser, given)
+    if given.cuda_as_sim:
+        parser.error("--cuda-as-sim goes with --upstream; our own suites name no device")
+    if given.differences:
+        parser.error("--differences goes with --upstream")
     root = Path(given.root).resolve() if given.root else default_root()
     if not root.is_dir():
         parser.error(f"got the root {root}, which is no folder; give the one that holds the suites with --root DIR")
@@ -107,6 +131,12 @@ def parse(argv: Sequence[str]) -> Options:
 def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
     if given.root:
         parser.error("--upstream brings its own root, the folder that holds all it names; leave --root out")
+    if given.cuda_as_sim:
+        from torch_ext.cuda_as_sim.words import DEVICE
+
+        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
+        if given.device != DEVICE:
+            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give {DEVICE}")
     folders = []
     for typed in given.upstream:
         path = Path(typed).resolve()
@@ -114,7 +144,14 @@ def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace
             parser.error(f"got --upstream {typed}, which does not exist; give test files of a PyTorch checkout")
         folders.append(path if path.is_dir() else path.parent)
     root = Path(os.path.commonpath(folders))
-    return _options(given, root=root, include=given.include, exclude=given.exclude, upstream=given.upstream)
+    return _options(
+        given,
+        root=root,
+        include=given.include,
+        exclude=given.exclude,
+        upstream=given.upstream,
+        cuda_as_sim=given.cuda_as_sim,
+    )
 
 
 def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
@@ -181,6 +218,7 @@ def _options(
     exclude: Sequence[str] = (),
     typed_root: str = "",
     upstream: Sequence[str] = (),
+    cuda_as_sim: bool = False,
     script: str = "",
 ) -> Options:
     return Options(
@@ -199,6 +237,10 @@ def _options(
         slots=given.slots,
         typed_root=typed_root,
         upstream=tuple(upstream),
+        cuda_as_sim=cuda_as_sim,
+        differences=tuple(getattr(given, "differences", ())),
+        coverage=getattr(given, "coverage", False),
+        json=getattr(given, "json", False),
         script=script,
         command=_command(),
     )

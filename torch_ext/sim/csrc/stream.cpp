@@ -260,6 +260,14 @@ void synchronize(c10::Stream stream) {
   tell([&](Observer& to) { to.host_knows(stream); });
 }
 
+int64_t busy_until(c10::Stream stream) {
+  return track_of(stream).busy_until;
+}
+
+int64_t stream_clock() {
+  return now();
+}
+
 void set_settle(void (*settle)()) {
   settle_others = settle;
 }

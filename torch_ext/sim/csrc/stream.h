@@ -68,6 +68,10 @@ void catch_up(c10::Stream stream);
 void synchronize(c10::Stream stream); // and until it is no longer busy
 void synchronize_device(c10::DeviceIndex device);
 
+// Until when, on the clock of streams, `stream` counts as busy. Asking tells the host nothing.
+int64_t busy_until(c10::Stream stream);
+int64_t stream_clock(); // nanoseconds, steady
+
 // What a device does besides kernels: `settle` runs, without the GIL, when somebody waits for a whole device. Set once.
 void set_settle(void (*settle)());
 
