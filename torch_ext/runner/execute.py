@@ -212,6 +212,8 @@ class RunExecutor:
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
+        if not plan.batches:
+            return
         machine = self._machine(plan)
         slots = Slots(machine.slots)
         queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
