@@ -1,8 +1,9 @@
 """The command ``run_test.py``, and what ``python some_test_file.py`` does: from arguments to an exit code.
 
-Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, or was planned and has no result, or the
-report could not be written; 2 a usage error (a closed stdout and a working directory that is gone are two), or nothing
-selected; 130 interrupted, by the keyboard or by a reader that closed the pipe.
+Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
+or was planned and has no result, or a report could not be written; 2 a usage error (a closed stdout, a working
+directory that is gone and a report that cannot be opened are three), or nothing selected; 130 interrupted, by the
+keyboard or by a reader that closed the pipe.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from torch_ext import cache
 from torch_ext.compat import untested_torch
+from torch_ext.runner.arguments import parse, parse_for_file
+from torch_ext.runner.changed import changed_files
+from torch_ext.runner.choice import Choice
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
+from torch_ext.runner.history import History
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.keywords import keyword_filter
+from torch_ext.runner.keywords import keyword_filter, words_without_match
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
-from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Began, OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.options import Options, default_root
+from torch_ext.runner.results import Began, Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
-
-if TYPE_CHECKING:
-    from torch_ext.runner.reporters.base import Reporter
 
 __all__ = ["INTERRUPTED", "Executor", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# The folder of our checkout's suites that holds the tests of torch_ext itself.
+OWN_TESTS = "torch_ext"
 
 
 class Executor(Protocol):
@@ -156,11 +160,32 @@ def _discover_and_run(options: Options) -> int:
         file = describe(Path(options.upstream).resolve(), options.root)
         return _select_and_run(options, [file], NameCache(None, None))
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
-    files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
+    leave_out = OWN_TESTS if options.root == default_root() and (options.root / OWN_TESTS / "house").is_dir() else ""
+    files = find_test_files(options.root, leave_out)
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
-    device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
-    return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device), options.environment()))
+    if leave_out:
+        _refuse_own_tests(options)
+    return _select_and_run(
+        options, files, NameCache(cache.folder(), surroundings(_device(options)), options.environment())
+    )
+
+
+def _refuse_own_tests(options: Options) -> None:
+    own = options.root / OWN_TESTS
+    for pattern in options.include:
+        path = pattern.partition("::")[0]
+        for place in (Path(path), options.root / path):
+            if place.exists() and place.resolve().is_relative_to(own):
+                shown = os.path.relpath(place.resolve())
+                raise SelectionError(
+                    f"{pattern!r} holds tests of torch_ext itself, which pytest runs: python -m pytest {shown}"
+                )
+
+
+def _device(options: Options) -> str:
+    """The device type that was asked for; empty if the machine decides."""
+    return options.device or os.environ.get("TORCH_EXT_DEVICE", "")
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -190,7 +215,10 @@ def _select_and_run_with(
     if told := untested_torch():  # before any process starts, which would say it as well
         _complain(f"warning: {told}")
     keywords = _keywords(options)
-    selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
+    history = History(cache.folder(), options.root, _device(options))
+    choice = Choice(options, history, lambda: changed_files(options.root, options.changed))
+    include = [options.history] if options.history else options.include
+    selection = select_files([file.name for file in files], include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
     collected = collect_names(wanted, names, executor)
     if names.refused:
@@ -198,25 +226,39 @@ def _select_and_run_with(
     broken = {one.file.name: one for one in collected if one.error}
     known = [test for one in collected if not one.error for test in one.tests]
     selected = select_tests(selection, known, broken)
-    tests = [test for test in selected.tests if keywords(test)]
-    failures = [_import_failure(broken[name]) for name in selected.broken]
+    fitting = [test for test in selected.tests if keywords(test)]
+    tests = _said(choice.choose, fitting, collected)
+    failures = [import_failure(name, broken[name].error) for name in selected.broken]
     if not tests and not failures:
-        return _usage_error(_nothing_selected(options, wanted, selected.tests))
-    if options.list_only:
-        return _list(tests, failures)
+        why = choice.why_none() if fitting else _nothing_selected(options, wanted, selected.tests)
+        return _usage_error(f"nothing selected: {why}")
+    needs = {test: each for one in collected for test, each in zip(one.tests, one.needs, strict=False)}
+    if options.history or options.list_only:
+        return _list(options, tests, needs, failures, history)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
 
-    def renew(found: Collected) -> list[TestName] | None:
-        """Return the tests of a file to run, now that it is imported; None if they are those that were remembered."""
-        if not found.error and set(found.tests) == set(before[found.file.name]):
+    def renewed(found: Collected) -> Plan | None:
+        """Return what of a file runs, now that it is imported; None if it holds the tests that were remembered."""
+        if set(found.tests) == set(before[found.file.name]):
             return None
         names.forget(found.file)
         _tell_difference(found.file, before[found.file.name], found)
-        return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
+        now = [test for test in fitting_tests(selection, found.tests) if keywords(test)]
+        if options.last_failed or options.shard:  # what was chosen was chosen by name
+            now = [test for test in now if test in set(tests)]
+        return make_plan(*choice.arrange([found.file], now))
 
-    return _run(executor, options, make_plan(wanted, tests), failures, renew)
+    plan = make_plan(*choice.arrange(wanted, tests))
+    return _run(executor, options, plan, failures, renewed, needs, history, choice.notes)
+
+
+def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[TestName]:
+    try:
+        return choose(*arguments)
+    except ValueError as error:
+        raise SelectionError(str(error)) from None
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -239,33 +281,55 @@ def _prefixes(options: Options) -> list[str]:
 
 def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
     if not files:
-        return "nothing selected: -x excludes every file that -i selects"
+        return "-x excludes every file that -i selects"
     if not tests:
-        return f"nothing selected: no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
-    from torch_ext.runner.nearest import nearest, spellings
+        told = f"no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
+        return told + (_written_for_pytest(files[0]) if len(files) == 1 else "")
+    from torch_ext.runner.nearest import nearest, parts, spellings
 
     typed = " ".join(options.keywords)
-    near = nearest(typed, spellings((), tests))
-    advice = f"; nearest: {', '.join(near)}" if near else ""
-    return f"nothing selected: none of {len(tests)} tests fits -k {typed!r}{advice}"
+    names = [*spellings((), tests), *parts(tests)]
+    near = [name for word in words_without_match(options.keywords, tests) for name in nearest(word, names)]
+    advice = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
+    return f"none of {len(tests)} tests fits -k {typed!r}{advice}"
 
 
-def _import_failure(collected: Collected) -> TestResult:
-    trace = collected.error.rstrip()
-    problem = Raised(trace.rpartition("\n")[2], trace)
-    return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, (problem,))
-
-
-def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
-    from torch_ext.world.phrases import printable
+def _written_for_pytest(file: TestFile) -> str:
+    """Say so if the file has tests in a style that is pytest's alone."""
+    import ast
 
     try:
-        sys.stdout.writelines(f"{printable(test.id)}\n" for test in tests)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"the list cannot be written: {error}") from error
+        body = ast.parse(file.path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    functions = [each.name for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    classes = [each.name for each in body if isinstance(each, ast.ClassDef) and not each.bases]
+    for what, names in (("functions", functions), ("classes without a base", classes)):
+        if found := [name for name in names if name.lower().startswith("test")]:
+            return (
+                f": its tests are {what} such as {found[0]}, which pytest runs and unittest does not; "
+                f"run python -m pytest {os.path.relpath(file.path)}"
+            )
+    return ""
+
+
+def _list(
+    options: Options,
+    tests: Sequence[TestName],
+    needs: Mapping[TestName, Needs],
+    failures: Sequence[TestResult],
+    history: History,
+) -> int:
+    from torch_ext.runner.listing import list_as_json, list_ids, show_history
+
+    if options.history:
+        for test in tests:
+            show_history(test, history.records(test.id))
+        return OK
+    if options.json:
+        list_as_json(tests, needs, options.json)
+    else:
+        list_ids(tests)
     if failures:
         from torch_ext.runner.reporters.failure import describe_failure
     for failure in failures:
@@ -279,47 +343,31 @@ def _run(
     options: Options,
     plan: Plan,
     failures: Sequence[TestResult],
-    tests_now: Callable[[Collected], list[TestName] | None],
+    renewed: Callable[[Collected], Plan | None],
+    needs: Mapping[TestName, Needs],
+    history: History,
+    notes: Sequence[str],
 ) -> int:
-    from torch_ext.runner.progress import Progress
-    from torch_ext.runner.reporters.text import TextReporter
+    from torch_ext.runner.reporters.make import make_reporters
+    from torch_ext.runner.rounds import Rounds
 
-    progress = Progress(plan)
-    reporters: list[Reporter] = [TextReporter(plan, options, sys.stdout)]
-
-    def take(result: Began | TestResult) -> None:
-        if isinstance(result, Began):
-            for reporter in reporters:
-                reporter.begin(result)
-            return
-        progress.add(result)
-        for reporter in reporters:
-            reporter.add(result)
-
-    def renew(found: Collected) -> Sequence[Batch]:
-        nonlocal plan
-        tests = tests_now(found)
-        if found.error:
-            take(_import_failure(found))
-            return ()
-        if tests is not None:
-            plan = plan.replaced(found.file, make_plan([found.file], tests).batches)
-            progress.replan(plan)
-            for reporter in reporters:
-                reporter.replan(plan)
-        return [batch for batch in plan if batch.file == found.file]
-
+    rounds = Rounds(plan, options, make_reporters(plan, options, needs, notes), renewed)
     interrupted = False
     for failure in failures:
-        take(failure)
+        rounds.take(failure)
     try:
         if plan.batches and not (failures and options.failfast):
             try:
-                executor().run(plan, take, renew)
+                rounds.run(executor)
             finally:
                 executor().close()
     except KeyboardInterrupt:
         interrupted = True
-    for reporter in reporters:
-        reporter.finish(interrupted=interrupted)
-    return INTERRUPTED if interrupted else OK if progress.passed else FAILED
+    for result in rounds.progress.results:
+        history.add(result)
+    history.save()
+    rounds.finish(interrupted=interrupted)
+    if interrupted:
+        return INTERRUPTED
+    flaky = any(result.status is Status.FLAKY for result in rounds.progress.results)
+    return OK if rounds.progress.passed and not (flaky and options.fail_on_flaky) else FAILED

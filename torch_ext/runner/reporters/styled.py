@@ -22,6 +22,9 @@ class StyledWriter:
     import (0.1 s). The message of a failed test never passes through rich, which would expand tabs. Control characters
     are spelt out, wherever they come from, so that no test commands the terminal.
 
+    Attributes:
+        lines: how many lines have been written.
+
     Every method raises :class:`OutputError` where the stream takes no more, and ``BrokenPipeError`` where its reader
     has left.
     """
@@ -29,6 +32,7 @@ class StyledWriter:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._console: Console | None = None
+        self.lines = 0
         if stream.isatty():
             from rich.console import Console
 
@@ -44,12 +48,14 @@ class StyledWriter:
 
         # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
         # test's name that was cut or broken cannot be copied.
+        self.lines += 1
         with _told():
             self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
         text = self._encodable(text)
+        self.lines += text.rstrip("\n").count("\n") + 1
         with _told():
             self._stream.write(text if text.endswith("\n") else f"{text}\n")
             self._stream.flush()
