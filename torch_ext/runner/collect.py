@@ -61,7 +61,7 @@ def needs_of(test: unittest.TestCase) -> Needs:
 
     >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
     >>> needs_of(case("test_b"))
-    Needs(world_size=3, processes=3, devices=0)
+    Needs(world_size=3, processes=3, devices=0, alone=False)
     """
     method = getattr(type(test), test._testMethodName, None)
     required = _count(getattr(method, "_required_world_size", 0))
@@ -70,7 +70,9 @@ def needs_of(test: unittest.TestCase) -> Needs:
     except Exception:  # a property of the project's own, which may want what only a rank has
         ranks = 0
     threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
-    return Needs(ranks, 1 if threads else max(1, ranks), max(required, _count(getattr(method, "_required_devices", 0))))
+    devices = max(required, _count(getattr(method, "_required_devices", 0)))
+    alone = getattr(test, "alone", False) is True or getattr(method, "alone", False) is True
+    return Needs(ranks, 1 if threads else max(1, ranks), devices, alone)
 
 
 def _count(value: object) -> int:
@@ -86,5 +88,8 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     provider.never_start_ranks()
     tests = find_tests(order.module)
     names = tuple((cls, test._testMethodName) for cls, test in tests)
-    Channel.from_descriptor(descriptors[0]).send(TestNames(names, tuple(needs_of(test) for _, test in tests)))
+    accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
+    device = accelerator.device_type() if accelerator is not None else ""
+    needs = tuple(needs_of(test) for _, test in tests)
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
     return 0

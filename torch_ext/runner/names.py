@@ -62,6 +62,8 @@ class Collected:
         before: the tests that were remembered of the same code, where they are no longer sure to be right.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
         needs: what each of ``tests`` asks for, in their order; empty if that is not known.
+        device: the device type that they test, as far as it is known.
+        left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
     """
 
     file: TestFile
@@ -74,6 +76,8 @@ class Collected:
     before: tuple[TestName, ...] | None = None
     error: str = ""
     needs: tuple[Needs, ...] = ()
+    left: str = ""
+    device: str = ""
 
 
 class Collector(Protocol):
@@ -179,7 +183,7 @@ class NameCache:
                 "variables": {name: self._value(name) for name in collected.variables},
                 "unsure": collected.unsure or _changed_since(collected.paths, since_ns),
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [(each.world_size, each.processes, each.devices) for each in collected.needs],
+                "needs": [(each.world_size, each.processes, each.devices, int(each.alone)) for each in collected.needs],
             }
             _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -250,8 +254,9 @@ def _test_name(file: TestFile, pair: Any) -> TestName:
 
 def _needs(counts: Any) -> Needs:
     if not all(type(count) is int for count in counts):
-        raise TypeError(f"got {counts!r}, expected three numbers")
-    return Needs(*counts)
+        raise TypeError(f"got {counts!r}, expected four numbers")
+    world_size, processes, devices, alone = counts
+    return Needs(world_size, processes, devices, bool(alone))
 
 
 def _write_aside(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "Died",
     "Needs",
     "OutputError",
+    "Over",
     "Problem",
     "Raised",
     "RanksFailed",
@@ -100,16 +101,25 @@ class Needs:
         world_size: its ranks; 0: it has none, or they are not known before it runs.
         processes: how many processes its ranks are: ``world_size``, or 1 where they are threads; never below 1.
         devices: accelerator devices without which it skips; 0: any number will do.
+        alone: nothing else may run beside its class.
     """
 
     world_size: int = 0
     processes: int = 1
     devices: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
     """A test, or with an empty method its class, has begun."""
+
+    test: TestName
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing more comes of a class or, with an empty class, of a file."""
 
     test: TestName
 
