@@ -183,14 +183,14 @@ def _settings(parser: _Parser, argv: Sequence[str]) -> dict[str, Setting]:
 def _places(settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Return the root, and what depends on it."""
     include = _patterns(settings, "include")
-    upstream, root = str(_value(settings, "upstream", "")), str(_value(settings, "typed_root", ""))
+    upstream, root = _patterns(settings, "upstream"), str(_value(settings, "typed_root", ""))
+    for flag, field in (("--cuda-as-sim", "cuda_as_sim"), ("--differences", "differences")):
+        if field in settings and not upstream:
+            raise _Mistake(f"{flag} goes with --upstream; our own suites name no device")
     if upstream:
-        file = Path(upstream).resolve()
-        if not file.is_file():
-            raise _Mistake(f"got --upstream {upstream}, which is no file; give a test file of a PyTorch checkout")
         if root and settings["typed_root"].source == _FLAGS:
-            raise _Mistake("--upstream brings its own root, the file's folder; leave --root out")
-        return {"root": file.parent, "include": include or (file.name,), "typed_root": ""}
+            raise _Mistake("--upstream brings its own root, the folder that holds all it names; leave --root out")
+        return _upstream_places(settings, upstream, include)
     if root:
         folder = Path(root).resolve()
         if not folder.is_dir():
@@ -199,6 +199,21 @@ def _places(settings: Mapping[str, Setting]) -> dict[str, Any]:
             )
         return {"root": folder, "include": include}
     return _outside(include) or {"root": default_root(), "include": include}
+
+
+def _upstream_places(settings: Mapping[str, Setting], typed: Sequence[str], include: Sequence[str]) -> dict[str, Any]:
+    places: dict[str, Any] = {"include": include, "typed_root": ""}
+    if "cuda_as_sim" in settings:
+        places["device"] = str(_value(settings, "device", "")) or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
+        if places["device"] != "sim":
+            raise _Mistake(f"got --cuda-as-sim and the device {places['device']}; leave --device out, or give sim")
+    folders = []
+    for each in typed:
+        path = Path(each).resolve()
+        if not path.exists():
+            raise _Mistake(f"got --upstream {each}, which does not exist; give test files of a PyTorch checkout")
+        folders.append(path if path.is_dir() else path.parent)
+    return {**places, "root": Path(os.path.commonpath(folders))}
 
 
 def _outside(include: Sequence[str]) -> dict[str, Any] | None:
@@ -231,6 +246,8 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
     options = Options(**{**values, **places, "command": _command()})
+    if options.coverage and options.json not in ("", "-"):
+        raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
     for flag, file in (("--json", options.json), ("--junit", options.junit)):
         if file.endswith(".py") or os.path.isdir(file):
             raise _Mistake(f"got {flag} {file}, which is no place for a report; write {flag}=FILE")

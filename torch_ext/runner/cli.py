@@ -15,22 +15,26 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch_ext import cache
 from torch_ext.compat import untested_torch
+from torch_ext.runner.advice import refuse_own_tests, why_nothing
 from torch_ext.runner.arguments import parse, parse_for_file
 from torch_ext.runner.changed import changed_files
 from torch_ext.runner.choice import Choice
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.history import History
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.keywords import keyword_filter, words_without_match
+from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root
-from torch_ext.runner.results import Began, Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
+from torch_ext.runner.results import Needs, OutputError, SetupError, Sink, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
+
+if TYPE_CHECKING:
+    from torch_ext.runner.rounds import Rounds
 
 __all__ = ["INTERRUPTED", "Executor", "main", "main_for_file"]
 
@@ -46,11 +50,9 @@ class Executor(Protocol):
         """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
         ...
 
-    def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
-    ) -> None:
-        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins, and hand it each
-        result as soon as its test has ended.
+    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
 
         Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
         and returns what of it is to run in the place of what was planned.
@@ -63,6 +65,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
         ...
 
 
@@ -157,35 +177,35 @@ def _open_executor(options: Options) -> Executor:
 
 def _discover_and_run(options: Options) -> int:
     if options.upstream:
-        file = describe(Path(options.upstream).resolve(), options.root)
-        return _select_and_run(options, [file], NameCache(None, None))
+        return _select_and_run(options, _upstream_files(options), NameCache(None, None))
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     leave_out = OWN_TESTS if options.root == default_root() and (options.root / OWN_TESTS / "house").is_dir() else ""
     files = find_test_files(options.root, leave_out)
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     if leave_out:
-        _refuse_own_tests(options)
+        refuse_own_tests(options, leave_out)
     return _select_and_run(
         options, files, NameCache(cache.folder(), surroundings(_device(options)), options.environment())
     )
 
 
-def _refuse_own_tests(options: Options) -> None:
-    own = options.root / OWN_TESTS
-    for pattern in options.include:
-        path = pattern.partition("::")[0]
-        for place in (Path(path), options.root / path):
-            if place.exists() and place.resolve().is_relative_to(own):
-                shown = os.path.relpath(place.resolve())
-                raise SelectionError(
-                    f"{pattern!r} holds tests of torch_ext itself, which pytest runs: python -m pytest {shown}"
-                )
-
-
 def _device(options: Options) -> str:
     """The device type that was asked for; empty if the machine decides."""
     return options.device or os.environ.get("TORCH_EXT_DEVICE", "")
+
+
+def _upstream_files(options: Options) -> list[TestFile]:
+    """Return the files that ``--upstream`` names, each a module of its own, as ``python FILE`` would import it."""
+    paths = [Path(typed).resolve() for typed in options.upstream]
+    found = [[path] if path.is_file() else [file.path for file in find_test_files(path)] for path in paths]
+    for path, files in zip(options.upstream, found, strict=True):
+        if not files:
+            raise SelectionError(f"nothing selected: no test_*.py below {path}")
+    return [
+        TestFile(path.relative_to(options.root).as_posix(), path, path.stem, path.parent)
+        for path in dict.fromkeys(path for files in found for path in files)
+    ]
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -228,13 +248,14 @@ def _select_and_run_with(
     selected = select_tests(selection, known, broken)
     fitting = [test for test in selected.tests if keywords(test)]
     tests = _said(choice.choose, fitting, collected)
-    failures = [import_failure(name, broken[name].error) for name in selected.broken]
+    failures = [import_failure(name, broken[name].error, broken[name].left) for name in selected.broken]
     if not tests and not failures:
-        why = choice.why_none() if fitting else _nothing_selected(options, wanted, selected.tests)
+        why = choice.why_none() if fitting else why_nothing(options, wanted, selected.tests)
         return _usage_error(f"nothing selected: {why}")
-    needs = {test: each for one in collected for test, each in zip(one.tests, one.needs, strict=False)}
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     if options.history or options.list_only:
         return _list(options, tests, needs, failures, history)
+    judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
@@ -248,10 +269,20 @@ def _select_and_run_with(
         now = [test for test in fitting_tests(selection, found.tests) if keywords(test)]
         if options.last_failed or options.shard:  # what was chosen was chosen by name
             now = [test for test in now if test in set(tests)]
-        return make_plan(*choice.arrange([found.file], now))
+        needs.update(zip(found.tests, found.needs, strict=False))
+        return make_plan(*choice.arrange([found.file], now), needs, expected_s)
 
-    plan = make_plan(*choice.arrange(wanted, tests))
-    return _run(executor, options, plan, failures, renewed, needs, history, choice.notes)
+    def expected_s(test: TestName) -> float:
+        return history.expected_s(test) or 1.0
+
+    from torch_ext.runner.reporters.make import Reporters  # on use: a list pays for none of them
+    from torch_ext.runner.rounds import Rounds
+
+    plan = make_plan(*choice.arrange(wanted, tests), needs, expected_s)
+    reporters = Reporters(plan, options, needs, history.expected_s, choice.notes)
+    skipped = judge.skipped if judge is not None else lambda test: ""
+    rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
+    return _run(executor, options, rounds, failures, history, judge)
 
 
 def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[TestName]:
@@ -259,6 +290,18 @@ def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[Tes
         return choose(*arguments)
     except ValueError as error:
         raise SelectionError(str(error)) from None
+
+
+def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
+    if not options.upstream:
+        return None
+    device = next((one.device for one in collected if one.device), options.device)
+    surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    module = importlib.import_module("torch_ext.upstream.judge")
+    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    if judge.told:
+        _complain(f"warning: {judge.told}")
+    return judge
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -277,40 +320,6 @@ def _prefixes(options: Options) -> list[str]:
     """How a pattern may spell the root before it spells what lies below, as completion by the shell does."""
     roots = {options.root.name, str(options.root), os.path.relpath(options.root), options.typed_root.rstrip("/")}
     return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]
-
-
-def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
-    if not files:
-        return "-x excludes every file that -i selects"
-    if not tests:
-        told = f"no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
-        return told + (_written_for_pytest(files[0]) if len(files) == 1 else "")
-    from torch_ext.runner.nearest import nearest, parts, spellings
-
-    typed = " ".join(options.keywords)
-    names = [*spellings((), tests), *parts(tests)]
-    near = [name for word in words_without_match(options.keywords, tests) for name in nearest(word, names)]
-    advice = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
-    return f"none of {len(tests)} tests fits -k {typed!r}{advice}"
-
-
-def _written_for_pytest(file: TestFile) -> str:
-    """Say so if the file has tests in a style that is pytest's alone."""
-    import ast
-
-    try:
-        body = ast.parse(file.path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    functions = [each.name for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    classes = [each.name for each in body if isinstance(each, ast.ClassDef) and not each.bases]
-    for what, names in (("functions", functions), ("classes without a base", classes)):
-        if found := [name for name in names if name.lower().startswith("test")]:
-            return (
-                f": its tests are {what} such as {found[0]}, which pytest runs and unittest does not; "
-                f"run python -m pytest {os.path.relpath(file.path)}"
-            )
-    return ""
 
 
 def _list(
@@ -333,36 +342,35 @@ def _list(
     if failures:
         from torch_ext.runner.reporters.failure import describe_failure
     for failure in failures:
-        _complain(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}")
+        said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
+        _complain(f"{failure.test.id}{said}")
     _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}")
-    return FAILED if failures else OK
+    return FAILED if any(failure.problems for failure in failures) else OK
 
 
 def _run(
     executor: Callable[[], Executor],
     options: Options,
-    plan: Plan,
+    rounds: Rounds,
     failures: Sequence[TestResult],
-    renewed: Callable[[Collected], Plan | None],
-    needs: Mapping[TestName, Needs],
     history: History,
-    notes: Sequence[str],
+    judge: Judge | None,
 ) -> int:
-    from torch_ext.runner.reporters.make import make_reporters
-    from torch_ext.runner.rounds import Rounds
-
-    rounds = Rounds(plan, options, make_reporters(plan, options, needs, notes), renewed)
     interrupted = False
     for failure in failures:
         rounds.take(failure)
     try:
-        if plan.batches and not (failures and options.failfast):
+        if rounds.plan.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
                 rounds.run(executor)
             finally:
                 executor().close()
     except KeyboardInterrupt:
         interrupted = True
+    if judge is not None and not interrupted:
+        whole = not (options.include or options.exclude or options.keywords or options.shard or options.last_failed)
+        for stale in judge.out_of_date(rounds.plan.tests, whole=whole):
+            rounds.take(stale)
     for result in rounds.progress.results:
         history.add(result)
     history.save()

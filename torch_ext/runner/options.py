@@ -42,15 +42,21 @@ class Options:
         until_failure: end after the first round with a failure.
         list_only: print the selected tests and run none.
         durations: how many of the slowest tests the summary names.
-        junit, json: files of reports; empty: none. ``-`` is stdout, for ``json`` alone.
+        junit, json: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with ``coverage`` is the
+            form of that.
         history: the test whose record to show; empty: none.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
+        slots: how many ranks run at a time; None: the machine decides.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
-        upstream: the file of ``--upstream`` as typed, which runs with our harness in the place of torch's; else empty.
+        upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
+        cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
+        differences: lists of known differences, besides our own; see ``torch_ext/upstream/differences.py``.
+        coverage: sum up how much of what was found passed, and why not.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -81,8 +87,13 @@ class Options:
     timeout_s: float | None = None
     start_method: str = "fork"
     show_output: bool = False
+    jobs: int | None = None
+    slots: int | None = None
     typed_root: str = ""
-    upstream: str = ""
+    upstream: tuple[str, ...] = ()
+    cuda_as_sim: bool = False
+    differences: tuple[str, ...] = ()
+    coverage: bool = False
     script: str = ""
     command: str = "python run_test.py"
 
@@ -97,6 +108,10 @@ class Options:
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+        if self.cuda_as_sim:
+            from torch_ext.cuda_as_sim.words import environment_as_sim
+
+            environment = {**environment_as_sim(environment), "TORCH_EXT_CUDA_AS_SIM": str(self.root)}
         return environment
 
 
@@ -128,6 +143,10 @@ def _count(least: int) -> Callable[[str], int]:
         return int(text)
 
     return count
+
+
+def _jobs(text: str) -> int | None:
+    return None if text == "auto" else _count(1)(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -207,14 +226,22 @@ TABLE: tuple[Row, ...] = (
     Row("times", ("--times",), _WHICH, "the times by which --shard divides: what --json wrote of an earlier run, the "
         "same FILE for every part", _FILE),
     Row("typed_root", ("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False),
-    Row("upstream", ("--upstream",), _WHICH, "run this unmodified test file of a PyTorch checkout, with our harness in "
-        "the place of torch's", _FILE, key="-", alone=False),
+    Row("upstream", ("--upstream",), _WHICH, "run these unmodified test files, or folders of them, of a PyTorch "
+        "checkout on our harness", "PATH", many=True, key="-", alone=False),
+    Row("cuda_as_sim", ("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated accelerator and "
+        "its backend", key="-", alone=False),
+    Row("differences", ("--differences",), _WHICH, "with --upstream: a list of known differences, besides our own",
+        _FILE, many=True, key="-", alone=False),
     Row("device", ("--device",), _HOW, "device type to test, such as cpu (default: the best that this machine has)",
         "TYPE", _device, variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
+    Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
+        "(default: auto, or 1 with --show-output)", "N", _jobs),
+    Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
+        "each core)", "N", _count(1)),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),
@@ -233,6 +260,8 @@ TABLE: tuple[Row, ...] = (
     Row("json", ("--json",), _SHOWN, "write what happens to FILE (default: stdout), one JSON object a line; with "
         "--list, the tests and their needs", _FILE, const="-"),
     Row("junit", ("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE),
+    Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
+        "on stdout", key="-", alone=False),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
     Row("history", ("--history",), _MORE, "show how TEST ended in earlier runs", "TEST", key="-", alone=False),
 )  # fmt: skip

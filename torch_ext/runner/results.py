@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -20,9 +21,11 @@ __all__ = [
     "RanksFailed",
     "Remark",
     "SetupError",
+    "Sink",
     "Status",
     "TestName",
     "TestResult",
+    "Tick",
     "import_failure",
 ]
 
@@ -125,6 +128,11 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class Tick:
+    """A moment has passed. Told a few times a second while tests run, for views that show the time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file.
 
@@ -210,7 +218,13 @@ class TestResult:
         return any(isinstance(problem, Died) for problem in self.problems)
 
 
-def import_failure(file: str, error: str) -> TestResult:
-    """Return the result of a file that cannot be imported; ``error`` is the traceback."""
+# Takes what happens in a run, as it happens.
+Sink = Callable[[Began | Over | TestResult | Tick], None]
+
+
+def import_failure(file: str, error: str, left: str = "") -> TestResult:
+    """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
+    if left:
+        return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
     trace = error.rstrip()
     return TestResult(TestName(file), Status.FAILED, 0.0, (Raised(trace.rpartition("\n")[2], trace),))

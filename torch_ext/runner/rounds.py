@@ -16,9 +16,9 @@ from typing import Protocol
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.progress import Progress
-from torch_ext.runner.reporters.base import Reporter
-from torch_ext.runner.results import Began, Status, TestName, TestResult, import_failure
-from torch_ext.runner.schedule import Batch, Plan, make_plan
+from torch_ext.runner.reporters.make import Reporters
+from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick, import_failure
+from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["Rounds", "Runner"]
 
@@ -29,7 +29,7 @@ class Runner(Protocol):
     def run(
         self,
         plan: Plan,
-        sink: Callable[[Began | TestResult], None],
+        sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
@@ -43,6 +43,8 @@ class Rounds:
         plan: what runs.
         options: how often.
         reporters: who is told; they see only results whose round and attempt are filled in.
+        judged: returns what counts in the place of a result.
+        skipped: why a test must not run, by test.
         renewed: returns the plan of a file that was imported only now; None if it holds what was planned.
 
     Attributes:
@@ -53,28 +55,33 @@ class Rounds:
         self,
         plan: Plan,
         options: Options,
-        reporters: Iterable[Reporter],
+        reporters: Reporters,
         renewed: Callable[[Collected], Plan | None],
+        judged: Callable[[TestResult], TestResult] = lambda result: result,
+        skipped: Callable[[TestName], str] = lambda test: "",
     ) -> None:
         self.progress = Progress(plan)
         self._plan = plan
         self._options = options
-        self._reporters = tuple(reporters)
+        self._reporters = reporters
         self._renewed = renewed
+        self._judged = judged
+        self._skipped = skipped
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
 
-    def take(self, event: Began | TestResult) -> None:
-        """Count a result and tell the reporters of it, or of what begins."""
-        if isinstance(event, Began):
-            for reporter in self._reporters:
-                reporter.begin(event)
-            return
-        result = self._numbered(event)
-        self.progress.add(result)
-        for reporter in self._reporters:
-            reporter.add(result)
+    @property
+    def plan(self) -> Plan:
+        """What runs in each round."""
+        return self._plan
+
+    def take(self, event: Began | Over | TestResult | Tick) -> None:
+        """Count a result, and tell the reporters of it or of what else happens."""
+        if isinstance(event, TestResult):
+            event = self._numbered(self._judged(event))
+            self.progress.add(event)
+        self._reporters.take(event)
 
     def _numbered(self, result: TestResult) -> TestResult:
         earlier = self._earlier.get(result.test, ())
@@ -101,16 +108,17 @@ class Rounds:
             self._round += 1
             self._earlier.clear()
             self.progress.new_round(self._plan)
-            for reporter in self._reporters:
-                reporter.new_round(self._round)
+            self._reporters.new_round(self._round)
 
     def finish(self, *, interrupted: bool) -> None:
         """Tell the reporters that no more results come."""
-        for reporter in self._reporters:
-            reporter.finish(interrupted=interrupted)
+        self._reporters.finish(interrupted=interrupted)
 
     def _one_round(self, runner: Callable[[], Runner]) -> None:
-        plan, left = self._plan, len(self._plan.tests) + 1
+        reasons = {test: reason for test in self._plan.tests if (reason := self._skipped(test))}
+        for test, reason in reasons.items():
+            self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+        plan, left = self._plan.without(reasons), len(self._plan.tests) + 1
         # A run that stops at the first failure goes on if that turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)
@@ -123,18 +131,16 @@ class Rounds:
             plan = self._part(self.progress.missing())
 
     def _part(self, tests: Iterable[TestName]) -> Plan:
-        files = list(dict.fromkeys(batch.file for batch in self._plan))
-        wanted = set(tests)
-        return make_plan(files, [test for test in self._plan.tests if test in wanted])
+        return self._plan.without(set(self._plan.tests) - set(tests))
 
     def _renew(self, found: Collected) -> Sequence[Batch]:
         if found.error:
-            self.take(import_failure(found.file.name, found.error))
+            self.take(import_failure(found.file.name, found.error, found.left))
+            self.take(Over(TestName(found.file.name)))
             return ()
         plan = self._renewed(found)
         if plan is not None:
             self._plan = self._plan.replaced(found.file, plan.batches)
             self.progress.replan(self._plan)
-            for reporter in self._reporters:
-                reporter.replan(self._plan)
+            self._reporters.replan(self._plan)
         return [batch for batch in self._plan if batch.file == found.file]

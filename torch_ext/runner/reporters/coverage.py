@@ -32,12 +32,16 @@ class CoverageReporter:
         """A test that begins is not counted before it ends."""
 
     def add(self, result: TestResult) -> None:
-        """Take one result."""
-        self._results.append(result)
+        """Take one result, if it is the last word on its test."""
+        if not result.again:
+            self._results.append(result)
 
     def replan(self, plan: Plan) -> None:
         """Sum up against ``plan`` from now on."""
         self._plan = plan
+
+    def new_round(self, number: int) -> None:
+        """Every round counts."""
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the sum."""

@@ -31,12 +31,16 @@ class TextReporter:
         options: verbosity, and what the rerun lines repeat.
         stream: where to print.
         notes: sentences to begin with, such as how tests were chosen.
+        announce: print a line when a class begins, unless the report is quiet.
     """
 
-    def __init__(self, plan: Plan, options: Options, stream: TextIO, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, plan: Plan, options: Options, stream: TextIO, notes: Sequence[str] = (), *, announce: bool = True
+    ) -> None:
         self._progress = Progress(plan)
         self._plan = plan
         self._options = options
+        self._announce = announce and options.verbosity >= 0
         self._out = StyledWriter(stream)
         self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
@@ -45,9 +49,14 @@ class TextReporter:
         for note in notes:
             self._out.line(note)
 
+    @property
+    def writer(self) -> StyledWriter:
+        """Where it prints. Whoever else prints there does so through the same one."""
+        return self._out
+
     def begin(self, began: Began) -> None:
         """Print a line when a class begins, with its number."""
-        if began.test.method or began.test in self._begun or self._options.verbosity < 0:
+        if began.test.method or began.test in self._begun or not self._announce:
             return
         self._begun.add(began.test)
         total = len(self._plan.batches)
