@@ -29,14 +29,23 @@ from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, Devices, ModuleOrder, Preparation
-from torch_ext.world.tree import HungImportError, LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import (
+    HungImportError,
+    LeftWhileLoadingError,
+    LoadError,
+    ModuleZygote,
+    RootZygote,
+    ZygoteClient,
+    ZygoteDiedError,
+)
 
 __all__ = ["RunExecutor", "open_executor"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
-_BRIDGE = "torch_ext.upstream.bridge"
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
+_BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
 _IMPORT_S, _NEWS_S = 120.0, 2.0
@@ -79,16 +88,20 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record)
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             raise SetupError(_what_to_tell(str(error))) from None
         self._zygotes[file.name] = root.load(order, self._limit_s)
 
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
         with held():
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         return self._root
@@ -166,15 +179,15 @@ class RunExecutor:
             told = yield from self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
-            return Collected(file, error=str(error))
+            left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
+            return Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
         tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(
-            file, tests, depends.imported, depends.paths, depends.variables, depends.unsure, needs=told.needs
-        )
+        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(file, tests, *found, needs=told.needs, device=told.device)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
@@ -216,7 +229,10 @@ class RunExecutor:
             return
         machine = self._machine(plan)
         slots = Slots(machine.slots)
-        queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
+        # Whoever asks for an order wants that one.
+        in_order = self._options.random_order is not None or self._options.failed_first
+        packed = Packed(self._options.jobs or slots.number, in_order=in_order)
+        queue = Queue(plan, packed if self._packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:

@@ -91,8 +91,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     inside = {item: why for item in ours if (why := _why_inside(item))}
     mine = [item for item in ours if item not in inside]
     if inside:
-        item, why = next(iter(inside.items()))
-        told = f"{len(inside)} distributed tests run in pytest's process, as {item.nodeid}, which {why}"
+        first, why = next(iter(inside.items()))
+        told = f"{len(inside)} distributed tests run in pytest's process, as {first.nodeid}, which {why}"
         session.config.issue_config_time_warning(pytest.PytestWarning(told), stacklevel=2)
     if not mine:
         return None

@@ -10,6 +10,7 @@
 #include "hooks.h"
 #include "kernel_scope.h"
 #include "pinned_memory.h"
+#include "races/trace.h"
 #include "simccl.h"
 #include "stream.h"
 
@@ -35,10 +36,11 @@ PYBIND11_MODULE(_native, m) {
     set_memory_limit(static_cast<c10::DeviceIndex>(index), nbytes);
   });
   m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
-  m.def("set_poison", &set_poison);
+  m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("sleep", &sleep);
   bind_simccl(m);
   bind_flight_record(m);
+  races::bind_trace(m);
 }
 
 } // namespace torch_ext::sim

@@ -155,6 +155,14 @@ void synchronize(c10::Stream stream) {
   sleep_until(horizon(stream));
 }
 
+int64_t busy_until(c10::Stream stream) {
+  return horizon(stream);
+}
+
+int64_t stream_clock() {
+  return now();
+}
+
 void set_settle(void (*settle)()) {
   settle_others = settle;
 }

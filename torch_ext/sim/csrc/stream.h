@@ -35,6 +35,10 @@ bool is_idle(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 
+// Until when, on the clock of streams, `stream` counts as busy. Asking tells the host nothing.
+int64_t busy_until(c10::Stream stream);
+int64_t stream_clock(); // nanoseconds, steady
+
 // What a device does besides kernels: `settle` runs, without the GIL, when somebody waits for a whole device. Set once.
 void set_settle(void (*settle)());
 

@@ -1,0 +1,125 @@
+"""Every name of our helpers beside upstream's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torch_ext.upstream import drift
+from torch_ext.upstream.__main__ import main
+from torch_ext.upstream.drift import Entry, compare
+from torch_ext.upstream.export.modules import Tree
+
+# What upstream's harness does inside, and ours does another way.
+_ENGINE = {
+    "Event",
+    "_event_listener",
+    "_get_timedout_process_traceback",
+    "_processes_spawned",
+    "_start_processes",
+    "_worker_loop",
+    "setUpClass",
+}
+
+
+def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
+    mine = {f"torch_ext.testing._internal.{name}": text for name, text in ours.items()}
+    upstream = {f"torch.testing._internal.{name}": text for name, text in theirs.items()}
+    either = {**mine, **upstream}
+    return (
+        Tree(lambda name: (either[name], False) if name in either else None),
+        Tree(lambda name: (upstream[name], False) if name in upstream else None),
+    )
+
+
+def told(ours: str, theirs: str, **more: str) -> dict[str, str]:
+    mine, upstream = trees({"common": ours, **more}, {"common": theirs})
+    return {entry.name: entry.status for entry in compare("common", mine, upstream)}
+
+
+def test_a_name_of_one_side_and_one_of_both() -> None:
+    assert told("def f(a): ...\ndef ours(): ...", "def f(b): ...\ndef theirs(): ...") == {
+        "f": "changed",
+        "ours": "new",
+        "theirs": "missing",
+    }
+    assert told("def f(a: int = 1): ...", "def f(a=2): ...") == {"f": "same"}
+    assert told("A = 1", "A = 2") == {"A": "same"}
+
+
+def test_a_name_behind_a_front_door_is_found() -> None:
+    front = "from torch_ext.testing._internal._rooms import *\nfrom torch_ext.testing._internal._rooms import _p as q"
+    rooms = "__all__ = ['f']\ndef f(a): ...\ndef _p(): ...\ndef hidden(): ..."
+    assert told(front, "def f(a): ...\ndef q(): ...\ndef hidden(): ...", _rooms=rooms) == {
+        "f": "same",
+        "q": "same",
+        "hidden": "missing",
+    }
+
+
+def test_a_lookup_that_ends_at_upstreams_module_misses_nothing() -> None:
+    lookup = "def __getattr__(name):\n    return getattr(upstream_module('common'), name)"
+    assert told(lookup, "def f(): ...") == {"f": "through"}
+    assert told("def __getattr__(name):\n    raise AttributeError(name)", "def f(): ...") == {"f": "missing"}
+
+
+def test_members_are_compared_and_those_of_a_common_base_are_left_out() -> None:
+    theirs = (
+        "class Base:\n    def inherited(self): ...\nclass C(Base):\n    def m(self, a): ...\n    def gone(self): ..."
+    )
+    ours = (
+        "from torch.testing._internal.common import Base\n"
+        "class Mixin:\n    def more(self): ...\n"
+        "class C(Mixin, Base):\n    @classmethod\n    def m(cls, a): ..."
+    )
+    assert told(ours, theirs) == {
+        "Base": "same",
+        "C": "same",
+        "C.m": "same",
+        "C.gone": "missing",
+        "C.more": "new",
+        "Mixin": "new",
+    }
+
+
+def test_an_annotation_for_type_checkers_is_no_member() -> None:
+    ours = "class C:\n    if TYPE_CHECKING:\n        m: int"
+    assert told(ours, "class C:\n    def m(self): ...") == {"C": "same", "C.m": "missing"}
+
+
+def test_we_have_every_name_of_the_installed_fsdp_and_distributed_helpers() -> None:
+    entries = drift.drift()
+    assert {entry.status for entry in entries} >= {"same", "changed", "through", "new"}
+    missing = [
+        f"{entry.module}: {entry.name}"
+        for entry in entries
+        if entry.status == "missing" and not entry.module.startswith("distributed.")
+    ]
+    assert [each for each in missing if each.rpartition(".")[2] not in _ENGINE] == []
+
+
+def test_the_command_prints_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drift"]) == 0
+    shown = capsys.readouterr().out
+    assert "common_fsdp: " in shown
+    assert "  new     StepLog" in shown
+    assert main(["drift", "--json"]) == 0
+    entries = [Entry(**each) for each in json.loads(capsys.readouterr().out)]
+    assert Entry("common_fsdp", "MLP", "same") in entries
+
+
+def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "torch" / "testing" / "_internal" / "dist_utils.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def worker_name(rank): ...\ndef brand_new(): ...\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    file.write_text("")  # not committed
+    assert main(["drift", "--against", str(tmp_path)]) == 0
+    assert "  missing brand_new" in capsys.readouterr().out
+    assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2
+    assert "is no git repository" in capsys.readouterr().err

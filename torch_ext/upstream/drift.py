@@ -1,0 +1,157 @@
+"""How our helpers differ from upstream's: every name beside its counterpart. Imports neither side.
+
+A name is ``same`` if both sides define it and call it alike, ``changed`` if signatures differ, ``through`` if ours is
+upstream's own by way of a module ``__getattr__``, ``missing`` if only upstream has it, and ``new`` if only we have it.
+For a class, the same is said of each member, inherited ones included.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch_ext.upstream.export.modules import Definition, Module, Tree, members_of, signature
+from torch_ext.upstream.export.trees import OURS, THEIRS, installed_tree, our_tree, project_root, tree_at
+
+__all__ = ["Entry", "as_json", "as_text", "compare", "counterparts", "drift"]
+
+SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", "new"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name, or ``Class.member``, of module ``torch.testing._internal.<module>``, and how the two sides have it."""
+
+    module: str
+    name: str
+    status: str
+    ours: str = ""
+    theirs: str = ""
+
+
+def counterparts(root: Path, theirs: Tree) -> list[str]:
+    """Return the modules below ``testing/_internal`` that both sides have, as dotted names below it."""
+    below = root / "testing" / "_internal"
+    found = (".".join(path.relative_to(below).with_suffix("").parts) for path in sorted(below.rglob("*.py")))
+    return [name for name in found if not name.endswith("__init__") and theirs.module(f"{THEIRS}.{name}") is not None]
+
+
+def drift(against: str = "installed") -> list[Entry]:
+    """Compare every helper module with its counterpart.
+
+    Args:
+        against: the folder of a PyTorch checkout, read at its ``HEAD``, or ``installed``.
+
+    Raises:
+        CheckoutError: there is no such checkout.
+    """
+    theirs = installed_tree() if against == "installed" else tree_at(Path(against))
+    ours, names = our_tree(theirs), counterparts(project_root(), theirs)
+    return [entry for name in names for entry in compare(name, ours, theirs)]
+
+
+def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
+    """Compare one module, ``name`` below ``testing._internal``."""
+    our_name, their_name = f"{OURS}.{name}", f"{THEIRS}.{name}"
+    mine, upstream = ours.module(our_name), theirs.module(their_name)
+    if mine is None or upstream is None:
+        raise ValueError(f"only one side has {name}")
+    missing = THROUGH if _resolves_through(mine) else MISSING
+    listed = [each for each in ours.public_names(our_name) if not each.startswith("__")]
+    listed += [each for each in upstream.definitions if each not in listed and ours.find(our_name, each)]
+    entries = []
+    for each in listed:
+        here, there = ours.find(our_name, each), theirs.find(their_name, each)
+        entries += [Entry(name, each, NEW)] if there is None else _both(name, each, ours, here, theirs, there)
+    # A module that looks names up on use defines them although no statement does.
+    found_on_use = _names_looked_up(mine, ours)
+    known = {entry.name for entry in entries}
+    for each in upstream.definitions:
+        if each not in known and not each.startswith("__"):
+            entries.append(Entry(name, each, SAME if each in found_on_use else missing))
+    return entries
+
+
+def _both(
+    module: str,
+    name: str,
+    ours: Tree,
+    here: tuple[Module, Definition] | None,
+    theirs: Tree,
+    there: tuple[Module, Definition],
+) -> Iterator[Entry]:
+    if here is None:  # re-exported from torch itself
+        yield Entry(module, name, SAME)
+        return
+    (_, mine), (_, upstream) = here, there
+    if not (mine.is_class and upstream.is_class):
+        yield _entry(module, name, mine.node, upstream.node)
+        return
+    yield Entry(module, name, SAME)
+    my_members, their_members = members_of(ours, *here), members_of(theirs, *there)
+    for member in dict.fromkeys([*their_members, *my_members]):
+        if member.startswith("__") and member != "__init__":
+            continue
+        full = f"{name}.{member}"
+        if member in my_members and member in their_members:
+            # Both inherit it from one class of torch: nothing to tell.
+            if my_members[member][0].name != their_members[member][0].name:
+                yield _entry(module, full, my_members[member][1], their_members[member][1], method=True)
+        else:
+            yield Entry(module, full, NEW if member in my_members else MISSING)
+
+
+def _entry(module: str, name: str, mine: ast.stmt, upstream: ast.stmt, method: bool = False) -> Entry:
+    here, there = signature(mine, method), signature(upstream, method)
+    if here == there:
+        return Entry(module, name, SAME)
+    return Entry(module, name, CHANGED, here, there)
+
+
+def _resolves_through(module: Module) -> bool:
+    """Whether the module's ``__getattr__`` ends at upstream's module."""
+    lookup = module.definitions.get("__getattr__")
+    return lookup is not None and "upstream" in ast.unparse(lookup.node)
+
+
+def _names_looked_up(module: Module, ours: Tree) -> set[str]:
+    """Return the names that a module's ``__getattr__`` answers itself: the keys of the tables that it reads."""
+    lookup = module.definitions.get("__getattr__")
+    found: set[str] = set()
+    for node in ast.walk(lookup.node) if lookup else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            origin = module.imports.get(node.value.id)
+            table = ours.find(origin.dotted, node.attr) if origin else None
+            value = getattr(table[1].node, "value", None) if table else None
+            if isinstance(value, ast.Dict):
+                found |= {key.value for key in value.keys if isinstance(key, ast.Constant) and type(key.value) is str}
+    return found
+
+
+def as_json(entries: Iterable[Entry]) -> str:
+    return json.dumps([asdict(entry) for entry in entries], indent=1)
+
+
+def as_text(entries: Iterable[Entry]) -> str:
+    """Return the differences, by module, with a count of each kind."""
+    by_module: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_module.setdefault(entry.module, []).append(entry)
+    blocks = []
+    for module, members in by_module.items():
+        counts = Counter(entry.status for entry in members)
+        lines = [f"{module}: " + ", ".join(f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind])]
+        for kind in (CHANGED, MISSING, NEW):
+            for entry in members:
+                if entry.status == kind:
+                    change = f"  ours ({entry.ours})  theirs ({entry.theirs})" if kind == CHANGED else ""
+                    lines.append(f"  {kind:8}{entry.name}{change}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+_KINDS = (SAME, CHANGED, THROUGH, MISSING, NEW)
