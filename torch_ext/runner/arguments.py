@@ -221,7 +221,8 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
     first = Path(include[0].partition("::")[0]) if include else None
     if first is None or not first.exists() or first.resolve().is_relative_to(default_root()):
         return None
-    if first.suffix != ".py" and ("/" not in include[0] or (default_root() / first).exists()):
+    known = not first.is_absolute() and (default_root() / first).exists()
+    if first.suffix != ".py" and ("/" not in include[0] or known):
         return None  # a name that stands here by chance
     path = first.resolve()
     root = path if path.is_dir() else path.parent
