@@ -52,9 +52,9 @@ def our_tree(theirs: Tree | None = None, root: Path | None = None) -> Tree:
     return _with_torch(lambda name: _from_disk(root or project_root(), path_of(name)), theirs)
 
 
-def our_tree_at(revision: str, theirs: Tree | None = None) -> Tree:
+def our_tree_at(revision: str, theirs: Tree | None = None, root: Path | None = None) -> Tree:
     """Return the modules of this project as they were in ``revision``."""
-    return _with_torch(tree_at(project_root(), revision).read, theirs)
+    return _with_torch(tree_at(root or project_root(), revision).read, theirs)
 
 
 def _with_torch(read: Callable[[str], tuple[str, bool] | None], theirs: Tree | None) -> Tree:
