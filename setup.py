@@ -26,7 +26,11 @@ setup(
     ],
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
-    package_data={"torch_ext.sim": ["csrc/*", "csrc/transport/*"], "torch_ext": ["py.typed"]},
+    package_data={
+        "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
+        "torch_ext": ["py.typed"],
+        "torch_ext.upstream": ["*.json"],
+    },
     entry_points={"console_scripts": ["torch_ext=torch_ext.__main__:main"]},
     zip_safe=False,
 )

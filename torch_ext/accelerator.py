@@ -36,12 +36,18 @@ __all__ = [
     "device_count",
     "device_module",
     "device_type",
+    "has_backend",
+    "initialize",
     "is_accelerator",
     "request_devices",
     "set_device_index",
+    "visible_devices_variable",
 ]
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
+
+# Set if, in the files under test, CUDA means the simulated device.
+STANDS_IN_VARIABLE = "TORCH_EXT_CUDA_AS_SIM"
 
 # The device type that is not an accelerator.
 HOST = "cpu"
@@ -53,6 +59,14 @@ _HOST_RANKS, _MOST_RANKS = 4, 8
 # (``torch.backends``) that does not name device types, so they are listed here.
 _SIMULATED = "sim"
 _PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+
+# By device type: the variable that narrows down which devices a process sees.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_DEVICES",
+}
 
 _chosen: str | None = None
 
@@ -151,6 +165,13 @@ def _ask_for_devices() -> Callable[[int], None] | None:
     return getattr(device_module(), "request_devices", None) if is_accelerator() else None
 
 
+def visible_devices_variable() -> str:
+    """Return the environment variable that narrows down which devices a process sees; empty on ``cpu``, on simulated
+    devices, of which every process has its own, and where none is known.
+    """
+    return _VISIBLE.get(device_type(), "")
+
+
 def default_world_size() -> int:
     """Return the world size of a test that does not set one: 4 on plain ``cpu``; otherwise one rank per device, at most
     8 on real devices and at most 4 on simulated ones.
@@ -176,6 +197,19 @@ def set_device_index(rank: int) -> None:
     """Make the device of ``rank`` current in this thread. Does nothing on plain ``cpu``."""
     if is_accelerator():
         torch.accelerator.set_device_index(rank % device_count())
+
+
+def initialize() -> None:
+    """Initialize the device in this process, as its first use would. Does nothing on plain ``cpu``."""
+    start = getattr(device_module(), "init", None) if is_accelerator() else None
+    if start is not None:
+        start()
+
+
+def has_backend(name: str) -> bool:
+    """Whether torch has the c10d backend ``name``, or the device under test stands in for the one it belongs to."""
+    stands_in = bool(os.environ.get(STANDS_IN_VARIABLE)) and name == "nccl"
+    return bool(dist.is_backend_available(backend() if stands_in else name))
 
 
 def capabilities() -> Capabilities:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import os
+from typing import TYPE_CHECKING, Any
 
 from torch_ext.compat._lookup import lazy_names
 
@@ -20,6 +22,7 @@ __all__ = [
     "_get_default_group",
     "_get_default_store",
     "_set_thread_isolation_mode",
+    "bind_gloo",
     "ranks_of_groups",
 ]
 
@@ -30,6 +33,45 @@ def ranks_of_groups() -> dict[str, list[int]]:
 
     names = _world.pg_names
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
+
+
+def bind_gloo(interface: str, address: str) -> None:
+    """Have gloo listen at ``address`` wherever it would take the first address of ``interface``, in this process.
+
+    Groups whose devices a test has made itself, of other interfaces or names, are left alone.
+    """
+    from torch.distributed import is_gloo_available
+
+    if not is_gloo_available():
+        return
+    from torch.distributed import ProcessGroupGloo
+
+    Gloo: Any = ProcessGroupGloo  # the stubs lack what is private
+    make_group, make_device = Gloo.__init__, Gloo.create_device
+    if hasattr(make_group, "__wrapped__"):
+        return
+    loopback = (interface, "localhost", "127.0.0.1")
+
+    @functools.wraps(make_group)
+    def __init__(self: Any, store: Any, rank: int, size: int, *how: Any, **timeout: Any) -> None:
+        chosen = [*how, *timeout.values()]
+        if (chosen and not hasattr(chosen[0], "total_seconds")) or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
+            make_group(self, store, rank, size, *how, **timeout)
+            return
+        options = Gloo._Options()  # what torch's constructor does with a time limit alone
+        options._devices = [make_device(hostname=address)]
+        options._threads = 2
+        if chosen:
+            options._timeout = chosen[0]
+        make_group(self, store, rank, size, options)
+
+    @functools.wraps(make_device)
+    def create_device(hostname: str = "", interface: str = "", **more: Any) -> Any:
+        if (hostname or interface) in loopback:
+            return make_device(hostname=address, **more)
+        return make_device(hostname, interface, **more)
+
+    Gloo.__init__, Gloo.create_device = __init__, staticmethod(create_device)
 
 
 __getattr__ = lazy_names(

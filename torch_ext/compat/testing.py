@@ -10,7 +10,7 @@ from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
     from torch.testing._internal.common_distributed import TEST_SKIPS
-    from torch.testing._internal.common_utils import FILE_SCHEMA, find_free_port
+    from torch.testing._internal.common_utils import FILE_SCHEMA
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
@@ -26,7 +26,6 @@ __all__ = [
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
     "complete_threaded_world",
-    "find_free_port",
     "keep_upstream",
     "prepare_for_threads",
     "upstream_module",
@@ -43,7 +42,6 @@ _PLACES = {
     "TEST_SKIPS": (f"{_DISTRIBUTED}:TEST_SKIPS",),
     "_install_threaded_pg": (f"{_THREADED}:_install_threaded_pg",),
     "_uninstall_threaded_pg": (f"{_THREADED}:_uninstall_threaded_pg",),
-    "find_free_port": (f"{_UTILS}:find_free_port",),
 }
 
 __getattr__ = lazy_names(__name__, _PLACES)

@@ -10,8 +10,10 @@ import time
 from typing import Any, Protocol
 
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.messages import ClassEnded, ClassLeft, ClassOrder, TestEnded, TestStarted
 from torch_ext.runner.options import Options
+from torch_ext.runner.places import Place
 from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, frames
@@ -40,15 +42,12 @@ _KILL_S = 5.0
 class Zygotes(Protocol):
     """Where a class's zygote comes from.
 
-    Called on the main thread; :meth:`zygote` blocks while the file is imported.
+    Called on the main thread. The task of :meth:`zygote` waits while the file is imported.
     """
 
-    environment: dict[str, str]
-    scratch: str
-
     def module_of(self, file: TestFile) -> str: ...
-    def zygote(self, file: TestFile) -> ZygoteClient: ...
-    def drop(self, file: TestFile) -> None: ...
+    def zygote(self, file: TestFile) -> Task[ZygoteClient]: ...
+    def drop(self, file: TestFile, zygote: ZygoteClient | None = None) -> None: ...
 
 
 class ClassChild:
@@ -62,7 +61,7 @@ class ClassChild:
     """
 
     def __init__(
-        self, zygotes: Zygotes, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options
+        self, module: str, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options, place: Place
     ) -> None:
         self.lost_zygote = False
         self._zygote = zygote
@@ -74,14 +73,13 @@ class ClassChild:
         self._stacks, stacks_writer = os.pipe()
         self._output = _Shown() if options.show_output else _Kept()
         order = ClassOrder(
-            zygotes.module_of(batch.file), batch.cls, methods, zygotes.environment, (str(batch.file.path),),
-            zygotes.scratch, options.failfast,
+            module, batch.cls, methods, place.environment, (str(batch.file.path),), place.scratch, options.failfast,
         )  # fmt: skip
         descriptors = [os.dup(theirs.fileno()), zygote.add_client(), *self._output.writers(), stacks_writer]
         theirs.close()
         try:
             self._child: Child = zygote.start(
-                "torch_ext.runner.class_process:main", order, descriptors, zygotes.environment
+                "torch_ext.runner.class_process:main", order, descriptors, place.environment
             )
         except BaseException:
             self._close_own()
@@ -112,8 +110,8 @@ class ClassChild:
         self._patience: Patience | None = Patience(limit_s, now_s, **more)
         self._look_for_stopped_s = now_s + stopped_s
 
-    def next_event(self) -> Any:
-        """Return the next event; None when the process has ended and all its events are told."""
+    def next_event(self) -> Task[Any]:
+        """A task that returns the next event; None when the process has ended and all its events are told."""
         while True:
             if not self._events.closed and self._events.poll():
                 try:
@@ -130,9 +128,9 @@ class ClassChild:
             if self._child.ended is not None or self.lost_zygote:
                 self._output.pass_on()
                 return None
-            self._wait()
+            yield from self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self) -> Task[None]:
         if self._patience is None:
             self._end_zygote()
             return
@@ -141,10 +139,9 @@ class ClassChild:
         if stopped or (
             now_s >= self._patience.look_s and self._patience.is_over(now_s, _os.computed_s(self._child.pid))
         ):
-            self._end(stopped or self._who_is_stopped())
+            yield from self._end(stopped or self._who_is_stopped())
             return
-        left_s = min(self._patience.look_s, self._look_for_stopped_s) - now_s
-        self._pump(max(0.0, left_s))
+        yield from self._pump(min(self._patience.look_s, self._look_for_stopped_s))
 
     def _who_is_stopped(self) -> str:
         self._look_for_stopped_s = float("inf")
@@ -152,7 +149,7 @@ class ClassChild:
             return "its zygote"
         return "the process" if _os.is_stopped(self._child.pid) else ""
 
-    def _end(self, stopped: str) -> None:
+    def _end(self, stopped: str) -> Task[None]:
         """Find out where the process hangs, and have its zygote end it; if that is stopped too, end both."""
         self._stopped = stopped
         self._hung = ""
@@ -161,8 +158,8 @@ class ClassChild:
             self._hung = frames.trim_stacks(read_stacks({0: self._stacks})[0])
         self._child.send_signal(signal.SIGKILL)
         end_s = time.monotonic() + _KILL_S
-        while self._child.ended is None and not self.lost_zygote and (left_s := end_s - time.monotonic()) > 0:
-            self._pump(left_s)
+        while self._child.ended is None and not self.lost_zygote and time.monotonic() < end_s:
+            yield from self._pump(end_s)
         self._patience = None
 
     def _end_zygote(self) -> None:
@@ -170,8 +167,9 @@ class ClassChild:
         self._zygote.kill()
         self.lost_zygote = True
 
-    def _pump(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
+    def _pump(self, until_s: float) -> Task[None]:
+        yield Wait(tuple(key.fd for key in self._selector.get_map().values()), until_s)
+        for key, _ in self._selector.select(0):
             if key.fileobj is self._child:
                 try:
                     self._child.take_in()

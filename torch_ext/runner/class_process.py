@@ -30,7 +30,7 @@ from torch_ext.runner.messages import (
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
 from torch_ext.world import _os, frames, provider
-from torch_ext.world.calls import check_ran
+from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
 from torch_ext.world.outcome import Ending
@@ -74,7 +74,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     result = _Result(Channel.from_descriptor(channel), order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
-    suite = unittest.TestSuite()
+    suite, classes = unittest.TestSuite(), set[type[unittest.TestCase]]()
     for method in order.methods:
         test = by_name.get((order.cls, method))
         if test is None:
@@ -83,6 +83,9 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
         else:
             check_its_calls(test)
             suite.addTest(test)
+            classes.add(type(test))
+    for cls in classes:
+        check_its_fixtures(cls)
     try:
         suite.run(result)
     except BaseException as error:
@@ -107,6 +110,46 @@ def check_its_calls(test: unittest.TestCase) -> None:
         call(method if awaits else _checked(method, test._testMethodName))
 
     test._callTestMethod = call_and_check  # type: ignore[attr-defined]
+    if not isinstance(test, unittest.IsolatedAsyncioTestCase):
+        clean_up = test._callCleanup  # type: ignore[attr-defined]
+        test._callCleanup = lambda function, *args, **kwargs: clean_up(  # type: ignore[attr-defined]
+            _checked(function, _cleanup_name(function)), *args, **kwargs
+        )
+
+
+def check_its_fixtures(cls: type[unittest.TestCase]) -> None:
+    """Have the fixtures of ``cls`` and of its module fail if calling them runs nothing."""
+    set_up, add = cls.setUpClass, cls.addClassCleanup
+
+    try:
+        check_fixtures(cls)
+        refusal = None
+    except TypeError as error:  # raised where unittest tells it as the class's
+        refusal = error
+
+    def set_up_class() -> None:
+        if refusal is not None:
+            raise refusal
+        check_ran(set_up(), "setUpClass")
+
+    def add_cleanup(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        add(_checked(function, _cleanup_name(function)), *args, **kwargs)
+
+    module = sys.modules[cls.__module__]
+    replaced: list[tuple[object, str, Any]] = [
+        (cls, "setUpClass", staticmethod(set_up_class)),
+        (cls, "tearDownClass", staticmethod(_checked(cls.tearDownClass, "tearDownClass"))),
+        (cls, "addClassCleanup", staticmethod(add_cleanup)),
+    ]
+    for name in ("setUpModule", "tearDownModule"):
+        if hasattr(module, name):
+            replaced.append((module, name, _checked(getattr(module, name), name)))
+    for holder, name, replacement in replaced:
+        setattr(holder, name, replacement)
+
+
+def _cleanup_name(function: Callable[..., Any]) -> str:
+    return f"the cleanup {getattr(function, '__name__', function)}"
 
 
 def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:

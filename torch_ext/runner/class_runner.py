@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ext.runner.class_child import ClassChild, Zygotes
+from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.runner.places import Place
+from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import notices
-from torch_ext.world.tree import LoadError, ZygoteDiedError
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassRunner", "Facts", "Next", "what_next"]
 
@@ -82,40 +84,52 @@ def what_next(facts: Facts, exited: Died) -> Next:
 class ClassRunner:
     """Runs one batch. Every planned test gets one result: its own, or that of the process that died under it."""
 
-    def __init__(self, zygotes: Zygotes, batch: Batch, options: Options, sink: Callable[[TestResult], None]) -> None:
+    def __init__(
+        self,
+        zygotes: Zygotes,
+        place: Place,
+        batch: Batch,
+        options: Options,
+        sink: Callable[[Began | Over | TestResult], None],
+    ) -> None:
         self._zygotes = zygotes
+        self._place = place
         self._batch = batch
         self._options = options
         self._sink = sink
+        self._zygote: ZygoteClient | None = None
         self._left = [test.method for test in batch.tests]
         self._failed = False
         self._class_is_over = False
         self._may_lose_zygote = True  # once more without having ended a test
 
-    def run(self) -> bool:
-        """Run the batch; return whether the run goes on after it."""
+    def run(self) -> Task[bool]:
+        """A task that runs the batch, and returns whether the run goes on after it."""
+        self._sink(Began(self._class))
         while self._left and not self._class_is_over and not self._stop:
             try:
-                self._run_one_process()
+                yield from self._run_one_process()
             except LoadError as error:
                 self._file_failed(Raised(*_import_error(str(error))))
             except ZygoteDiedError as error:
                 self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        self._sink(Over(self._class))
         return not self._stop
 
     @property
     def _stop(self) -> bool:
         return self._failed and self._options.failfast
 
-    def _run_one_process(self) -> None:
-        zygote = self._zygotes.zygote(self._batch.file)
-        before = len(self._left)
-        with ClassChild(self._zygotes, zygote, self._batch, tuple(self._left), self._options) as process:
+    def _run_one_process(self) -> Task[None]:
+        zygote = self._zygote = yield from self._zygotes.zygote(self._batch.file)
+        before, module = len(self._left), self._zygotes.module_of(self._batch.file)
+        with ClassChild(module, zygote, self._batch, tuple(self._left), self._options, self._place) as process:
             running = ""
             last: ClassEnded | ClassLeft | None = None
-            while (event := process.next_event()) is not None:
+            while (event := (yield from process.next_event())) is not None:
                 if isinstance(event, TestStarted):
                     running = event.method
+                    self._sink(Began(self._name(running)))
                 elif isinstance(event, TestEnded):
                     running = ""
                     self._may_lose_zygote = True
@@ -152,7 +166,7 @@ class ClassRunner:
             self._class_is_over = True
 
     def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
-        self._zygotes.drop(self._batch.file)
+        self._zygotes.drop(self._batch.file, self._zygote)
         if not fruitless:
             return
         if not self._may_lose_zygote:

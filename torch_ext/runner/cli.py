@@ -23,7 +23,7 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import OutputError, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Began, OutputError, Over, Raised, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -43,21 +43,43 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self,
+        plan: Plan,
+        sink: Callable[[Began | Over | TestResult], None],
+        renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
-        """Run ``plan`` and hand each result to ``sink`` on the calling thread, as soon as its test has ended.
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
 
         Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
         and returns what of it is to run in the place of what was planned.
 
-        Called once, on the main thread. Blocks until every process that it started is gone, also when it is
-        interrupted. Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
+        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
         skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
         """
         ...
 
     def close(self) -> None:
         """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
         ...
 
 
@@ -152,14 +174,26 @@ def _open_executor(options: Options) -> Executor:
 
 def _discover_and_run(options: Options) -> int:
     if options.upstream:
-        file = describe(Path(options.upstream).resolve(), options.root)
-        return _select_and_run(options, [file], NameCache(None, None))
+        return _select_and_run(options, _upstream_files(options), NameCache(None, None))
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
     return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device), options.environment()))
+
+
+def _upstream_files(options: Options) -> list[TestFile]:
+    """Return the files that ``--upstream`` names, each a module of its own, as ``python FILE`` would import it."""
+    paths = [Path(typed).resolve() for typed in options.upstream]
+    found = [[path] if path.is_file() else [file.path for file in find_test_files(path)] for path in paths]
+    for path, files in zip(options.upstream, found, strict=True):
+        if not files:
+            raise SelectionError(f"nothing selected: no test_*.py below {path}")
+    return [
+        TestFile(path.relative_to(options.root).as_posix(), path, path.stem, path.parent)
+        for path in dict.fromkeys(path for files in found for path in files)
+    ]
 
 
 def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str], None]) -> int:
@@ -203,6 +237,7 @@ def _select_and_run_with(
         return _usage_error(_nothing_selected(options, wanted, selected.tests))
     if options.list_only:
         return _list(tests, failures)
+    judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
@@ -215,7 +250,20 @@ def _select_and_run_with(
         _tell_difference(found.file, before[found.file.name], found)
         return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
 
-    return _run(executor, options, make_plan(wanted, tests), failures, renew)
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew, judge)
+
+
+def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
+    if not options.upstream:
+        return None
+    device = next((one.device for one in collected if one.device), options.device)
+    surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    module = importlib.import_module("torch_ext.upstream.judge")
+    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    if judge.told:
+        _complain(f"warning: {judge.told}")
+    return judge
 
 
 def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
@@ -250,6 +298,8 @@ def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequen
 
 
 def _import_failure(collected: Collected) -> TestResult:
+    if collected.left:
+        return TestResult(TestName(collected.file.name), Status.SKIPPED, 0.0, reason=collected.left)
     trace = collected.error.rstrip()
     problem = Raised(trace.rpartition("\n")[2], trace)
     return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, (problem,))
@@ -265,12 +315,13 @@ def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
         raise
     except OSError as error:
         raise OutputError(f"the list cannot be written: {error}") from error
-    if failures:
-        from torch_ext.runner.reporters.failure import describe_failure
+    from torch_ext.runner.reporters.failure import describe_failure
+
     for failure in failures:
-        _complain(f"{failure.test.id} cannot be imported:\n{describe_failure(failure)}")
+        said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
+        _complain(f"{failure.test.id}{said}")
     _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}")
-    return FAILED if failures else OK
+    return FAILED if any(failure.problems for failure in failures) else OK
 
 
 def _run(
@@ -279,14 +330,29 @@ def _run(
     plan: Plan,
     failures: Sequence[TestResult],
     tests_now: Callable[[Collected], list[TestName] | None],
+    judge: Judge | None = None,
 ) -> int:
     from torch_ext.runner.progress import Progress
+    from torch_ext.runner.reporters.ordered import InOrder
     from torch_ext.runner.reporters.text import TextReporter
 
     progress = Progress(plan)
-    reporters: list[Reporter] = [TextReporter(plan, options, sys.stdout)]
+    ordered = InOrder(plan, TextReporter(plan, options, sys.stderr if options.json else sys.stdout))
+    reporters: list[Reporter] = [ordered]
+    if options.coverage:
+        from torch_ext.runner.reporters.coverage import CoverageReporter
 
-    def take(result: TestResult) -> None:
+        reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
+
+    def take(result: Began | Over | TestResult) -> None:
+        if isinstance(result, Over):
+            ordered.over(result)
+            return
+        if isinstance(result, Began):
+            for reporter in reporters:
+                reporter.begin(result)
+            return
+        result = judge.judged(result) if judge is not None else result
         progress.add(result)
         for reporter in reporters:
             reporter.add(result)
@@ -296,9 +362,11 @@ def _run(
         tests = tests_now(found)
         if found.error:
             take(_import_failure(found))
+            take(Over(TestName(found.file.name)))
             return ()
         if tests is not None:
-            plan = plan.replaced(found.file, make_plan([found.file], tests).batches)
+            needs = dict(zip(found.tests, found.needs, strict=False))
+            plan = plan.replaced(found.file, make_plan([found.file], tests, needs).batches)
             progress.replan(plan)
             for reporter in reporters:
                 reporter.replan(plan)
@@ -307,11 +375,29 @@ def _run(
     interrupted = False
     for failure in failures:
         take(failure)
+    to_run = _without_skipped(plan, judge, take)
     try:
-        if plan.batches and not (failures and options.failfast):
-            executor().run(plan, take, renew)
+        if to_run.batches and not (options.failfast and any(one.problems for one in failures)):
+            try:
+                executor().run(to_run, take, renew)
+            finally:
+                executor().close()
     except KeyboardInterrupt:
         interrupted = True
+    if judge is not None and not interrupted:
+        whole = not (options.include or options.exclude or options.keywords)
+        for stale in judge.out_of_date(plan.tests, whole=whole):
+            take(stale)
     for reporter in reporters:
         reporter.finish(interrupted=interrupted)
     return INTERRUPTED if interrupted else OK if progress.passed else FAILED
+
+
+def _without_skipped(plan: Plan, judge: Judge | None, take: Callable[[TestResult], None]) -> Plan:
+    """Return ``plan`` without what ``judge`` lets not run, and ``take`` that as skipped."""
+    if judge is None:
+        return plan
+    reasons = {test: reason for test in plan.tests if (reason := judge.skipped(test))}
+    for test, reason in reasons.items():
+        take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+    return plan.without(reasons)

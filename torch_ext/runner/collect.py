@@ -12,11 +12,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch_ext.runner.messages import CollectOrder, TestNames
+from torch_ext.runner.results import Needs
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel
 from torch_ext.world.protocol import STACK_SIGNAL
 
-__all__ = ["find_tests", "main"]
+__all__ = ["find_tests", "main", "needs_of"]
+
+# Ranks of its tests are threads of one process.
+_THREADED = "MultiThreadedTestCase"
 
 
 def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
@@ -52,6 +56,29 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
             yield each
 
 
+def needs_of(test: unittest.TestCase) -> Needs:
+    """Return what ``test`` asks for, by its class's ``world_size`` and by the decorators of its method.
+
+    >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
+    >>> needs_of(case("test_b"))
+    Needs(world_size=3, processes=3, devices=0, alone=False)
+    """
+    method = getattr(type(test), test._testMethodName, None)
+    required = _count(getattr(method, "_required_world_size", 0))
+    try:
+        ranks = required or _count(getattr(test, "world_size", 0))
+    except Exception:  # a property of the project's own, which may want what only a rank has
+        ranks = 0
+    threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
+    devices = max(required, _count(getattr(method, "_required_devices", 0)))
+    alone = getattr(test, "alone", False) is True or getattr(method, "alone", False) is True
+    return Needs(ranks, 1 if threads else max(1, ranks), devices, alone)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
 def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """Target of a child: send the names of every test.
 
@@ -59,6 +86,10 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
-    names = tuple((cls, test._testMethodName) for cls, test in find_tests(order.module))
-    Channel.from_descriptor(descriptors[0]).send(TestNames(names))
+    tests = find_tests(order.module)
+    names = tuple((cls, test._testMethodName) for cls, test in tests)
+    accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
+    device = accelerator.device_type() if accelerator is not None else ""
+    needs = tuple(needs_of(test) for _, test in tests)
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
     return 0

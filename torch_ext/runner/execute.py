@@ -17,24 +17,35 @@ from collections.abc import Callable, Iterator, Sequence
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
+from torch_ext.runner.loop import Loop, Task, Wait, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import SetupError, TestName, TestResult
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
+from torch_ext.runner.results import Began, Over, SetupError, TestName, TestResult
+from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.world import _os, frames, provider
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.patience import Patience
-from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, ModuleOrder, Preparation
-from torch_ext.world.tree import HungImportError, LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, Devices, ModuleOrder, Preparation
+from torch_ext.world.tree import (
+    HungImportError,
+    LeftWhileLoadingError,
+    LoadError,
+    ModuleZygote,
+    RootZygote,
+    ZygoteClient,
+    ZygoteDiedError,
+)
 
 __all__ = ["RunExecutor", "open_executor"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
-_BRIDGE = "torch_ext.upstream.bridge"
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
+_BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
 _IMPORT_S, _NEWS_S = 120.0, 2.0
@@ -47,7 +58,9 @@ class RunExecutor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.environment = options.environment()
+        self.environment = shared_environment(options.environment())
+        self._packs = options.jobs != 1 and not (options.jobs is None and options.show_output)
+        self._stops = False  # a test has failed, and that is enough
         self._limit_s = options.timeout_s or _IMPORT_S
         self._root: RootZygote | None = None
         self._zygotes: dict[str, ModuleZygote] = {}
@@ -73,22 +86,26 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record)
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             raise SetupError(_what_to_tell(str(error))) from None
         self._zygotes[file.name] = root.load(order, self._limit_s)
 
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
         with held():
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         return self._root
 
-    def zygote(self, file: TestFile) -> ZygoteClient:
-        """Return the file's zygote when it has loaded the file.
+    def zygote(self, file: TestFile) -> Task[ZygoteClient]:
+        """A task that returns the file's zygote when it has loaded the file.
 
         Raises:
             LoadError: the file cannot be imported.
@@ -98,19 +115,27 @@ class RunExecutor:
             # This process has loaded the file as __main__ and run nothing.
             channel = provider.zygote_for("__main__")
             return ZygoteClient(channel, provider.pid_behind(channel))
-        self.begin(file)
-        zygote = self._zygotes[file.name]
-        zygote.wait_loaded()
-        return zygote
+        while True:
+            self.begin(file)
+            zygote = self._zygotes[file.name]  # another task may have replaced it since the last look
+            if zygote.channel.poll() or zygote.check():
+                zygote.wait_loaded()
+                return zygote
+            yield Wait((zygote.channel.fileno(),), zygote.look_s)
 
-    def drop(self, file: TestFile) -> None:
-        """Give up the file's zygote; the next use starts another, and another root if that is gone too."""
+    def drop(self, file: TestFile, zygote: ZygoteClient | None = None) -> None:
+        """Give up the file's zygote; the next use starts another, and another root if that is gone too.
+
+        With ``zygote``, only if it is that one: of two classes that have lost it, the first has got another already.
+        """
+        if zygote is not None and not self._options.script and self._zygotes.get(file.name) is not zygote:
+            return
         if self._options.script:
             provider.forget(provider.zygote_for("__main__"))
             return
-        zygote = self._zygotes.pop(file.name, None)
-        if zygote is not None:
-            zygote.close()
+        dropped = self._zygotes.pop(file.name, None)
+        if dropped is not None:
+            dropped.close()
         if self._root is not None and self._root.process.poll() is not None:
             self.close_zygotes()
 
@@ -127,7 +152,7 @@ class RunExecutor:
             at_once += not ready
             for file in ready:
                 loading.remove(file)
-                yield self._collect(file)
+                yield run_alone(self._collect(file))
                 if self._options.list_only:
                     self.drop(file)
 
@@ -145,22 +170,24 @@ class RunExecutor:
         ended = {key.data for key, _ in events}
         return [file for file, zygote in zygotes.items() if file in ended or (zygote and zygote.check())]
 
-    def _collect(self, file: TestFile) -> Collected:
+    def _collect(self, file: TestFile) -> Task[Collected]:
         self._collected.add(file.name)
         try:
-            zygote = self.zygote(file)
-            names = self._names(zygote, self.module_of(file))
+            zygote = yield from self.zygote(file)
+            told = yield from self._names(zygote, self.module_of(file))
         except LoadError as error:
             self.drop(file)
-            return Collected(file, error=str(error))
+            left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
+            return Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
             self.drop(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        tests = tuple(TestName(file.name, cls, method) for cls, method in names)
+        tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(file, tests, depends.imported, depends.paths, depends.variables, depends.unsure)
+        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(file, tests, *found, needs=told.needs, device=told.device)
 
-    def _names(self, zygote: ZygoteClient, module: str) -> tuple[tuple[str, str], ...]:
+    def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
         ours, theirs = channel_pair()
         stacks, stacks_writer = os.pipe()
@@ -175,35 +202,89 @@ class RunExecutor:
             os.close(stacks_writer)
         patience = Patience(self._limit_s, time.monotonic())
         try:
-            while not ours.poll(max(0.0, patience.look_s - time.monotonic())):
-                if patience.is_over(time.monotonic(), _os.computed_s(child.pid)):
+            while not ours.poll():
+                yield Wait((ours,), patience.look_s)
+                if not ours.poll() and patience.is_over(time.monotonic(), _os.computed_s(child.pid)):
                     child.send_signal(STACK_SIGNAL)
                     found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                     told = f"naming the tests of {module} took longer than its limit of {self._limit_s:g} s"
                     raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
             message: TestNames = ours.receive()[0]
-            return message.names
+            return message
         finally:
             ours.close()
             child.close()
             os.close(stacks)
 
     def run(
-        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self,
+        plan: Plan,
+        sink: Callable[[Began | Over | TestResult], None],
+        renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
+        machine = self._machine(plan)
+        slots = Slots(machine.slots)
+        queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
+        planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
+        loop = Loop()
         try:
-            groups = [(file, tuple(batches)) for file, batches in itertools.groupby(plan, lambda batch: batch.file)]
-            for number, (file, batches) in enumerate(groups):
-                for later, _ in groups[number : number + 2]:
-                    with contextlib.suppress(ZygoteDiedError):  # it is begun again when it is needed
-                        self.begin(later)
-                for batch in batches if file.name in self._collected else renew(self._collect(file)):
-                    if not ClassRunner(self, batch, self._options, sink).run():
-                        return
-                self.drop(file)
+            while not queue.over:
+                for file in queue.files_to_open():
+                    loop.add(self._open(file, planned[file.name], queue, renew))
+                while not self._stops and (batch := queue.start()) is not None:
+                    loop.add(self._run_class(batch, queue, machine, sink))
+                for file in queue.files_done():
+                    self.drop(file)
+                if self._stops:
+                    return
+                if loop:
+                    loop.turn()
         finally:
-            self.close()
+            self._stops = False
+            loop.close()
+
+    def _open(
+        self,
+        file: TestFile,
+        batches: Sequence[Batch],
+        queue: Queue,
+        renew: Callable[[Collected], Sequence[Batch]],
+    ) -> Task[None]:
+        if file.name not in self._collected:
+            batches = renew((yield from self._collect(file)))
+        else:
+            with contextlib.suppress(LoadError, ZygoteDiedError):  # whoever needs it tells
+                yield from self.zygote(file)
+        queue.loaded(file, batches)
+
+    def _run_class(
+        self, batch: Batch, queue: Queue, machine: Machine, sink: Callable[[Began | Over | TestResult], None]
+    ) -> Task[None]:
+        place = machine.place(queue.running[batch], packed=self._packs)
+        try:
+            goes_on = yield from ClassRunner(self, place, batch, self._options, sink).run()
+            self._stops = self._stops or not goes_on
+        finally:
+            queue.ended(batch)
+            place.leave()
+
+    def _machine(self, plan: Plan) -> Machine:
+        devices = Devices(0, "")
+        if self._packs and self._options.slots is None:
+            with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
+                devices = ask_for_devices(self._any_zygote(plan), self.environment)
+        return Machine(self.scratch, self.environment, devices, self._options.slots)
+
+    def _any_zygote(self, plan: Plan) -> ZygoteClient:
+        if self._options.script:
+            return run_alone(self.zygote(plan.batches[0].file))
+        root = self._root or self._start_root(plan.batches[0].file)
+        try:
+            root.wait_ready()
+        except LoadError as error:
+            raise SetupError(_what_to_tell(str(error))) from None
+        return ZygoteClient(root.channel, root.process.pid)
 
     def close_zygotes(self) -> None:
         for zygote in self._zygotes.values():

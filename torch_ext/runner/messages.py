@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_ext.runner.results import Problem, Status
+from torch_ext.runner.results import Needs, Problem, Status
 
 __all__ = [
     "ClassEnded",
@@ -40,11 +40,13 @@ class CollectOrder:
 
 @dataclass(frozen=True)
 class TestNames:
-    """The tests of a module, as ``(class, method)``, in the order in which they run."""
+    """The tests of a module, as ``(class, method)``, in the order in which they run, their needs and device."""
 
     __test__ = False
 
     names: tuple[tuple[str, str], ...]
+    needs: tuple[Needs, ...] = ()
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch_ext
 from torch_ext import cache
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.results import TestName
+from torch_ext.runner.results import Needs, TestName
 
 __all__ = ["Collected", "Collector", "NameCache", "Remembered", "collect_names", "describe_difference", "surroundings"]
 
@@ -61,6 +61,9 @@ class Collected:
         remembered: whether the answer was not told by an import but remembered.
         before: the tests that were remembered of the same code, where they are no longer sure to be right.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
+        needs: what each of ``tests`` asks for, in their order; empty if that is not known.
+        device: the device type that they test, as far as it is known.
+        left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
     """
 
     file: TestFile
@@ -72,6 +75,9 @@ class Collected:
     remembered: bool = False
     before: tuple[TestName, ...] | None = None
     error: str = ""
+    needs: tuple[Needs, ...] = ()
+    left: str = ""
+    device: str = ""
 
 
 class Collector(Protocol):
@@ -103,10 +109,15 @@ def surroundings(device: str) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class Remembered:
-    """The tests of a file as an earlier run found them; ``sure`` if all that they depend on is as it was."""
+    """The tests of a file as an earlier run found them; ``sure`` if all that they depend on is as it was.
+
+    ``needs`` and ``imported`` are as in :class:`Collected`.
+    """
 
     tests: tuple[TestName, ...]
     sure: bool
+    needs: tuple[Needs, ...] = ()
+    imported: tuple[str, ...] = ()
 
 
 class NameCache:
@@ -143,7 +154,9 @@ class NameCache:
                 return None
             if any(self._digest(path) != digest for path, digest in entry["digests"].items()):
                 return None
-            return Remembered(tuple(_test_name(file, pair) for pair in entry["tests"]), self._is_sure(entry))
+            tests = tuple(_test_name(file, pair) for pair in entry["tests"])
+            needs = tuple(_needs(counts) for counts in entry["needs"])
+            return Remembered(tests, self._is_sure(entry), needs, tuple(entry["digests"]))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
@@ -170,6 +183,7 @@ class NameCache:
                 "variables": {name: self._value(name) for name in collected.variables},
                 "unsure": collected.unsure or _changed_since(collected.paths, since_ns),
                 "tests": [(test.cls, test.method) for test in collected.tests],
+                "needs": [(each.world_size, each.processes, each.devices, int(each.alone)) for each in collected.needs],
             }
             _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -238,6 +252,13 @@ def _test_name(file: TestFile, pair: Any) -> TestName:
     return TestName(file.name, cls, method)
 
 
+def _needs(counts: Any) -> Needs:
+    if not all(type(count) is int for count in counts):
+        raise TypeError(f"got {counts!r}, expected four numbers")
+    world_size, processes, devices, alone = counts
+    return Needs(world_size, processes, devices, bool(alone))
+
+
 def _write_aside(path: Path, text: str) -> None:
     cache.make(path.parent)
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
@@ -258,7 +279,11 @@ def collect_names(files: Sequence[TestFile], names: NameCache, collector: Callab
     are remembered. A file to which it gives no answer counts as one that cannot be imported.
     """
     known = {file: found for file in files if (found := names.load(file)) is not None}
-    answers = {file: Collected(file, found.tests, remembered=True) for file, found in known.items() if found.sure}
+    answers = {
+        file: Collected(file, found.tests, found.imported, remembered=True, needs=found.needs)
+        for file, found in known.items()
+        if found.sure
+    }
     unknown = [file for file in files if file not in answers]
     if unknown:
         since_ns = time.time_ns()

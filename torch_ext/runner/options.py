@@ -31,8 +31,14 @@ class Options:
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
+        slots: how many ranks run at a time; None: the machine decides.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
-        upstream: the file of ``--upstream`` as typed, which runs with our harness in the place of torch's; else empty.
+        upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
+        cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
+        differences: lists of known differences, besides our own; see ``torch_ext/upstream/differences.py``.
+        coverage: sum up how much of what was found passed, and why not.
+        json: write that as JSON on stdout, and all else on stderr.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -48,8 +54,14 @@ class Options:
     timeout_s: float | None = None
     start_method: str = "fork"
     show_output: bool = False
+    jobs: int | None = None
+    slots: int | None = None
     typed_root: str = ""
-    upstream: str = ""
+    upstream: tuple[str, ...] = ()
+    cuda_as_sim: bool = False
+    differences: tuple[str, ...] = ()
+    coverage: bool = False
+    json: bool = False
     script: str = ""
     command: str = "python run_test.py"
 
@@ -64,6 +76,10 @@ class Options:
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+        if self.cuda_as_sim:
+            from torch_ext.cuda_as_sim.words import environment_as_sim
+
+            environment = {**environment_as_sim(environment), "TORCH_EXT_CUDA_AS_SIM": str(self.root)}
         return environment
 
 
@@ -88,12 +104,24 @@ def parse(argv: Sequence[str]) -> Options:
     for flags, text in ((("-i", "--include"), "run these only"), (("-x", "--exclude"), "do not run these")):
         parser.add_argument(*flags, nargs="+", action="extend", default=[], metavar="PATTERN", help=text)
     parser.add_argument("--root", default="", metavar="DIR", help="folder of the suites (default: test)")
-    help_text = "run this unmodified test file of a PyTorch checkout, with our harness in the place of torch's"
-    parser.add_argument("--upstream", default="", metavar="FILE", help=help_text)
+    help_text = "run these unmodified test files, or folders of them, of a PyTorch checkout on our harness"
+    parser.add_argument("--upstream", nargs="+", default=[], metavar="PATH", help=help_text)
+    help_text = "in these files CUDA and NCCL mean the simulated accelerator and its backend"
+    parser.add_argument("--cuda-as-sim", action="store_true", help=help_text)
+    help_text = "with --upstream: a list of known differences, besides our own"
+    parser.add_argument("--differences", nargs="+", default=[], metavar="FILE", help=help_text)
+    parser.add_argument("--coverage", action="store_true", help="sum up what was found, run and passed, and why not")
+    parser.add_argument("--json", action="store_true", help="with --coverage: as JSON on stdout, all else on stderr")
     _add_common(parser)
     given = parser.parse_args(argv)
+    if given.json and not given.coverage:
+        parser.error("--json is the form of --coverage; give both")
     if given.upstream:
         return _upstream_options(parser, given)
+    if given.cuda_as_sim:
+        parser.error("--cuda-as-sim goes with --upstream; our own suites name no device")
+    if given.differences:
+        parser.error("--differences goes with --upstream")
     root = Path(given.root).resolve() if given.root else default_root()
     if not root.is_dir():
         parser.error(f"got the root {root}, which is no folder; give the one that holds the suites with --root DIR")
@@ -101,13 +129,27 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
-    file = Path(given.upstream).resolve()
-    if not file.is_file():
-        parser.error(f"got --upstream {given.upstream}, which is no file; give a test file of a PyTorch checkout")
     if given.root:
-        parser.error("--upstream brings its own root, the file's folder; leave --root out")
-    include = given.include or [file.name]
-    return _options(given, root=file.parent, include=include, exclude=given.exclude, upstream=given.upstream)
+        parser.error("--upstream brings its own root, the folder that holds all it names; leave --root out")
+    if given.cuda_as_sim:
+        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
+        if given.device != "sim":
+            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give sim")
+    folders = []
+    for typed in given.upstream:
+        path = Path(typed).resolve()
+        if not path.exists():
+            parser.error(f"got --upstream {typed}, which does not exist; give test files of a PyTorch checkout")
+        folders.append(path if path.is_dir() else path.parent)
+    root = Path(os.path.commonpath(folders))
+    return _options(
+        given,
+        root=root,
+        include=given.include,
+        exclude=given.exclude,
+        upstream=given.upstream,
+        cuda_as_sim=given.cuda_as_sim,
+    )
 
 
 def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
@@ -139,7 +181,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
     add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
     add("--show-output", action="store_true", help="show what ranks print, as it comes")
+    add("-j", "--jobs", type=_jobs, metavar="N", help="run at most N classes at a time; auto: as many as there "
+        "are slots for (default: auto, or 1 with --show-output)")  # fmt: skip
+    add("--slots", type=_count, metavar="N", help="how many ranks run at a time (default: the accelerator's "
+        "devices, or four for each core)")  # fmt: skip
     add("--version", action="version", version=f"torch_ext {torch_ext.__version__}")
+
+
+def _jobs(text: str) -> int | None:
+    return None if text == "auto" else _count(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -159,7 +215,8 @@ def _options(
     include: Sequence[str],
     exclude: Sequence[str] = (),
     typed_root: str = "",
-    upstream: str = "",
+    upstream: Sequence[str] = (),
+    cuda_as_sim: bool = False,
     script: str = "",
 ) -> Options:
     return Options(
@@ -174,8 +231,14 @@ def _options(
         timeout_s=given.timeout,
         start_method=given.start_method,
         show_output=given.show_output,
+        jobs=given.jobs,
+        slots=given.slots,
         typed_root=typed_root,
-        upstream=upstream,
+        upstream=tuple(upstream),
+        cuda_as_sim=cuda_as_sim,
+        differences=tuple(getattr(given, "differences", ())),
+        coverage=getattr(given, "coverage", False),
+        json=getattr(given, "json", False),
         script=script,
         command=_command(),
     )

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
 
 __all__ = [
+    "Began",
     "Died",
+    "Needs",
     "OutputError",
+    "Over",
     "Problem",
     "Raised",
     "RanksFailed",
@@ -86,6 +89,37 @@ class TestName:
         """
         module = self.file.removesuffix(".py").replace("/", ".")
         return ".".join(part for part in (module, self.cls, self.method) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a test asks of the machine, as far as its class and decorators say so before it runs.
+
+    Attributes:
+        world_size: its ranks; 0: it has none, or they are not known before it runs.
+        processes: how many processes its ranks are: ``world_size``, or 1 where they are threads; never below 1.
+        devices: accelerator devices without which it skips; 0: any number will do.
+        alone: nothing else may run beside its class.
+    """
+
+    world_size: int = 0
+    processes: int = 1
+    devices: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A test, or with an empty method its class, has begun."""
+
+    test: TestName
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing more comes of a class or, with an empty class, of a file."""
+
+    test: TestName
 
 
 @dataclass(frozen=True, slots=True)

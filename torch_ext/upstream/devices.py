@@ -1,16 +1,18 @@
-"""Adds the device under test to the device and backend lists that are hard-coded in torch's test helpers.
+"""Adds the device under test to what torch's test helpers know by name: device types, backends, delays.
 
 Upstream's files end in ``instantiate_device_type_tests(TestX, globals(), only_for=("cuda", "hpu"))``. An accelerator
-that is not on such a list would get no tests. ``DTensorTestBase`` rejects backends it does not know, unless it is given
-one for the host and one for the device.
+that is not on such a list would get no tests. ``DTensorTestBase`` and ``ShardedTensorTestBase`` refuse backends that
+they do not know, and set the device of a rank for those of two vendors only.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torch_ext import accelerator
@@ -23,15 +25,28 @@ _SLOT = "privateuse1"
 
 
 def install() -> None:
-    """Add the accelerator under test to the lists of torch's helpers. Does nothing on plain ``cpu``."""
+    """Add the accelerator under test to what torch's helpers know. Does nothing on plain ``cpu``."""
     if not accelerator.is_accelerator():
         return
     module = upstream_module("common_device_type")
     module.instantiate_device_type_tests = _for_device_under_test(  # type: ignore[attr-defined]
         module.instantiate_device_type_tests, module.device_type_test_bases
     )
+    if accelerator.capabilities().device_sleep:
+        upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     if accelerator.backend() not in upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS:
-        upstream_module("distributed._tensor.common_dtensor").DTensorTestBase.backend = property(_backends)
+        _teach_dtensor_base(upstream_module("distributed._tensor.common_dtensor").DTensorTestBase)
+        _teach_sharded_base(upstream_module("distributed._shard.sharded_tensor"))
+
+
+def _cycles_per_ms(device: str = "") -> float:
+    """Upstream's ``get_cycles_per_ms`` measures CUDA. There is one device under test, whatever it is called."""
+    return float(importlib.import_module("torch_ext.testing._internal.common_utils").get_cycles_per_ms())
+
+
+def _teach_dtensor_base(base: Any) -> None:
+    base.backend = property(_backends)
+    base.init_pg = _with_own_backend(base.init_pg)
 
 
 def _backends(case: Any) -> str:
@@ -39,6 +54,72 @@ def _backends(case: Any) -> str:
     own = dist.get_default_backend_for_device(device)
     host = dist.get_default_backend_for_device(accelerator.HOST)
     return own if device == accelerator.HOST else f"{accelerator.HOST}:{host},{device}:{own}"
+
+
+def _with_own_backend(init_pg: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``DTensorTestBase.init_pg`` that also takes backends in which that of the device under test occurs."""
+
+    @functools.wraps(init_pg)
+    def wrapper(self: Any, eager_init: Any = False, backend: str | None = None) -> None:
+        wanted = str(backend or self.backend)
+        if not _names_own_backend(wanted):
+            init_pg(self, eager_init, backend)
+            return
+        if accelerator.device_count() < self.world_size:
+            accelerator.request_devices(self.world_size)
+        accelerator.set_device_index(self.rank)
+        dist.init_process_group(
+            backend=wanted,
+            world_size=self.world_size,
+            rank=self.rank,
+            init_method=f"file://{self.file_name}",
+            device_id=torch.device(accelerator.device_type(), self.rank) if eager_init else None,
+        )
+
+    return wrapper
+
+
+def _names_own_backend(backend: str) -> bool:
+    return accelerator.backend() in (part.rpartition(":")[2] for part in backend.split(","))
+
+
+def _teach_sharded_base(module: Any) -> None:
+    """Have sharded tensors' tests, which ask for ``nccl`` by default, run on the device under test."""
+    module.with_comms = _with_comms
+    init_pg = module.ShardedTensorTestBase.init_pg
+
+    @functools.wraps(init_pg)
+    def wrapper(self: Any, backend: str = "") -> None:
+        wanted = _backend_of(backend)
+        if not _names_own_backend(wanted):
+            init_pg(self, wanted)
+            return
+        accelerator.set_device_index(self.rank)
+        dist.init_process_group(
+            backend=wanted, world_size=self.world_size, rank=self.rank, init_method=f"file://{self.file_name}"
+        )
+
+    module.ShardedTensorTestBase.init_pg = wrapper
+
+
+def _backend_of(name: str) -> str:
+    """Return the backend that stands for ``name``: that of the device under test for those of other accelerators."""
+    others = upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS
+    return accelerator.backend() if not name or name in others else name
+
+
+def _with_comms(func: Any = None, init_rpc: bool = True, backend: str = "") -> Any:
+    """Upstream's decorator of sharded tensors' tests, for the device under test: a group, and RPC, around the test."""
+    if func is None:
+        return functools.partial(_with_comms, init_rpc=init_rpc, backend=backend)
+
+    @functools.wraps(func)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.init_comms(init_rpc=init_rpc, backend=_backend_of(backend))
+        func(self, *args, **kwargs)
+        self.destroy_comms(destroy_rpc=init_rpc)
+
+    return wrapper
 
 
 def _for_device_under_test(instantiate: Any, bases: Sequence[Any]) -> Any:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+import unittest
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -73,13 +74,14 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.argv[:] = order.argv
     try:
         with _stacks_to(descriptors[1]), recorded() if order.record else contextlib.nullcontext(Record()) as record:
-            importlib.import_module(order.name)
-    except BaseException:
-        command.send(NotLoaded(_trace_of_import()))
+            for name in (*order.first, order.name):
+                importlib.import_module(name)
+    except BaseException as error:
+        command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)
     depends = record.dependencies(_files_below((order.import_root, PACKAGE_ROOT)))
     command.send(Loaded(depends, frames.hidden()))
-    preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (order.name,))
+    preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
 
 
@@ -100,6 +102,21 @@ def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> N
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     compute_on_one_thread()
     Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()
+
+
+def _leave(error: BaseException) -> str:
+    """Return why a module that raised ``error`` asked not to be run; empty if ``error`` is a failure.
+
+    >>> _leave(SystemExit(0)), _leave(SystemExit(1)), _leave(unittest.SkipTest("no C++ compiler"))
+    ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
+    """
+    if isinstance(error, unittest.SkipTest):
+        return str(error) or "the file raises SkipTest while it is imported"
+    if not isinstance(error, SystemExit) or error.code:
+        return ""
+    lines = traceback.extract_tb(error.__traceback__)
+    where = f" in line {lines[-1].lineno} of {os.path.basename(lines[-1].filename)}" if lines else ""
+    return f"the file ends the program while it is imported: sys.exit(0){where}"
 
 
 def _trace_of_import() -> str:

@@ -11,11 +11,12 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from torch_ext.world import stores
 from torch_ext.world.protocol import Wait
 
 __all__ = ["Operation", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
@@ -28,7 +29,7 @@ _WAITING_FILES = (
     "/torch/_ops.py",
 )
 # Waiting in these is done for their caller.
-_LOCKS = ("/threading.py", "/queue.py")
+_LOCKS = ("/threading.py", "/queue.py", "/torch_ext/compat/c10d.py")
 # Functions of these that only all ranks together can finish.
 _NEEDS_EVERYONE = frozenset({"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group"})
 # Functions of these that wait for one peer, and the arguments that name it.
@@ -72,6 +73,9 @@ def operation_of(frame: FrameType) -> Operation:
     position = f"{id(frame)}:{frame.f_lasti}"
     while frame.f_code.co_filename.endswith(_LOCKS) and frame.f_back is not None:
         frame = frame.f_back
+    limit_s = stores.limit_of(frame)
+    if limit_s is not None and frame.f_back is not None:
+        return _in_store(frame, frame.f_back, limit_s, f"{position}:{frame.f_locals.get('began_s')}")
     if frame.f_code.co_filename.endswith(_WAITING_FILES):
         return _in_torch(frame, position)
     call = _call_at(frame)
@@ -80,6 +84,18 @@ def operation_of(frame: FrameType) -> Operation:
         return Operation(Wait(_place(frame)), None, position)
     words = f"{ast.unparse(call)[:_MOST_OF_CALL] if call is not None else '?'} in {_place(frame)}"
     return Operation(Wait(words, transport=True), _limit_of(receiver, call), position)
+
+
+def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str) -> Operation:
+    """``frame`` is the one that ``stores.py`` puts between a store's method and its ``caller``."""
+    if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
+        operation = _in_torch(caller, position)
+        known_s = math.inf if operation.limit_s is None else operation.limit_s
+        return replace(operation, limit_s=min(limit_s, known_s))
+    call = _call_at(caller)
+    method = frame.f_locals["method"].__name__
+    what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else f"{method}() of a store"
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:

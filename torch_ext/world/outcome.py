@@ -100,6 +100,8 @@ class Outcome:
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
             importing = " while it was importing" if self.phase is None and self.receipt is None else ""
             return f"{self.ending.value}{after or importing}".rstrip(",")
+        if self.phase is Phase.ABORTING:
+            return "was ending by SIGABRT when the harness stopped it"
         return f"was stopped by the harness{after or ' while its test was running'}"
 
 

@@ -21,6 +21,7 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
+child -> supervisor :class:`Devices`, where it was asked for them
 rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
                     :class:`Farewell`
 ==================  =======================================================================================
@@ -41,6 +42,7 @@ __all__ = [
     "Ask",
     "Collectives",
     "Dependencies",
+    "Devices",
     "Ended",
     "Farewell",
     "HiddenFrames",
@@ -189,6 +191,7 @@ class ModuleOrder:
     """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``.
 
     With ``record`` it tells all that the names of the module's tests depend on, not just the files that are imported.
+    The modules ``first`` are imported before it, in ranks that are fresh interpreters too.
     """
 
     name: str
@@ -197,6 +200,7 @@ class ModuleOrder:
     environment: dict[str, str]
     argv: tuple[str, ...]
     record: bool = False
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,17 @@ class Dependencies:
 
 
 @dataclass(frozen=True)
+class Devices:
+    """How many devices the ranks of a machine must share, and the environment variable that narrows them down.
+
+    0 and an empty string where they need not.
+    """
+
+    number: int
+    variable: str
+
+
+@dataclass(frozen=True)
 class Loaded:
     """The zygote is ready.
 
@@ -248,9 +263,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The module could not be imported; ``trace`` is the traceback."""
+    """The module could not be imported; ``trace`` is the traceback.
+
+    ``left`` says, in words for users, that the module asked not to be run while it was imported; else it is empty.
+    """
 
     trace: str
+    left: str = ""
 
 
 # Between a parent half and its ranks
@@ -305,6 +324,8 @@ class RankOrder:
         task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
         threads: number of intra-op threads; 0 leaves torch's number alone.
         has_page: whether it inherits a page of waits; see Note [The page of waits].
+        address: of the world on the loopback interface, whose reservation it inherits; see Note [An address for each
+            world]. Empty if the world has none of its own.
     """
 
     rank: int
@@ -317,6 +338,7 @@ class RankOrder:
     argv: tuple[str, ...]
     threads: int
     has_page: bool = False
+    address: str = ""
 
 
 class Ask(Enum):
@@ -333,6 +355,7 @@ class Phase(Enum):
 
     RUNNING = "has loaded what its task needs, and runs it"
     SETTLING = "the body is over, and what it left to be done is being done"
+    ABORTING = "is ending by SIGABRT"
 
 
 @dataclass(frozen=True)

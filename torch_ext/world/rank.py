@@ -28,8 +28,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, operations, transport_errors
+from torch_ext.world import flight_record, frames, loopback, operations, stores, transport_errors
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
@@ -52,6 +53,10 @@ __all__ = ["Rank", "current", "failure", "main"]
 
 # How long a rank that passed waits for its peers before it tears down by itself, in seconds.
 _RELEASE_WAIT_S = 1.0
+
+# Stand between a test and torch.
+frames.hide(r"/compat/c10d\.py")
+frames.hide(r"/world/stores\.py", "wait_in_store")
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _DEFAULTS = {
@@ -151,6 +156,15 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, ticket=self._ticket, pid=self._pid)
 
+    def say_last_words(self) -> None:
+        """Say that this rank aborts, and what it has called last, if no other thread is just sending."""
+        if os.getpid() == self._pid and self._sending.acquire(timeout=1.0):
+            try:
+                self._channel.send(Phase.ABORTING)
+                self._channel.send(Collectives(flight_record.read()))
+            finally:
+                self._sending.release()
+
     def say(self, message: Phase | Farewell) -> None:
         """Tell the parent half how far this process is."""
         with contextlib.suppress(ChannelClosedError, OSError):
@@ -188,13 +202,16 @@ def current() -> Rank | None:
 def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     """Target of a rank's order.
 
-    Descriptors: the channel, stdout, stderr, the pipe for stacks, the page of waits if there is one, then the task's
-    connections.
+    Descriptors: the channel, stdout, stderr, the pipe for stacks, the page of waits if there is one, the reservation of
+    the world's address if it has one, then the task's connections.
     """
     channel, stdout, stderr, stacks, *connections = descriptors
     _apply(order)
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
+    if order.address:
+        os.environ[loopback.VARIABLE] = order.address
+        connections.pop(0)  # stays open as long as this process lives
     _redirect(stdout, stderr)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
@@ -242,8 +259,10 @@ def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[
 def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
     global _current
     _current = rank = Rank(order, channel, stacks)
+    say_before_abort(rank.say_last_words)
     try:
         function, args, kwargs = pickle.loads(order.task)
+        _prepare_transports(order.address)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
@@ -254,6 +273,18 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     if not rank.handed_in:
         rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
+
+
+def _prepare_transports(address: str) -> None:
+    """Have gloo listen at the world's address, and stores tell what is waited for in them."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return
+    stores.watch_waits()
+    if address:
+        from torch_ext.compat.c10d import bind_gloo
+
+        bind_gloo(_LOOPBACK, address)
 
 
 def failure(error: BaseException) -> Receipt:

@@ -12,6 +12,7 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_HANG_AFTER``         seconds after which a provable hang ends, default 10; ``0``: only time limits end tests
 ``TORCH_EXT_OWNER``              set, not read, for the processes that a test starts; see Note [Leftovers]
 ``TORCH_EXT_WAIT_PAGE``          set, not read, for the device's backend; see Note [The page of waits]
+``TORCH_EXT_ADDRESS``            set, not read, in ranks; see Note [An address for each world]
 ``TORCH_EXT_HUGE_PAGES``         ``0``: off, see Note [Huge pages]
 ``TORCH_EXT_TRIAL_FORK``         ``0``: off, see Note [Trial fork]
 ``TORCH_EXT_READ_AT_LOAD``       more prefixes, joined by commas, or ``0``: off, see Note [Variables read at load]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from torch_ext.world import settings
+from torch_ext.world import loopback, settings
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.output import open_capture
@@ -61,12 +61,13 @@ def start_world(
     Raises:
         ZygoteLostError: the zygote is gone.
     """
-    ranks = [_open_rank(rank, f"{name} {rank}", task, show) for rank, task in enumerate(tasks)]
+    address, reservation = loopback.reserve()
+    ranks = [_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks)]
     group, theirs = channel_pair()
     world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
     inherited = [descriptors for _, descriptors in ranks]
     try:
-        request = Start(_orders(ranks, tasks, world.ticket), dict(os.environ), interpreter, spares)
+        request = Start(_orders(ranks, tasks, world.ticket, address), dict(os.environ), interpreter, spares)
         zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
     except ChannelClosedError as error:
         world.close()
@@ -76,14 +77,14 @@ def start_world(
         raise
     finally:
         theirs.close()
-        for descriptors in inherited:
-            close_all(descriptors)
+        for descriptors in [*inherited, [reservation] if address else []]:
+            close_all(descriptors)  # the ranks keep the reservation
     world.wait_started()
     return world
 
 
 def _orders(
-    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket
+    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket, address: str
 ) -> tuple[Order, ...]:
     environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
     umask = os.umask(0)
@@ -103,6 +104,7 @@ def _orders(
                 argv,
                 threads,
                 process.has_page,
+                address,
             ),
             len(descriptors),
         )
@@ -114,15 +116,15 @@ def _pickled(task: RankTask) -> bytes:
     return pickle.dumps((task.function, task.args, dict(task.kwargs)))
 
 
-def _open_rank(rank: int, name: str, task: RankTask, show: bool) -> tuple[RankProcess, list[int]]:
+def _open_rank(rank: int, name: str, task: RankTask, show: bool, reservation: int) -> tuple[RankProcess, list[int]]:
     """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
     ours, theirs = channel_pair()
     stacks, stacks_writer = os.pipe()
     capture, output = open_capture(rank, show)
     page = WaitPage()
     process = RankProcess(rank, name, ours, capture, stacks, page)
-    pages = [os.dup(page.descriptor)] if page.descriptor >= 0 else []
-    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *pages]
+    shared = [os.dup(descriptor) for descriptor in (page.descriptor, reservation) if descriptor >= 0]
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *shared]
     theirs.close()
     for _ in range(task.connections):
         here, there = Pipe()

@@ -34,7 +34,16 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-__all__ = ["Child", "HungImportError", "LoadError", "ModuleZygote", "RootZygote", "ZygoteClient", "ZygoteDiedError"]
+__all__ = [
+    "Child",
+    "HungImportError",
+    "LeftWhileLoadingError",
+    "LoadError",
+    "ModuleZygote",
+    "RootZygote",
+    "ZygoteClient",
+    "ZygoteDiedError",
+]
 
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
 
@@ -53,6 +62,10 @@ _END_S = 20.0
 
 class LoadError(RuntimeError):
     """A module could not be imported; the message is its traceback."""
+
+
+class LeftWhileLoadingError(LoadError):
+    """A module asked not to be run while it was imported; the message says how, in words for users."""
 
 
 class HungImportError(LoadError):
@@ -247,7 +260,7 @@ class ModuleZygote(ZygoteClient):
         except ChannelClosedError as error:
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
-            raise LoadError(message.trace)
+            raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
         frames.add(message.hidden_frames)
         self.depends = message.depends
 

@@ -10,6 +10,7 @@ from enum import Enum
 from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.protocol import Phase
 
 __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 
@@ -102,7 +103,7 @@ def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome]
 
 def _is_consequence(outcome: Outcome) -> bool:
     if outcome.ending is Ending.STOPPED:
-        return True
+        return outcome.phase is not Phase.ABORTING
     receipt = outcome.receipt
     if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
         return False

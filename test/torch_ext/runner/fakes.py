@@ -10,7 +10,7 @@ from typing import Any
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.results import Began, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
 Layout = Mapping[str, Sequence[str]]
@@ -64,10 +64,10 @@ class FakeExecutor:
         return self.fake_collector.collect(files)
 
     def close(self) -> None:
-        self.open -= 1
+        self.open = max(0, self.open - 1)
 
     def run(
-        self, plan: Plan, sink: Callable[[TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
+        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
     ) -> None:
         """As the real one does: a file that was not collected in this run is, before its first test."""
         self.plans.append(plan)
@@ -80,8 +80,13 @@ class FakeExecutor:
             if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
                 return
 
-    def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[TestResult], None]) -> bool:
+    def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[Began | TestResult], None]) -> bool:
+        begun: set[tuple[str, str]] = set()
         for test in tests:
+            if (test.file, test.cls) not in begun:
+                begun.add((test.file, test.cls))
+                sink(Began(TestName(test.file, test.cls)))
+            sink(Began(test))
             self.ran.append(test.id)
             if test.id == self.interrupt_at:
                 raise KeyboardInterrupt

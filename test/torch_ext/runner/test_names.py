@@ -15,8 +15,8 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.runner.discovery import TestFile, find_test_files
-from torch_ext.runner.names import NameCache, collect_names, describe_difference, surroundings
-from torch_ext.runner.results import TestName
+from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
+from torch_ext.runner.results import Needs, TestName
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 AROUND = {"torch": "2.13.0", "device": "cpu"}
@@ -382,3 +382,21 @@ def test_a_cache_that_is_made_is_the_users_alone(
 ) -> None:
     names(files, folder, collector)
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, folder / "names", *entries(folder)))
+
+
+ASKED = (Needs(4, 4, 2), Needs(2, 1, 0, alone=True))
+
+
+def test_needs_and_imports_are_remembered(files: tuple[TestFile, ...], folder: Path, helper: Path) -> None:
+    tests = tuple(TestName(files[0].name, "TestA", method) for method in ("test_1", "test_2"))
+    NameCache(folder, AROUND).store(Collected(files[0], tests, (str(helper),), needs=ASKED), time.time_ns())
+    remembered = NameCache(folder, AROUND).load(files[0])
+    assert remembered is not None and remembered.needs == ASKED
+    assert set(remembered.imported) == {str(files[0].path), str(helper)}
+
+
+def test_needs_of_another_shape_are_no_answer(files: tuple[TestFile, ...], folder: Path) -> None:
+    NameCache(folder, AROUND).store(Collected(files[0], needs=ASKED), time.time_ns())
+    (entry,) = (folder / "names").glob("*.json")
+    entry.write_text(entry.read_text().replace("[4, 4, 2, 0]", '["4", 4, 2, 0]'))
+    assert NameCache(folder, AROUND).load(files[0]) is None

@@ -160,4 +160,93 @@ def test_unmodified_file_for_accelerators_runs_on_the_simulated_one_without_a_sk
 def test_missing_file_is_a_usage_error_that_names_it() -> None:
     done = run("--upstream", "no_such_file.py")
     assert done.returncode == 2
-    assert "no_such_file.py, which is no file" in done.stderr
+    assert "no_such_file.py, which does not exist" in done.stderr
+
+
+# What stood in the way of upstream's files, one test for each cause.
+BACKEND_FILE = """
+import torch
+import torch.distributed as dist
+from beside import SIZE
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_distributed import requires_accelerator_dist_backend, skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest
+from torch.testing._internal.common_utils import get_cycles_per_ms, run_tests
+from torch.testing._internal.distributed._shard.sharded_tensor import ShardedTensorTestBase, with_comms as with_group
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    DTensorContinuousTestBase, DTensorOpTestBase, DTensorTestBase, with_comms
+)
+
+device_type = torch.accelerator.current_accelerator().type
+backend = dist.get_default_backend_for_device(device_type)
+MANY = torch.accelerator.device_count() >= 6
+
+
+class TestNamedBackend(DTensorTestBase):
+    @property
+    def backend(self):
+        return backend
+
+    @requires_accelerator_dist_backend(["nccl", "xccl"])
+    @with_comms
+    def test_group_and_device_of_the_rank(self):
+        tensor = torch.ones(SIZE, device=device_type)
+        dist.all_reduce(tensor)
+        self.assertEqual(tensor.sum().item(), SIZE * self.world_size)
+        self.assertEqual(torch.accelerator.current_device_index(), self.rank)
+
+    @with_comms(eager_init=True)
+    def test_eager(self):
+        dist.barrier(device_ids=[self.rank])
+
+
+class TestShardedBase(ShardedTensorTestBase):
+    @with_group(init_rpc=False)
+    def test_default_backend(self):
+        tensor = torch.ones(1, device=device_type)
+        dist.all_reduce(tensor)
+        self.assertEqual(tensor.item(), self.world_size)
+
+
+class TestDelay(FSDPTest):
+    def test_cycles(self):
+        self.assertGreater(get_cycles_per_ms(device_type), 0)
+
+
+class TestManyDevices(DTensorTestBase):
+    world_size = 2
+
+    def test_count_was_known_at_import(self):
+        self.assertTrue(MANY)
+
+
+class TestThreads(DTensorOpTestBase):
+    def test_device_is_the_same_whoever_was_first(self):
+        before = torch.accelerator.current_device_index()
+        init_device_mesh(device_type, (self.world_size,))
+        self.assertEqual(torch.accelerator.current_device_index(), before)
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def test_base_classes_that_list_backends_take_the_one_under_test(tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "beside.py").write_text("SIZE = 3\n")
+    (folder / "test_backends.py").write_text(BACKEND_FILE)
+    (folder / "test_left.py").write_text("import sys\n\nif True:\n    sys.exit(0)\n")
+    done = run("--upstream", str(folder), "-v", device="sim")
+    assert "6 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "the file ends the program while it is imported: sys.exit(0) in line 4 of test_left.py" in done.stdout
+    assert done.returncode == 0
+
+
+def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
+    file = tmp_path / "test_unmodified.py"
+    file.write_text(FILE)
+    done = run("--upstream", str(file), "-i", "TestShards", "--start-method", "interpreter")
+    assert "1 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr

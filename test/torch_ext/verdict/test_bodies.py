@@ -107,3 +107,137 @@ def test_other_runners_do_not_pass_it_either(suite: Programs, runner: str) -> No
     else:
         run = suite.run_pytest("-k", "Test_MultiProcessTestCase")
     assert sorted(run.status.values()) == ["failed"] * len(KINDS), run
+
+
+FIXTURES = """
+async def go():
+    raise AssertionError("it ran")
+
+
+class TestIsolated(unittest.IsolatedAsyncioTestCase):
+    @classmethod
+    async def setUpClass(cls):
+        pass
+
+    async def test_isolated(self):
+        pass
+
+
+class TestPlain(unittest.TestCase):
+    @classmethod
+    async def tearDownClass(cls):
+        pass
+
+    def test_plain(self):
+        pass
+
+
+class Base(Standing):
+    @classmethod
+    async def setUpClass(cls):
+        pass
+
+
+class TestDerived(Base):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+
+    def test_derived(self):
+        pass
+
+
+class TestSetUp(Threads):
+    async def setUp(self):
+        pass
+
+    def test_set_up(self):
+        pass
+
+
+class TestGenerator(Ranks):
+    def tearDown(self):
+        yield
+
+    def test_generator(self):
+        pass
+
+
+class TestClassCleanup(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.addClassCleanup(go)
+
+    def test_class_cleanup(self):
+        pass
+
+
+class TestCleanups(unittest.TestCase):
+    def test_cleanup(self):
+        self.addCleanup(go)
+
+
+class TestCleanupsOfRanks(Ranks):
+    def test_cleanup_of_ranks(self):
+        self.addCleanup(go)
+
+
+class TestAwaited(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self):
+        self.addAsyncCleanup(self.leave)
+
+    async def leave(self):
+        note("awaited")
+
+    async def test_awaited(self):
+        pass
+"""
+MODULE = """
+async def setUpModule():
+    pass
+
+
+class TestOfModule(unittest.TestCase):
+    def test_of_module(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Programs, Run]]:
+    with programs(tmp_path_factory.mktemp("fixtures"), FIXTURES, "test_fixtures.py") as suite:
+        suite.add("test_module.py", MODULE)
+        yield suite, suite.run()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("TestIsolated", "setUpClass() of TestIsolated is `async def`"),
+        ("TestPlain", "tearDownClass() of TestPlain is `async def`"),
+        ("TestDerived", "setUpClass() of Base is `async def`"),
+        ("TestSetUp", "setUp() of TestSetUp is `async def`"),
+        ("TestGenerator", "tearDown() of TestGenerator is a generator function"),
+        ("TestClassCleanup", "the cleanup go() returned a coroutine"),
+        ("test_cleanup", "the cleanup go() returned a coroutine"),
+        ("test_cleanup_of_ranks", "the cleanup go() returned a coroutine"),
+        ("TestOfModule", "setUpModule() returned a coroutine"),
+    ],
+)
+def test_fixture_that_a_call_does_not_run_is_refused_in_words(
+    fixtures: tuple[Programs, Run], where: str, words: str
+) -> None:
+    assert fixtures[1].status[where] == "failed", fixtures[1]
+    assert words in fixtures[1].text[where], fixtures[1]
+
+
+def test_cleanup_that_unittest_awaits_is_awaited(fixtures: tuple[Programs, Run]) -> None:
+    suite, run = fixtures
+    assert run.status["test_awaited"] == "passed", run
+    assert (suite.folder / "awaited").exists()
+
+
+def test_other_runners_refuse_fixtures_of_ranks_too(fixtures: tuple[Programs, Run]) -> None:
+    run = fixtures[0].run_unittest("TestDerived")
+    assert "setUpClass() of Base is `async def`" in run.err, run
+    assert run.code == 1

@@ -42,6 +42,10 @@ class TestWaits(Ranks):
         store = self.join_group()
         store.wait(["nobody sets this"])
 
+    def test_store_without_a_name(self):
+        self.join_group()
+        dist.distributed_c10d._get_default_store().get("nobody sets this")
+
     def test_lock_held_by_itself(self):
         lock = threading.Lock()
         lock.acquire()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -453,3 +454,39 @@ def test_rank_of_a_class_that_dies_at_its_end_fails_the_class(standing: Run, nam
     text = standing.text[f"TestEnds_{name}"]
     assert ENDS_OF_A_CLASS[name][1] in text
     assert "rank 1" in text
+
+
+OVERRIDES = """
+class TestOverride(Ranks):
+    @classmethod
+    def _run(cls, rank, test_name, file_name, pipe, **kwargs):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        self.run_test(test_name, pipe)
+        sys.exit({"test_code_3": 3, "test_in_words": "words"}.get(test_name, 0))
+
+    def test_code_0(self):
+        pass
+
+    def test_code_3(self):
+        pass
+
+    def test_in_words(self):
+        pass
+
+    def test_fails(self):
+        self.fail("no")
+
+    def test_exits_inside(self):
+        if self.rank == 1:
+            sys.exit(0)
+"""
+
+
+def test_exit_0_after_the_body_is_no_missing_receipt(tmp_path: Path) -> None:
+    with programs(tmp_path, OVERRIDES) as suite:
+        run = suite.run()
+        passed = {name for name, status in run.status.items() if status == "passed"}
+        assert passed == {"test_code_0"}, run
+        assert "exited with code 3 without a receipt" in first_line(run.text["test_code_3"])
+        assert named_first(run.text["test_exits_inside"]) == {1}

@@ -92,6 +92,15 @@ class TestReports(Ranks):
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.ones(3 if self.rank == 0 else 5000))
 
+    def test_abort_of_the_allocator(self):
+        self.join_group()
+        if self.rank == 1:
+            libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            memory = libc.malloc(5000)
+            libc.free(memory)
+            libc.free(memory)
+        dist.barrier()
+
     def test_unprintable(self):
         if self.rank == 1:
             raise Unprintable
@@ -186,10 +195,19 @@ def test_collecting_stacks_cuts_no_system_call_short(run: Run) -> None:
     assert "test_system_call_is_not_cut_short" in text.partition("Stacks")[2], text
 
 
-def test_abort_inside_gloo_is_told_with_what_its_peer_called(run: Run) -> None:
+def test_abort_inside_gloo_is_told_with_what_both_ranks_called(run: Run) -> None:
     text = run.text["test_abort_of_gloo"]
-    assert "SIGABRT" in text, text
-    assert "#2 gloo:all_reduce([3] Float)" in text or "#2 gloo:all_reduce([5000] Float)" in text, text
+    assert "SIGABRT" in first_line(text), text
+    (told,) = re.findall(r"^  rank (\d) was killed by SIGABRT.*((?:\n    .*)+)", text, re.MULTILINE)
+    assert named_first(text) == {int(told[0])}, text
+    assert "#2 gloo:all_reduce([" in told[1], text
+    for elements in (3, 5000):
+        assert f"#2 gloo:all_reduce([{elements}] Float)" in text, text
+
+
+def test_abort_where_nothing_can_be_said_ends_the_rank_all_the_same(run: Run) -> None:
+    text = run.text["test_abort_of_the_allocator"]
+    assert first_line(text) == "rank 1 of 2 was killed by SIGABRT", text
 
 
 def test_the_test_after_all_these_passes(run: Run, suite: Programs) -> None:

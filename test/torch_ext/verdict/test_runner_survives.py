@@ -348,6 +348,33 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, moment: str, times: int) -
         suite.assert_nothing_left()
 
 
+SLOW_IMPORT = """
+note("importing")
+time.sleep(30)
+
+
+class TestNever(TestCase):
+    def test_never(self):
+        pass
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_while_a_file_imports_itself_is_told_in_a_word(tmp_path: Path, times: int) -> None:
+    with programs(tmp_path, SLOW_IMPORT) as suite:
+        process = suite.start([str(suite.file)])
+        suite.await_note("importing", process)
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+        run = suite.finish(process)
+        assert (run.code, run.out, run.err) == (130, "", "interrupted\n"), run
+        suite.assert_nothing_left()
+
+
 # Surroundings
 
 PLAIN = """
@@ -456,59 +483,3 @@ def test_scratch_files_are_the_users_alone(tmp_path: Path) -> None:
     with programs(tmp_path, PRIVATE) as suite:
         run = suite.run(preexec_fn=lambda: os.umask(0))
         assert run.status == {"test_private": "passed"}, run
-
-
-# Runs side by side
-
-NEIGHBOURS = """
-class TestNeighbours(Ranks):
-    world_size = 3
-
-    def meet(self):
-        self.join_group()
-        mine = torch.full((1,), float(os.environ["RUN"]))
-        for _ in range(5):
-            found = [torch.zeros(1) for _ in range(3)]
-            dist.all_gather(found, mine)
-            self.assertEqual(torch.cat(found), mine.expand(3))
-""" + "".join(
-    f"""
-    def test_{number}_dies(self):
-        self.join_group()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def test_{number}_meets(self):
-        self.meet()
-"""
-    for number in range(4)
-)
-# All connections of these runs share few ports, so that a port of one is soon another's.
-FEW_PORTS = "ip link set lo up 2>/dev/null || ifconfig lo up; echo 40000 40200 > /proc/sys/net/ipv4/ip_local_port_range"
-
-
-def may_make_a_network() -> bool:
-    return not subprocess.run(["unshare", "-n", "sh", "-c", FEW_PORTS], capture_output=True, check=False).returncode
-
-
-def test_eight_runs_side_by_side_never_meet(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("long"):
-        pytest.skip("takes minutes; pytest --long runs it")
-    if not may_make_a_network():
-        pytest.skip("needs the right to make a network namespace (unshare -n)")
-    with programs(tmp_path_factory.mktemp("neighbours"), NEIGHBOURS) as suite:
-        command = f"""{FEW_PORTS}
-            for run in 1 2 3 4 5 6 7 8; do
-                RUN=$run "$@" > out$run 2>&1 &
-            done
-            wait
-        """
-        program = "import os, sys; os.execvp('unshare', ['unshare', '-n', 'sh', '-c', *sys.argv[1:]])"
-        runner = [os.sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite.folder), "-v"]
-        suite.finish(suite.start(["-c", program, command, "sh", *runner]), deadline_s=240)
-        for number in range(1, 9):
-            out = (suite.folder / f"out{number}").read_text()
-            assert out.splitlines()[-1:] == ["4 passed, 4 failed, 0 skipped"], out
-            assert len(re.findall(r"_meets  passed", out)) == 4, out
-        suite.assert_nothing_left()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import Phase, Receipt, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge
 
@@ -93,6 +93,14 @@ def test_death_comes_before_the_failures_that_it_caused_whatever_their_times() -
     verdict = judge([failed(0, PEER_GONE, time_s=1.0), killed(1, time_s=1.5)])
     assert (verdict.culprits, verdict.victims) == ((1,), (0,))
     assert verdict.summary == "rank 1 of 2 was killed by SIGKILL"
+
+
+def test_rank_that_was_aborting_when_it_was_stopped_is_the_first() -> None:
+    aborting = stopped(0)
+    aborting.phase = Phase.ABORTING
+    verdict = judge([aborting, failed(1, PEER_GONE)])
+    assert verdict.summary == "rank 0 of 2 was ending by SIGABRT when the harness stopped it"
+    assert (verdict.culprits, verdict.victims) == ((0,), (1,))
 
 
 def test_lost_connection_alone_is_still_somebodys_fault() -> None:

@@ -27,6 +27,7 @@ from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import provider, scratch, settings
 from torch_ext.world import rank as world_rank
+from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
@@ -103,8 +104,9 @@ class MultiProcContinuousTest(TestCase):
         super().tearDownClass()
 
     def setUp(self) -> None:
-        super().setUp()
         cls = type(self)
+        check_fixtures(cls)
+        super().setUp()
         if cls.poison_pill:
             raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
         cls._notice_a_lost_zygote()

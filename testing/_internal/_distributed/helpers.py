@@ -18,6 +18,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
+from torch_ext.testing._internal._distributed.ports import reserved_port
 from torch_ext.world.calls import check_ran
 from torch_ext.world.phrases import ranks_phrase
 
@@ -183,15 +184,14 @@ def create_tcp_store(
     """Return a TCP store on a free port, which ``store.port`` tells.
 
     Args:
-        jit_class: return the TorchScript class instead. It needs a port number, so a free port is found first.
+        jit_class: return the TorchScript class instead. It needs a port number, so one is reserved first.
     """
     if jit_class:
         import torch
 
-        from torch_ext.compat.testing import find_free_port
-
         milliseconds = int(timeout / timedelta(milliseconds=1))
-        return torch.classes.dist_c10d.TCPStore(addr, find_free_port(), world_size, is_master, milliseconds)
+        with reserved_port() as port:
+            return torch.classes.dist_c10d.TCPStore(addr, port, world_size, is_master, milliseconds)
     return c10d.TCPStore(
         addr, 0, world_size, is_master, timeout=timeout, wait_for_workers=wait_for_workers, use_libuv=use_libuv
     )

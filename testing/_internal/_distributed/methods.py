@@ -84,7 +84,7 @@ def _clean_up(case: Any) -> list[BaseException]:
     while case._cleanups:
         function, args, kwargs = case._cleanups.pop()
         try:
-            function(*args, **kwargs)
+            check_ran(function(*args, **kwargs), f"the cleanup {getattr(function, '__name__', function)}")
         except BaseException as error:
             failed.append(error)
     return failed

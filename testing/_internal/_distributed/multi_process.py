@@ -27,6 +27,7 @@ from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import notices, provider, scratch, settings
 from torch_ext.world import rank as world_rank
+from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
@@ -188,6 +189,7 @@ class MultiProcessTestCase(TestCase):
     # The parent half
 
     def setUp(self) -> None:
+        check_fixtures(type(self))
         super().setUp()
         self.special_return_code_checks = {}
         self.skip_return_code_checks = []
@@ -286,5 +288,6 @@ class MultiProcessTestCase(TestCase):
             sys.exit(self.TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
         finally:
             parent_pipe.close()
+        receipts.body_passed()
         if self.destroy_pg_upon_exit:
             receipts.end_group_unless_released()

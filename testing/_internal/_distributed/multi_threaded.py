@@ -28,7 +28,7 @@ from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import settings
-from torch_ext.world.calls import check_ran
+from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.outcome import Outcome
 
 __unittest = True
@@ -97,6 +97,7 @@ class MultiThreadedTestCase(TestCase):
         )
 
     def setUp(self) -> None:
+        check_fixtures(type(self))
         super().setUp()
         self.rank = self.MAIN_THREAD_RANK
         self.threads = []

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from torch_ext import accelerator
 from torch_ext.compat.testing import prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.world import operations, settings, stall
@@ -62,6 +63,8 @@ def _receipt(error: BaseException | None) -> Receipt:
 def start(world_size: int, target: Callable[[int], object]) -> list[threading.Thread]:
     """Start a thread for each rank; each calls ``target`` with its rank."""
     prepare_for_threads()
+    # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
+    accelerator.initialize()
     threads: list[threading.Thread] = [RankThread(rank, target) for rank in range(world_size)]
     operations.test_began()
     for thread in threads:

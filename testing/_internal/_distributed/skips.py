@@ -206,18 +206,19 @@ def requires_gloo() -> Callable[[_Test], _Test]:
 
 def requires_nccl() -> Callable[[_Test], _Test]:
     """Skip unless this torch has the NCCL backend."""
-    return unittest.skipUnless(c10d.is_nccl_available(), TEST_SKIPS["nccl"].message)
+    return unittest.skipUnless(accelerator.has_backend("nccl"), TEST_SKIPS["nccl"].message)
 
 
 def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:
     """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is.
 
-    The backend of the device under test always counts, so that a new accelerator needs no entry here.
+    The backend of the device under test counts wherever an accelerator's does, so that a new accelerator needs no entry
+    here nor in any list.
     """
     wanted = list(backends or ACCELERATOR_DIST_BACKENDS)
-    available = any(c10d.is_backend_available(name) for name in wanted) or (
-        backends is None and accelerator.is_accelerator() and c10d.is_backend_available(accelerator.backend())
-    )
+    if accelerator.is_accelerator() and not set(ACCELERATOR_DIST_BACKENDS).isdisjoint(wanted):
+        wanted.append(accelerator.backend())
+    available = any(c10d.is_backend_available(name) for name in wanted)
     return unittest.skipUnless(available, f"This torch has none of the backends {', '.join(wanted)}.")
 
 

@@ -6,12 +6,13 @@ file of an agent calls :func:`generate_tests` with the agent's fixture and the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from unittest import mock
 
+from torch_ext.testing._internal._distributed.ports import reserved_port
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
-from torch_ext.testing._internal.common_utils import find_free_port
 from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import (
     CudaDdpComparisonTest,
     DdpComparisonTest,
@@ -77,7 +78,9 @@ class SpawnHelper(MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+            stack = contextlib.ExitStack()
+            self.addCleanup(stack.close)
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stack.enter_context(reserved_port()))}
             patch = mock.patch.dict(os.environ, address)
             patch.start()
             self.addCleanup(patch.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch_ext.runner.results import TestResult
+from torch_ext.runner.results import Began, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["Reporter"]
@@ -12,6 +12,10 @@ __all__ = ["Reporter"]
 
 class Reporter(Protocol):
     """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places."""
+
+    def begin(self, began: Began) -> None:
+        """Take note that a class or a test has begun. Several may be under way at once. Must not block either."""
+        ...
 
     def add(self, result: TestResult) -> None:
         """Take one result, as soon as its test has ended. Must not block on anything but its own output."""

@@ -30,9 +30,12 @@ def _start(options: Options, test: TestName) -> str:
 
 
 def _conditions(options: Options) -> list[str]:
-    given = [("--root", options.typed_root), ("--upstream", options.upstream), ("--device", options.device)]
+    given = [("--root", options.typed_root), ("--device", options.device)]
     if options.timeout_s is not None:
         given.append(("--timeout", f"{options.timeout_s:g}"))
     if options.start_method != "fork":
         given.append(("--start-method", options.start_method))
-    return [shlex.join(pair) for pair in given if pair[1]]
+    upstream = [shlex.join(["--upstream", *options.upstream])] if options.upstream else []
+    if options.cuda_as_sim:
+        upstream.append("--cuda-as-sim")
+    return [*upstream, *(shlex.join(pair) for pair in given if pair[1])]

@@ -12,7 +12,7 @@ from torch_ext.runner.progress import Progress, counts
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.rerun import rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Status, TestResult
+from torch_ext.runner.results import Began, Status, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["TextReporter"]
@@ -37,6 +37,9 @@ class TextReporter:
         self._out = StyledWriter(stream)
         self._printed: set[Batch] = set()
         self._start_s = time.monotonic()
+
+    def begin(self, began: Began) -> None:
+        """Nothing is printed of it."""
 
     def add(self, result: TestResult) -> None:
         """Take one result. Called on the main thread, as soon as the test has ended; does not block."""

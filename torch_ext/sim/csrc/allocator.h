@@ -1,4 +1,4 @@
-// Device memory: one pool per device, with statistics, a limit, and poisoning on demand.
+// Device memory: one pool per device (block_pool.h), with statistics, a limit, and poisoning on demand.
 //
 // Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools
 // are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
@@ -6,6 +6,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "device.h"
@@ -26,10 +27,12 @@ void free_on_device(void* data);
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
 size_t memory_limit(c10::DeviceIndex device);
 
-// Fill fresh and freed blocks with 0xff bytes: NaN in every float type, -1 in signed integers.
-void set_poison(bool enabled);
+// Fill fresh and freed blocks with 0xff bytes, as long as somebody wants it: NaN in every float type, -1 in signed
+// integers.
+enum class PoisonFor : uint8_t { kUser, kRaces };
+void set_poison(PoisonFor whom, bool enabled);
 
-// The device whose live block contains `pointer`. Walks all live blocks.
+// The device whose live block contains `pointer`.
 std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer);
 
 // Makes this the allocator of sim devices. Called once, when the library loads.

@@ -6,10 +6,13 @@
 #include "allocator.h"
 #include "device.h"
 #include "flight_record.h"
+#include "generated.h"
 #include "generator.h"
 #include "hooks.h"
 #include "kernel_scope.h"
+#include "observer_log.h"
 #include "pinned_memory.h"
+#include "races/trace.h"
 #include "simccl.h"
 #include "stream.h"
 
@@ -35,10 +38,13 @@ PYBIND11_MODULE(_native, m) {
     set_memory_limit(static_cast<c10::DeviceIndex>(index), nbytes);
   });
   m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
-  m.def("set_poison", &set_poison);
+  m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("sleep", &sleep);
   bind_simccl(m);
   bind_flight_record(m);
+  bind_observer_log(m);
+  bind_generated(m);
+  races::bind_trace(m);
 }
 
 } // namespace torch_ext::sim

@@ -53,6 +53,10 @@ KernelScope::~KernelScope() {
   kernel_device = previous_;
 }
 
+bool in_kernel() noexcept {
+  return kernel_device != kNoKernel;
+}
+
 void install_host_override() {
   // Torch registers its own allocator with priority 0; a higher one wins and stays.
   constexpr uint8_t kPriority = 1;

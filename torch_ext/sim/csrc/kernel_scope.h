@@ -23,6 +23,9 @@ class KernelScope {
   c10::DeviceIndex previous_;
 };
 
+// Whether this thread is working for a device.
+bool in_kernel() noexcept;
+
 // Puts the allocator that obeys KernelScope in front of torch's host allocator. Called once, when the library loads.
 void install_host_override();
 

@@ -5,11 +5,14 @@
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <array>
+#include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "device.h"
 
@@ -33,16 +36,20 @@ class PinnedAllocator final : public at::HostAllocator {
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
-  bool contains(const void* pointer) {
+  bool contains(const void* pointer) { return find(pointer).has_value(); }
+
+  std::optional<PinnedBlock> find(const void* pointer) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto* wanted = static_cast<const char*>(pointer);
     auto after = ranges_.upper_bound(wanted);
     if (after == ranges_.begin()) {
-      return false;
+      return std::nullopt;
     }
-    const auto& [start, nbytes] = *std::prev(after);
-    return wanted < start + nbytes;
+    const auto& [start, range] = *std::prev(after);
+    return wanted < start + range.nbytes ? std::make_optional(PinnedBlock{start, range.serial}) : std::nullopt;
   }
+
+  uint64_t made() const { return made_.load(std::memory_order_relaxed); }
 
   // Copies are finished when the call that starts them returns, so memory never has to wait for an event.
   bool record_event(void* pointer, void* /*context*/, c10::Stream /*stream*/) override { return contains(pointer); }
@@ -75,7 +82,7 @@ class PinnedAllocator final : public at::HostAllocator {
 
   void add(void* data, size_t nbytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    ranges_[static_cast<const char*>(data)] = nbytes;
+    ranges_[static_cast<const char*>(data)] = {nbytes, ++made_};
     stats_.active_requests.increase(1);
     stats_.allocations.increase(1);
     stats_.active_bytes.increase(nbytes);
@@ -88,14 +95,20 @@ class PinnedAllocator final : public at::HostAllocator {
     const auto found = ranges_.find(static_cast<const char*>(data));
     stats_.active_requests.decrease(1);
     stats_.allocations.decrease(1);
-    stats_.active_bytes.decrease(found->second);
-    stats_.allocated_bytes.decrease(found->second);
+    stats_.active_bytes.decrease(found->second.nbytes);
+    stats_.allocated_bytes.decrease(found->second.nbytes);
     stats_.num_host_free += 1;
     ranges_.erase(found);
   }
 
+  struct PinnedRange {
+    size_t nbytes;
+    uint64_t serial;
+  };
+
   std::mutex mutex_;
-  std::map<const char*, size_t> ranges_;
+  std::map<const char*, PinnedRange> ranges_;
+  std::atomic<uint64_t> made_{0};
   at::HostStats stats_;
 };
 
@@ -117,6 +130,14 @@ c10::Allocator* pinned_allocator() {
 
 bool is_pinned(const void* pointer) {
   return pinned()->contains(pointer);
+}
+
+std::optional<PinnedBlock> pinned_block_at(const void* pointer) {
+  return pinned()->find(pointer);
+}
+
+uint64_t pinned_blocks_made() {
+  return pinned()->made();
 }
 
 void install_pinned_allocator() {

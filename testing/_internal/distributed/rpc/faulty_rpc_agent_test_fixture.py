@@ -32,7 +32,12 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
     """RPC over TensorPipe that drops the first sends of some message types and delays others.
 
     A suite names the types for each test: ``@dist_init(faulty_messages=[...], messages_to_delay={...})``.
+
+    Runs alone: this agent takes every transport there is, and each rank's shared-memory transport keeps a core busy.
+    Its options, unlike the other agent's, cannot leave that out.
     """
+
+    alone = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""Tasks that take turns on one thread."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from torch_ext.runner.loop import Loop, Task, Wait, run_alone
+
+
+def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
+    pipes = [os.pipe() for _ in range(2)]
+    said: list[str] = []
+
+    def task(name: str, reader: int) -> Task[None]:
+        said.append(f"{name} waits")
+        yield Wait((reader,))
+        said.append(f"{name} reads {os.read(reader, 1).decode()}")
+
+    loop = Loop()
+    for name, (reader, _) in zip("ab", pipes, strict=True):
+        loop.add(task(name, reader))
+    for number in (1, 0):
+        os.write(pipes[number][1], b"x")
+        loop.turn()
+    assert said == ["a waits", "b waits", "b reads x", "a reads x"] and not loop
+    for pipe in pipes:
+        for descriptor in pipe:
+            os.close(descriptor)
+
+
+def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too() -> None:
+    reader, writer = os.pipe()
+
+    def timed() -> Task[str]:
+        yield Wait((reader,), time.monotonic() + 0.01)
+        os.close(reader)
+        yield Wait((reader,))
+        return "over"
+
+    assert run_alone(timed()) == "over"
+    os.close(writer)
+
+
+def test_tasks_that_are_not_done_clean_up_when_the_loop_closes() -> None:
+    cleaned: list[int] = []
+
+    def task(number: int) -> Task[None]:
+        try:
+            yield Wait(())
+        finally:
+            cleaned.append(number)
+
+    loop = Loop()
+    for number in range(3):
+        loop.add(task(number))
+    loop.close()
+    assert sorted(cleaned) == [0, 1, 2] and not loop
+
+
+def test_a_tick_comes_while_all_wait() -> None:
+    ticks: list[int] = []
+
+    def task() -> Task[None]:
+        while len(ticks) < 3:
+            yield Wait((), time.monotonic() + 60)
+
+    loop = Loop(lambda: ticks.append(1), 0.001)
+    loop.add(task())
+    for _ in range(3):
+        loop.turn()
+    assert len(ticks) == 3
+    loop.close()
+
+
+def test_what_a_task_raises_leaves_the_loop() -> None:
+    def task() -> Task[None]:
+        yield Wait((), 0.0)
+        raise ValueError("no")
+
+    loop = Loop()
+    loop.add(task())
+    with pytest.raises(ValueError, match="no"):
+        loop.turn()
+    assert not loop

@@ -1,0 +1,86 @@
+"""Results of classes that run side by side, in the order of the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.reporters.ordered import InOrder
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan, make_plan
+
+FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]
+A1, A2, B1, C1 = (
+    TestName(*where) for where in (("a.py", "A", "1"), ("a.py", "A", "2"), ("a.py", "B", "1"), ("b.py", "C", "1"))
+)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self, began: Began) -> None:
+        self.told.append(f"began {began.test.cls}{began.test.method}")
+
+    def add(self, result: TestResult) -> None:
+        self.told.append(f"{result.test.cls}{result.test.method or result.test.file}")
+
+    def replan(self, plan: Plan) -> None:
+        self.told.append("replan")
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        self.told.append("end")
+
+
+def made() -> tuple[Kept, InOrder]:
+    kept = Kept()
+    return kept, InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept)
+
+
+def result(test: TestName) -> TestResult:
+    return TestResult(test, Status.PASSED, 0.0)
+
+
+def test_the_first_class_passes_through_and_the_rest_waits() -> None:
+    kept, ordered = made()
+    ordered.add(result(C1))
+    ordered.over(Over(TestName("b.py", "C")))
+    ordered.begin(Began(A1))
+    ordered.add(result(B1))
+    ordered.add(result(A1))
+    assert kept.told == ["began A1", "A1"]
+    ordered.over(Over(TestName("a.py", "A")))
+    assert kept.told[2:] == ["B1"]
+    ordered.over(Over(TestName("a.py", "B")))
+    ordered.finish()
+    assert kept.told[3:] == ["C1", "end"]
+
+
+def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
+    kept, ordered = made()
+    ordered.add(result(C1))
+    ordered.add(result(B1))
+    ordered.finish(interrupted=True)
+    assert kept.told == ["B1", "C1", "end"]
+
+
+def test_a_file_that_cannot_be_imported_holds_nothing_up() -> None:
+    kept, ordered = made()
+    ordered.add(result(C1))
+    ordered.add(result(TestName("a.py")))
+    ordered.over(Over(TestName("a.py")))
+    assert kept.told == ["a.py", "C1"]
+
+
+def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None:
+    kept, ordered = made()
+    ordered.over(Over(TestName("a.py", "A")))
+    ordered.add(result(TestName("a.py", "A")))
+    assert kept.told == ["Aa.py"]
+
+
+def test_a_new_plan_has_its_own_order() -> None:
+    kept, ordered = made()
+    ordered.add(result(C1))
+    ordered.replan(make_plan(FILES, [C1]))
+    assert kept.told == ["replan", "C1"]

@@ -1,0 +1,122 @@
+"""Which class runs when: the policies, the queue and the slots, under a clock that jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.results import Needs, TestName
+from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan
+from torch_ext.runner.schedule.simulate import Span, lower_bound, makespan, simulate
+from torch_ext.runner.schedule.slots import slots_of
+
+# The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
+RECORDED = [
+    (1.3, 4, 0), (1.1, 4, 0), (2.5, 4, 1), (0.5, 4, 1), (0.2, 4, 1), (1.5, 4, 2), (2.2, 4, 2), (0.7, 4, 2),
+    (0.4, 4, 2), (9.4, 2, 3), (5.8, 4, 4), (2.1, 4, 4), (4.8, 2, 4), (1.9, 1, 4), (9.2, 4, 4), (0.8, 4, 5),
+    (0.8, 4, 5), (0.3, 4, 5), (1.6, 4, 5), (1.2, 2, 6), (0.9, 2, 7), (1.2, 2, 7), (8.0, 4, 8), (5.7, 4, 8),
+    (12.5, 4, 8), (2.0, 4, 9), (3.0, 4, 9), (1.7, 4, 10), (7.2, 4, 10), (8.3, 4, 10), (3.9, 4, 10), (4.9, 4, 10),
+    (0.7, 4, 10), (0.8, 4, 10), (0.2, 4, 11), (0.2, 4, 11), (1.1, 4, 11), (0.4, 4, 11), (0.1, 2, 12), (1.2, 2, 12),
+    (0.7, 2, 12), (0.2, 2, 12), (9.5, 2, 12), (0.8, 4, 12), (8.5, 2, 13), (0.5, 2, 14), (0.3, 2, 15), (0.4, 2, 15),
+    (0.6, 2, 15), (0.6, 2, 15), (2.0, 2, 15), (3.2, 2, 15), (0.8, 1, 15), (0.4, 2, 16), (9.6, 2, 17), (5.6, 4, 17),
+    (1.1, 2, 18), (1.7, 2, 18), (5.0, 4, 19), (4.1, 4, 19), (30.9, 2, 20), (0.4, 4, 20), (1.6, 2, 21), (0.6, 2, 21),
+    (12.9, 2, 22), (0.7, 2, 22), (0.5, 1, 22), (2.9, 3, 23), (40.8, 3, 23), (1.1, 2, 24), (2.6, 3, 25), (0.7, 4, 25),
+    (0.2, 2, 25), (3.1, 4, 25), (3.6, 6, 25), (8.3, 3, 25), (6.3, 3, 25), (1.9, 3, 25), (9.2, 3, 25), (3.3, 2, 25),
+    (8.3, 2, 25), (4.5, 3, 25), (2.3, 2, 25), (0.8, 3, 25),
+]  # fmt: skip
+
+
+def file(name: str) -> TestFile:
+    return TestFile(f"{name}.py", Path("/root") / name, name, Path("/root"))
+
+
+def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), copies: int = 1) -> Plan:
+    return Plan(
+        tuple(
+            Batch(file(f"f{where}"), f"C{number}_{copy}", (), Need(ranks, number in alone), seconds)
+            for number, (seconds, ranks, where) in enumerate(classes)
+            for copy in range(copies)
+        )
+    )
+
+
+def most_at_once(spans: Sequence[Span]) -> int:
+    return max(sum(span.begun_s <= each.begun_s < span.ended_s for span in spans) for each in spans)
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize("copies", [1, 20])
+def test_packed_stays_within_a_tenth_of_the_lower_bound(slots: int, copies: int) -> None:
+    recorded = plan(RECORDED, alone=(67, 68), copies=copies)
+    assert makespan(recorded, Packed(slots), slots) <= 1.1 * lower_bound(recorded, slots)
+
+
+@pytest.mark.parametrize("policy", [Serial(), Packed(3), Packed(64)])
+@pytest.mark.parametrize("slots", [1, 5, 8])
+def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Policy, slots: int) -> None:
+    recorded = plan(RECORDED, alone=(4, 68))
+    spans = simulate(recorded, policy, slots)
+    assert len(spans) == len(recorded.batches) and {span.batch for span in spans} == set(recorded.batches)
+    for span in spans:
+        assert len(span.slots) == slots_of(span.batch.need, slots)
+        for other in spans:
+            if other is not span and other.begun_s < span.ended_s and span.begun_s < other.ended_s:
+                assert not {*span.slots} & {*other.slots}
+                assert not span.batch.need.alone
+
+
+def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it() -> None:
+    recorded = plan(RECORDED)
+    spans = simulate(recorded, Serial(), 64)
+    assert [span.batch for span in spans] == list(recorded.batches) and most_at_once(spans) == 1
+    assert makespan(recorded, Serial(), 64) == pytest.approx(sum(batch.expected_s for batch in recorded))
+
+
+def test_no_more_classes_run_at_once_than_asked_for() -> None:
+    assert most_at_once(simulate(plan(RECORDED), Packed(3), 64)) == 3
+
+
+def test_the_longest_goes_first_and_what_does_not_fit_waits() -> None:
+    spans = simulate(plan([(1, 2, 0), (5, 3, 0), (4, 2, 0), (2, 1, 0)]), Packed(9), 4)
+    assert [(span.batch.cls, span.begun_s) for span in spans] == [
+        ("C1_0", 0), ("C3_0", 0), ("C2_0", 5), ("C0_0", 5)
+    ]  # fmt: skip
+
+
+def test_few_files_are_open_at_a_time_and_each_once() -> None:
+    queue = Queue(plan([(1, 4, where) for where in range(9)]), Packed(1), Slots(4))
+    opened = queue.files_to_open()
+    assert len(opened) == 2 and queue.files_to_open() == []
+    for each in opened:
+        queue.loaded(each, [batch for batch in plan([(1, 4, where) for where in range(9)]) if batch.file == each])
+    batch = queue.start()
+    assert batch is not None and queue.start() is None and len(queue.files_to_open()) == 1
+    queue.ended(batch)
+    assert queue.files_done() == [batch.file] and queue.files_done() == []
+
+
+def test_a_file_that_turns_out_to_be_empty_is_done() -> None:
+    queue = Queue(plan([(1, 1, 0)]), Serial(), Slots(1))
+    (opened,) = queue.files_to_open()
+    queue.loaded(opened, ())
+    assert queue.start() is None and queue.files_done() == [opened] and queue.over
+
+
+def test_a_serial_run_waits_for_a_file_that_loads_late() -> None:
+    queue = Queue(plan([(1, 1, 0), (1, 1, 1)]), Serial(), Slots(4))
+    first, second = queue.files_to_open()
+    (batch,) = plan([(1, 1, 1)])
+    queue.loaded(second, [batch])
+    assert queue.start() is None
+    queue.loaded(first, ())
+    assert queue.files_done() == [first] and queue.start() == batch
+
+
+def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
+    tests = [TestName("a.py", "A", "1"), TestName("a.py", "A", "2"), TestName("a.py", "B", "1")]
+    needs = {tests[0]: Needs(4, 4, 0), tests[1]: Needs(2, 2, 0, alone=True), tests[2]: Needs(4, 1, 0)}
+    made = make_plan([file("a")], tests, needs, lambda test: 2.0)
+    assert [(batch.need, batch.expected_s) for batch in made] == [(Need(4, True), 4.0), (Need(1), 2.0)]

@@ -1,0 +1,282 @@
+"""Small programs over streams, and everything that can happen when they run: the reference for the race checker.
+
+A program is what the host does, in order. Streams run what they are given in order, whenever they like. ``explore``
+visits every state that any interleaving can reach. Two accesses are unordered if some state could do either next; a
+state also carries the bytes of memory, so programs whose results depend on timing are known without a notion of order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch_ext.sim import _native
+
+HOST = -1
+FRESH = -1
+
+
+@dataclass(frozen=True)
+class View:
+    begin: int  # bytes from the start of the block
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # elements
+
+    @property
+    def bytes(self) -> frozenset[int]:
+        places = (
+            self.begin + self.itemsize * sum(i * stride for i, stride in zip(index, self.strides, strict=True))
+            for index in itertools.product(*map(range, self.sizes))
+        )
+        return frozenset(place + byte for place in places for byte in range(self.itemsize))
+
+
+@dataclass(frozen=True)
+class Use:
+    """A lane reads some views and writes some views of tensors."""
+
+    lane: int  # a stream, or HOST
+    reads: tuple[tuple[int, View], ...] = ()
+    writes: tuple[tuple[int, View], ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    lane: int  # HOST: synchronize
+    event: int
+
+
+@dataclass(frozen=True)
+class Allocate:
+    tensor: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Free:
+    tensor: int
+
+
+@dataclass(frozen=True)
+class RecordStream:
+    tensor: int
+    stream: int
+
+
+Step = Use | Record | Wait | Allocate | Free | RecordStream
+
+
+@dataclass(frozen=True)
+class Life:
+    """One owner of a block: what the steps of a program decide before any of them runs."""
+
+    block: int
+    home: int  # the stream it was allocated on
+    users: tuple[int, ...] = ()  # named in RecordStream
+
+
+@dataclass
+class Plan:
+    """A program with all that its order of steps decides: lives of blocks, and which record a wait is for."""
+
+    steps: list[Step]
+    lives: dict[tuple[int, int], int] = field(default_factory=dict)  # (step, tensor) -> life
+    all_lives: list[Life] = field(default_factory=list)
+    waits: dict[int, int] = field(default_factory=dict)  # step of a wait -> step of the record it waits for
+    # step that allocates -> for a block that had users, how many steps of each were given to it before it was freed
+    guards: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        owners: dict[int, int] = {}
+        pools: dict[int, list[tuple[int, dict[int, int]]]] = {}
+        recorded: dict[int, int] = {}
+        given: dict[int, int] = {}
+        blocks = itertools.count()
+        for at, step in enumerate(self.steps):
+            match step:
+                case Use(lane, reads, writes):
+                    for tensor, _ in reads + writes:
+                        self.lives[at, tensor] = owners[tensor]
+                    if lane != HOST:
+                        given[lane] = given.get(lane, 0) + 1
+                case Record(stream, event):
+                    recorded[event] = at
+                    given[stream] = given.get(stream, 0) + 1
+                case Wait(lane, event):
+                    if event in recorded:
+                        self.waits[at] = recorded[event]
+                    if lane != HOST:
+                        given[lane] = given.get(lane, 0) + 1
+                case Allocate(tensor, stream):
+                    pool = pools.get(stream, [])
+                    block, users = pool.pop() if pool else (next(blocks), {})
+                    if users:
+                        self.guards[at] = users
+                    self.lives[at, tensor] = owners[tensor] = len(self.all_lives)
+                    self.all_lives.append(Life(block, stream))
+                case RecordStream(tensor, stream):
+                    life = self.all_lives[owners[tensor]]
+                    self.all_lives[owners[tensor]] = replace(life, users=(*life.users, stream))
+                case Free(tensor):
+                    self.lives[at, tensor] = owners.pop(tensor)
+                    life = self.all_lives[self.lives[at, tensor]]
+                    pools.setdefault(life.home, []).append((life.block, {u: given.get(u, 0) for u in life.users}))
+
+
+@dataclass(frozen=True)
+class State:
+    host: int  # next step of the host
+    done: tuple[int, ...]  # steps that each stream has done
+    fresh: frozenset[int]  # lives that got another block, because an earlier owner's users were not done
+    memory: tuple[tuple[tuple[int, int], object], ...]  # (block, byte) -> what was written, by which life
+    seen: tuple[tuple[int, object], ...]  # what each step read
+
+
+class Machine:
+    """All executions of a program on ``streams`` streams."""
+
+    def __init__(self, steps: list[Step], streams: int) -> None:
+        self.plan = Plan(steps)
+        self.steps = steps
+        self.queues: list[list[int]] = [[] for _ in range(streams)]
+        for at, step in enumerate(steps):
+            if isinstance(step, Use | Wait) and step.lane != HOST:
+                self.queues[step.lane].append(at)
+            elif isinstance(step, Record):
+                self.queues[step.stream].append(at)
+        self.place = {at: (s, i) for s, queue in enumerate(self.queues) for i, at in enumerate(queue)}
+
+    def is_done(self, state: State, at: int) -> bool:
+        stream, index = self.place[at]
+        return state.done[stream] > index
+
+    def ready(self, state: State) -> Iterator[int]:
+        """The steps that may happen next: the host's, and the first that each stream has not done."""
+        heads = [queue[done] for queue, done in zip(self.queues, state.done, strict=True) if done < len(queue)]
+        for at in [
+            *(head for head in heads if head < state.host),
+            *([state.host] if state.host < len(self.steps) else []),
+        ]:
+            blocked = at in self.plan.waits and not self.is_done(state, self.plan.waits[at])
+            if at in self.place and at == state.host:
+                blocked = False  # the host only hands it to its stream
+            if not blocked:
+                yield at
+
+    def act(self, state: State, at: int) -> State:
+        if at in self.place and at < state.host:
+            stream, _ = self.place[at]
+            done = tuple(count + (s == stream) for s, count in enumerate(state.done))
+            return self.use(replace(state, done=done), at)
+        moved = replace(state, host=state.host + 1)
+        if at in self.place:
+            return moved
+        users = self.plan.guards.get(at, {})
+        step = self.steps[at]
+        if isinstance(step, Allocate) and any(state.done[user] < count for user, count in users.items()):
+            return replace(moved, fresh=state.fresh | {self.plan.lives[at, step.tensor]})
+        return self.use(moved, at)
+
+    def block(self, state: State, at: int, tensor: int) -> tuple[int, int]:
+        life = self.plan.lives[at, tensor]
+        block = self.plan.all_lives[life].block
+        # Where an owner got another block, those after it get that one.
+        strayed = [each for each in state.fresh if each <= life and self.plan.all_lives[each].block == block]
+        return (FRESH - max(strayed), life) if strayed else (block, life)
+
+    def use(self, state: State, at: int) -> State:
+        step = self.steps[at]
+        if not isinstance(step, Use):
+            return state
+        memory = dict(state.memory)
+        values: list[object] = []
+        for tensor, view in step.reads:
+            block, life = self.block(state, at, tensor)
+            found = [memory.get((block, byte)) for byte in sorted(view.bytes)]
+            # What this owner has not written is garbage, whoever left it there.
+            values.append(tuple(each[1] if isinstance(each, tuple) and each[0] == life else None for each in found))
+        for tensor, view in step.writes:
+            block, life = self.block(state, at, tensor)
+            memory.update({(block, byte): (life, hash((at, tuple(values)))) for byte in view.bytes})
+        return replace(
+            state,
+            memory=tuple(sorted(memory.items(), key=lambda item: item[0])),
+            seen=tuple(sorted({**dict(state.seen), at: tuple(values)}.items())) if values else state.seen,
+        )
+
+    def conflict(self, state: State, one: int, other: int) -> bool:
+        first, second = self.steps[one], self.steps[other]
+        if not isinstance(first, Use) or not isinstance(second, Use):
+            return False
+
+        def reached(at: int, views: tuple[tuple[int, View], ...]) -> set[tuple[int, int]]:
+            return {(self.block(state, at, tensor)[0], byte) for tensor, view in views for byte in view.bytes}
+
+        mine, theirs = reached(one, first.writes), reached(other, second.writes)
+        return bool(mine & theirs or mine & reached(other, second.reads) or reached(one, first.reads) & theirs)
+
+    def explore(self) -> tuple[set[tuple[int, int]], set[object]]:
+        """Return the unordered conflicting pairs of steps, and all that executions can read."""
+        start = State(0, (0,) * len(self.queues), frozenset(), (), ())
+        known, todo = {start}, [start]
+        racing: set[tuple[int, int]] = set()
+        results: set[object] = set()
+        while todo:
+            state = todo.pop()
+            ready = list(self.ready(state))
+            if not ready:
+                results.add(state.seen)
+            acting = [at for at in ready if at not in self.place or at < state.host]
+            for one, other in itertools.combinations(sorted(acting), 2):
+                if self.conflict(state, one, other):
+                    racing.add((one, other))
+            for at in ready:
+                following = self.act(state, at)
+                if following not in known:
+                    known.add(following)
+                    todo.append(following)
+        return racing, results
+
+
+def check(steps: list[Step], streams: int) -> list[tuple[int, int]]:
+    """Feed a program to the race checker, in the order of its steps, and return the pairs of steps that it reports."""
+    plan = Plan(steps)
+    trace = _native.RaceTrace()
+    lanes = {HOST: trace.HOST, **{stream: trace.lane() for stream in range(streams)}}
+    memories: dict[int, int] = {}
+    events: dict[int, int] = {}
+
+    def memory(at: int, tensor: int) -> int:
+        block = plan.all_lives[plan.lives[at, tensor]].block
+        if block not in memories:
+            memories[block] = trace.memory()
+        return memories[block]
+
+    for at, step in enumerate(steps):
+        match step:
+            case Use(lane, reads, writes):
+                for is_write, views in ((False, reads), (True, writes)):
+                    for tensor, view in views:
+                        place = memory(at, tensor)
+                        trace.access(
+                            lanes[lane], place, is_write, view.begin, view.itemsize, view.sizes, view.strides, at
+                        )
+            case Record(stream, event):
+                events[event] = trace.record(lanes[stream])
+            case Wait(lane, event):
+                if event in events:
+                    trace.wait(lanes[lane], events[event])
+            case Free(tensor):
+                users = plan.all_lives[plan.lives[at, tensor]].users
+                trace.free(memory(at, tensor), [lanes[user] for user in users])
+            case Allocate() | RecordStream():
+                pass
+    return sorted(set(trace.races()))

@@ -1,0 +1,155 @@
+"""The checker reports exactly the programs in which two accesses meet that nothing orders, held against every
+interleaving of small programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from test.torch_ext.sim.races import interleavings as il
+from torch_ext.sim import _native
+
+STREAMS = 3
+BYTES = 24
+PINNED = 9  # a tensor that the host may use, too
+KINDS = ("use", "use", "copy", "pinned", "record", "wait", "wait", "free", "allocate", "users")
+
+
+@st.composite
+def views(draw: st.DrawFn) -> il.View:
+    itemsize = draw(st.sampled_from([1, 2]))
+    room = BYTES // itemsize
+    begin = draw(st.sampled_from([0, 0, 1, room // 2]))
+    kind = draw(st.sampled_from(["all", "slice", "every second", "column", "overlapping"]))
+    left = room - begin
+    sizes, strides = {
+        "all": ((left,), (1,)),
+        "slice": ((max(1, left // 3),), (1,)),
+        "every second": (((left + 1) // 2,), (2,)),
+        "column": ((max(1, left // 4), 2), (4, 1)),
+        "overlapping": ((3, max(1, left // 2)), (2, 1)),
+    }[kind]
+    view = il.View(begin * itemsize, itemsize, sizes, strides)
+    return view if max(view.bytes) < BYTES else il.View(0, itemsize, (room,), (1,))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[il.Step]:
+    """Up to ten steps after two tensors on the first stream, and one of pinned memory, have been allocated."""
+    steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, STREAMS)]
+    live = {0: 0, 1: 0}
+    streams = st.integers(0, STREAMS - 1)
+    for _ in range(draw(st.integers(2, 10))):
+        kind = draw(st.sampled_from(KINDS))
+        tensors = st.sampled_from(sorted(live))
+        if kind == "use" and live:
+            one = (draw(tensors), draw(views()))
+            steps.append(draw(st.sampled_from([il.Use(draw(streams), (one,)), il.Use(draw(streams), (), (one,))])))
+        elif kind == "copy" and live:
+            steps.append(il.Use(draw(streams), ((draw(tensors), draw(views())),), ((draw(tensors), draw(views())),)))
+        elif kind == "pinned":
+            lane = draw(st.integers(il.HOST, STREAMS - 1))
+            one = (PINNED, draw(views()))
+            steps.append(draw(st.sampled_from([il.Use(lane, (one,)), il.Use(lane, (), (one,))])))
+        elif kind == "record":
+            steps.append(il.Record(draw(streams), draw(st.integers(0, 1))))
+        elif kind == "wait":
+            steps.append(il.Wait(draw(st.integers(il.HOST, STREAMS - 1)), draw(st.integers(0, 1))))
+        elif kind == "free" and live:
+            tensor = draw(tensors)
+            del live[tensor]
+            steps.append(il.Free(tensor))
+        elif kind == "allocate" and len(live) < 2:
+            tensor = min({0, 1} - set(live))
+            live[tensor] = draw(st.sampled_from([0, 0, 1]))
+            steps.append(il.Allocate(tensor, live[tensor]))
+        elif kind == "users" and live:
+            steps.append(il.RecordStream(draw(tensors), draw(streams)))
+    return steps
+
+
+@st.composite
+def lifetimes(draw: st.DrawFn) -> list[il.Step]:
+    """One tensor is used on a side stream, freed, and its memory is handed out again; each wait may be missing."""
+    side, view = draw(st.sampled_from([1, 2])), draw(views())
+    after = draw(st.sampled_from([0, 0, side, il.HOST]))
+    optional: list[list[il.Step]] = [
+        [il.Use(0, (), ((0, view),))],
+        [il.Record(0, 0)],
+        [il.Wait(side, 0)],
+        [il.Use(side, ((0, view),))],
+        [il.RecordStream(0, draw(st.sampled_from([1, 2])))],
+        [il.Record(side, 1), il.Wait(after, 1)],
+        [il.Free(0), il.Allocate(0, 0)],
+        [il.Wait(draw(st.integers(il.HOST, STREAMS - 1)), draw(st.integers(0, 1)))],
+        [il.Use(draw(st.sampled_from([0, 0, 1, 2])), (), ((0, draw(views())),))],
+        [il.Free(0), il.Allocate(0, 0), il.Use(0, ((0, view),), ((0, view),))],
+    ]
+    kept = itertools.chain.from_iterable(steps for steps in optional if draw(st.integers(0, 3)))
+    return [il.Allocate(0, 0), *kept]
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.one_of(programs(), lifetimes()))
+def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: list[il.Step]) -> None:
+    racing, results = il.Machine(steps, STREAMS).explore()
+    reported = il.check(steps, STREAMS)
+    assert bool(reported) == bool(racing), f"the checker says {reported}, the interleavings say {sorted(racing)}"
+    assert set(reported) <= racing, "a pair was reported that every interleaving orders"
+    if len(results) > 1:
+        assert reported, f"the results differ with timing: {results}"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(views(), views())
+def test_views_meet_exactly_if_they_share_a_byte(one: il.View, other: il.View) -> None:
+    def parts(view: il.View) -> tuple[int, int, list[int], list[int]]:
+        return (view.begin, view.itemsize, list(view.sizes), list(view.strides))
+
+    assert _native.regions_meet(parts(one), parts(other)) == bool(one.bytes & other.bytes)
+
+
+def test_columns_of_one_matrix_are_no_race_and_one_column_twice_is() -> None:
+    rows, columns = 100, 3
+    for first, second in itertools.product(range(columns), repeat=2):
+        trace = _native.RaceTrace()
+        one, other, block = trace.lane(), trace.lane(), trace.memory()
+        trace.access(one, block, True, first * 4, 4, [rows], [columns], 1)
+        racy = trace.access(other, block, True, second * 4, 4, [rows], [columns], 2)
+        assert racy == (first == second)
+
+
+def test_a_block_used_in_order_keeps_one_stretch() -> None:
+    trace = _native.RaceTrace()
+    lane, block = trace.lane(), trace.memory()
+    for _ in range(100):
+        trace.access(lane, block, True, 0, 4, [64], [1], 1)
+        for part in range(8):
+            trace.access(lane, block, False, part * 32, 4, [8], [1], 2)
+        trace.access(lane, block, True, 0, 4, [64, 4], [4, 1], 3)
+    assert trace.kept(block) == 1 and trace.races() == []
+
+
+def test_a_wait_that_orders_nothing_new_says_so() -> None:
+    trace = _native.RaceTrace()
+    one, other, block = trace.lane(), trace.lane(), trace.memory()
+    trace.access(one, block, True, 0, 4, [8], [1], 1)
+    event = trace.record(one)
+    assert trace.wait(other, event) is True
+    assert trace.wait(other, event) is False
+    assert trace.wait(one, event) is False
+
+
+def test_memory_in_use_elsewhere_is_dangerous_until_that_is_over() -> None:
+    trace = _native.RaceTrace()
+    home, side, block = trace.lane(), trace.lane(), trace.memory()
+    trace.access(home, block, True, 0, 4, [8], [1], 1)
+    trace.wait(side, trace.record(home))
+    trace.access(side, block, False, 0, 4, [8], [1], 2)
+    assert trace.is_dangerous(block, home)
+    event = trace.record(side)
+    trace.wait(trace.HOST, event)
+    assert not trace.is_dangerous(block, home)

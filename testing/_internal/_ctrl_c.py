@@ -1,0 +1,37 @@
+"""Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library only.
+
+The runner takes interrupts over when ``run_tests()`` calls it, but most of the time until then goes into imports, of
+torch and of whatever else the file needs. An interrupt among them would print a traceback of where it came. Once
+:func:`install` has been called it ends the process as it does later: in one word, with code 130.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import TracebackType
+
+__all__ = ["install"]
+
+# What the runner returns for an interrupted run.
+_INTERRUPTED = 130
+
+
+def install() -> None:
+    """Take uncaught interrupts over if the program is a file that was started by itself. Idempotent."""
+    main = sys.modules.get("__main__")
+    is_script = main is not None and main.__spec__ is None and getattr(main, "__file__", None)
+    if not is_script or getattr(sys.excepthook, "__name__", "") == "_end_without_traceback":
+        return
+    before, own = sys.excepthook, os.getpid()
+
+    def _end_without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+        if not issubclass(kind, KeyboardInterrupt) or os.getpid() != own:
+            before(kind, error, trace)
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+
+    sys.excepthook = _end_without_traceback

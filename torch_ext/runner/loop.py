@@ -1,0 +1,108 @@
+"""Several tasks on one thread: each is a generator that yields what it waits for.
+
+Runs in the supervisor, on the main thread; standard library only. No thread is started, so that a supervisor that is
+its own zygote may still be forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable, Generator
+from typing import NamedTuple, Protocol, TypeVar
+
+__all__ = ["Loop", "Task", "Wait", "run_alone"]
+
+T = TypeVar("T")
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Wait(NamedTuple):
+    """What a task waits for: that one of ``files`` can be read, or that ``time.monotonic()`` passes ``until_s``."""
+
+    files: tuple[_HasFileno | int, ...]
+    until_s: float = float("inf")
+
+
+Task = Generator[Wait, None, T]
+
+
+class Loop:
+    """Tasks that take turns. :meth:`close` ends those that are not done, by ``GeneratorExit``.
+
+    Args:
+        tick: called at least every ``tick_s`` seconds while tasks wait.
+    """
+
+    def __init__(self, tick: Callable[[], None] = lambda: None, tick_s: float = float("inf")) -> None:
+        self._tick, self._tick_s = tick, tick_s
+        self._tasks: dict[Task[None], Wait] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: Task[None]) -> None:
+        """Run ``task`` until it waits."""
+        self._advance(task)
+
+    def turn(self) -> None:
+        """Wait until a task can go on, and let every one that can do so. Returns after a tick as well."""
+        if not self._tasks:
+            raise AssertionError("there is nothing to wait for")
+        now_s = time.monotonic()
+        left_s = min(self._tick_s, min(wait.until_s for wait in self._tasks.values()) - now_s)
+        ready = _readable([wait.files for wait in self._tasks.values()], max(0.0, left_s))
+        now_s = time.monotonic()
+        for (task, wait), woken in zip(list(self._tasks.items()), ready, strict=True):
+            if task in self._tasks and (woken or now_s >= wait.until_s):
+                self._advance(task)
+        self._tick()
+
+    def _advance(self, task: Task[None]) -> None:
+        self._tasks.pop(task, None)
+        with contextlib.suppress(StopIteration):
+            self._tasks[task] = next(task)
+
+    def close(self) -> None:
+        """End all tasks."""
+        while self._tasks:
+            self._tasks.popitem()[0].close()
+
+
+def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> list[bool]:
+    """Wait until a file of one of ``waits`` can be read; return for each whether one of its files can."""
+    by_file: dict[int, list[int]] = {}
+    for number, files in enumerate(waits):
+        for file in files:
+            by_file.setdefault(file if isinstance(file, int) else file.fileno(), []).append(number)
+    ready = [False] * len(waits)
+    with selectors.DefaultSelector() as selector:
+        for descriptor, numbers in by_file.items():
+            try:
+                selector.register(descriptor, selectors.EVENT_READ, numbers)
+            except (OSError, ValueError):  # another task has closed it: whoever waits for it has to look again
+                for number in numbers:
+                    ready[number] = True
+                timeout_s = 0.0
+        for key, _ in selector.select(None if timeout_s == float("inf") else timeout_s):
+            for number in key.data:
+                ready[number] = True
+    return ready
+
+
+def run_alone(task: Task[T]) -> T:
+    """Run ``task`` to its end and return what it returns, or raise what it raises."""
+    try:
+        while True:
+            wait = next(task)
+            left_s = wait.until_s - time.monotonic()
+            _readable([wait.files], max(0.0, left_s))
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    finally:
+        task.close()

@@ -1,0 +1,116 @@
+"""The machine that tests share, and what each running class has of it for itself.
+
+Note [Neighbours]
+~~~~~~~~~~~~~~~~~
+Several classes run at once, of one run or of several in one checkout. None of them may meet another by accident, so
+each has
+
+- ranks, a parent half and a process group of its own;
+- a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
+- ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
+  ``dist_utils``);
+- on an accelerator, the devices of its slots: its ranks see no others.
+
+What only one process of a machine can have, such as quiet cores, a class asks for with ``alone = True``.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch_ext.runner.schedule.slots import cores
+from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.protocol import Devices
+from torch_ext.world.tree import ZygoteClient
+
+__all__ = ["Machine", "Place", "ask_for_devices", "shared_environment"]
+
+# Slots for each core where ranks wait for one another most of the time.
+_SLOTS_PER_CORE = 4
+_DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
+
+
+class Place(NamedTuple):
+    """What a class has to itself while it runs: its environment, and a folder for its short-lived files."""
+
+    environment: dict[str, str]
+    scratch: str
+
+    def leave(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+class Machine:
+    """Where the classes of a run find their places.
+
+    Args:
+        scratch: the folder of the run.
+        environment: of every process of the run.
+        devices: what ranks must share; none on ``cpu`` and on simulated devices, of which there are as many as a test
+            wants.
+        slots: how many there are, if the user says so.
+
+    Attributes:
+        slots: how many ranks may run at a time.
+    """
+
+    def __init__(
+        self, scratch: str, environment: Mapping[str, str], devices: Devices, slots: int | None = None
+    ) -> None:
+        self._scratch = scratch
+        self._environment = environment
+        self._devices = devices
+        self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()
+
+    def place(self, slots: Sequence[int], *, packed: bool) -> Place:
+        """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
+        folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
+        environment = {**self._environment, "TMPDIR": os.path.join(folder, "tmp")}
+        os.mkdir(environment["TMPDIR"])
+        if packed:
+            environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
+        if packed and self._devices.number:
+            environment[self._devices.variable] = ",".join(self._names_of(slots))
+        return Place(environment, folder)
+
+    def _names_of(self, slots: Sequence[int]) -> list[str]:
+        """The devices of ``slots``, as the variable spells them: the user may have narrowed them down already."""
+        names = [name for name in self._environment.get(self._devices.variable, "").split(",") if name]
+        names = names or [str(number) for number in range(self._devices.number)]
+        return [names[slot] for slot in slots if slot < len(names)]
+
+
+def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
+    """Have a child of ``zygote`` count the devices that ranks must share; none if it cannot."""
+    ours, theirs = channel_pair()
+    try:
+        child = zygote.start(_DESCRIBE_DEVICES, None, [theirs.fileno()], environment)
+    finally:
+        theirs.close()
+    try:
+        with suppress(ChannelClosedError):
+            message: Devices = ours.receive()[0]
+            return message
+        return Devices(0, "")
+    finally:
+        ours.close()
+        child.close()
+
+
+def shared_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Return ``environment`` with what all classes of all runs go on sharing though each has a ``TMPDIR`` of its own.
+
+    That is what Inductor has compiled, which it keeps below ``TMPDIR`` unless it is told otherwise.
+    """
+    with suppress(KeyError, OSError):  # a user without a name
+        name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{name}"))
+    return environment

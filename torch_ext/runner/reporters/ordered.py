@@ -1,0 +1,82 @@
+"""Puts the results of classes that run side by side into the order of the plan, for a reporter that people read."""
+
+from __future__ import annotations
+
+from torch_ext.runner.reporters.base import Reporter
+from torch_ext.runner.results import Began, Over, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+
+__all__ = ["InOrder"]
+
+_Key = tuple[str, str]
+
+
+class InOrder:
+    """A reporter that hands everything on to another, class after class.
+
+    The first class of the plan that is not over passes through as it happens. What the others say waits for their turn,
+    or for the end of the run.
+    """
+
+    def __init__(self, plan: Plan, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._held: dict[_Key, list[Began | TestResult]] = {}
+        self._over: set[_Key] = set()
+        self._set_order(plan)
+
+    def _set_order(self, plan: Plan) -> None:
+        self._order = [batch.key for batch in plan]
+        self._place = {key: place for place, key in reversed(list(enumerate(self._order)))}
+        self._at = 0
+
+    def begin(self, began: Began) -> None:
+        """Take note that a class or a test has begun."""
+        self._take(began)
+
+    def add(self, result: TestResult) -> None:
+        """Take one result."""
+        self._take(result)
+
+    def over(self, over: Over) -> None:
+        """Take note that nothing more comes of a class, or, with an empty class, of a file."""
+        file, cls = over.test.file, over.test.cls
+        self._over.update(key for key in self._order if key[0] == file and cls in ("", key[1]))
+        self._pass_on()
+
+    def replan(self, plan: Plan) -> None:
+        """Take note of another plan."""
+        self._reporter.replan(plan)
+        self._set_order(plan)
+        self._pass_on()
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Hand on what still waits, then the end."""
+        for key in sorted(self._held, key=lambda key: self._place.get(key, -1)):
+            self._hand_on(key)
+        self._reporter.finish(interrupted=interrupted)
+
+    def _take(self, event: Began | TestResult) -> None:
+        key = self._key(event.test)
+        self._held.setdefault(key, []).append(event)
+        if self._place.get(key, -1) <= self._at:
+            self._hand_on(key)
+
+    def _key(self, test: TestName) -> _Key:
+        """The class to which ``test`` belongs; for a file its first class, which its failure precedes."""
+        if test.cls:
+            return test.file, test.cls
+        return next((key for key in self._order if key[0] == test.file), (test.file, ""))
+
+    def _pass_on(self) -> None:
+        while self._at < len(self._order):
+            self._hand_on(self._order[self._at])
+            if self._order[self._at] not in self._over:
+                return
+            self._at += 1
+
+    def _hand_on(self, key: _Key) -> None:
+        for event in self._held.pop(key, ()):
+            if isinstance(event, Began):
+                self._reporter.begin(event)
+            else:
+                self._reporter.add(event)

@@ -1,0 +1,46 @@
+"""As many classes at a time as there are slots for their ranks, the longest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_ext.runner.schedule.plan import Batch
+from torch_ext.runner.schedule.slots import slots_of
+
+__all__ = ["Packed"]
+
+
+class Packed:
+    """See :class:`~torch_ext.runner.schedule.base.Policy`.
+
+    The longest class goes first, because one that is left for the end runs on when all others are through. Where it
+    does not fit, the longest that does goes in its place. Classes that want to be alone come last, one by one.
+
+    Args:
+        at_once: the most classes that run at a time.
+    """
+
+    keeps_order = False
+
+    def __init__(self, at_once: int) -> None:
+        if at_once < 1:
+            raise ValueError(f"got {at_once} classes at once, expected at least 1")
+        self._at_once = at_once
+
+    def order(self, batches: Sequence[Batch]) -> list[Batch]:
+        return sorted(batches, key=_rank)
+
+    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
+        if len(running) >= self._at_once or any(batch.need.alone for batch in running):
+            return None
+        for batch in sorted(ready, key=_rank):
+            if batch.need.alone:
+                return None if running else batch
+            if slots_of(batch.need, slots) <= free:
+                return batch
+        return None
+
+
+def _rank(batch: Batch) -> tuple[bool, float]:
+    """What comes first is least. Equals stay in the order of the plan."""
+    return batch.need.alone, -batch.expected_s

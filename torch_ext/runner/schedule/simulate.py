@@ -1,0 +1,67 @@
+"""A whole run on paper: the real queue and policy under a clock that jumps from one end of a class to the next."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from torch_ext.runner.schedule.base import Policy
+from torch_ext.runner.schedule.plan import Batch, Plan
+from torch_ext.runner.schedule.queue import Queue
+from torch_ext.runner.schedule.slots import Slots, slots_of
+
+__all__ = ["Span", "lower_bound", "makespan", "simulate"]
+
+
+class Span(NamedTuple):
+    """When a class ran, in seconds from the start, and on which slots."""
+
+    batch: Batch
+    begun_s: float
+    ended_s: float
+    slots: tuple[int, ...]
+
+
+def simulate(plan: Plan, policy: Policy, slots: int) -> list[Span]:
+    """Run ``plan`` on ``slots`` slots. A class takes as long as expected; importing a file takes no time."""
+    queue = Queue(plan, policy, Slots(slots))
+    by_file: dict[str, list[Batch]] = {}
+    for each in plan:
+        by_file.setdefault(each.file.name, []).append(each)
+    ends: list[tuple[float, int, Span]] = []
+    spans: list[Span] = []
+    now_s = 0.0
+    while True:
+        opened = True
+        while opened:  # what has begun makes room for more files
+            files = queue.files_to_open()
+            for file in files:
+                queue.loaded(file, by_file[file.name])
+            while (batch := queue.start()) is not None:
+                span = Span(batch, now_s, now_s + batch.expected_s, queue.running[batch])
+                heapq.heappush(ends, (span.ended_s, len(spans), span))
+                spans.append(span)
+            opened = bool(files)
+        if not ends:
+            return spans
+        now_s, _, span = heapq.heappop(ends)
+        queue.ended(span.batch)
+        queue.files_done()
+
+
+def makespan(plan: Plan, policy: Policy, slots: int) -> float:
+    """Return how long ``plan`` takes on ``slots`` slots, in seconds."""
+    return max((span.ended_s for span in simulate(plan, policy, slots)), default=0.0)
+
+
+def lower_bound(plan: Plan, slots: int) -> float:
+    """Return the seconds below which no schedule of ``plan`` gets: its longest class, or all slots busy all the time.
+
+    Classes that are alone add up, and so do those that take more than half of the slots.
+    """
+    apart = [batch for batch in plan if batch.need.alone]
+    rest = [batch for batch in plan if not batch.need.alone]
+    area = sum(batch.expected_s * slots_of(batch.need, slots) for batch in rest) / slots
+    wide = sum(batch.expected_s for batch in rest if 2 * slots_of(batch.need, slots) > slots)
+    longest = max((batch.expected_s for batch in rest), default=0.0)
+    return sum(batch.expected_s for batch in apart) + max(area, wide, longest)

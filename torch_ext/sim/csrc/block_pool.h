@@ -1,0 +1,123 @@
+// The memory of one device, in blocks: those that tensors hold, those that streams still use, and idle ones.
+//
+// Note [Pools by stream]
+// A block belongs to the stream that was current when it was taken, as with CUDA's caching allocator. Freed, it is at
+// once the first choice for the next request of its size on that stream: work on one stream is in order, so the new
+// owner needs to wait for nothing. Other streams that use it must be named (`record_stream`); then the block comes back
+// when what they had been given by the time it was freed is over. A program that forgets this has its memory
+// overwritten, here as there.
+//
+// Note [Dangerous blocks]
+// Where somebody knows whether a stream could meet an earlier owner's work that nothing orders before it (the race
+// checker does), such blocks are handed out first, also to smaller requests. So an unsafe free that any reuse could hit
+// is hit, and not only by requests of the same size. A correct program has no such blocks.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+constexpr size_t kBlockAlignment = 64;
+
+class BlockPool;
+
+// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
+// which torch's interface frees without a context.
+struct alignas(kBlockAlignment) Block {
+  BlockPool* pool;
+  size_t capacity;  // bytes of data
+  size_t requested; // by its owner
+  size_t rounded;   // what its owner is charged; at most the capacity
+  uint64_t serial;  // no other block of the process has, or will have, the same
+  c10::StreamId home;
+  std::unique_ptr<std::vector<c10::Stream>> users; // streams named since it was taken
+  std::atomic<bool> live{false};
+  bool poisoned = false; // all of its bytes, since it was last freed
+
+  void* data() { return this + 1; }
+  const void* data() const { return this + 1; }
+  static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
+};
+static_assert(sizeof(Block) == kBlockAlignment, "data must start aligned");
+
+// Whether work of an earlier owner of the block at `data` could still be going on for one on `stream`.
+using IsDangerous = bool (*)(const void* data, c10::Stream stream);
+
+// What the profiler is told with every change.
+struct Totals {
+  size_t allocated; // bytes
+  size_t reserved;  // bytes
+};
+
+// Safe to call from any thread.
+class BlockPool {
+ public:
+  explicit BlockPool(c10::DeviceIndex device) : device_(device) {}
+
+  c10::DeviceIndex device() const { return device_; }
+
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the limit.
+  std::pair<Block*, Totals> take(size_t nbytes, c10::Stream stream);
+  Totals give_back(Block* block);
+
+  // `stream` uses the block, which must be live, beside its home.
+  void add_user(Block* block, c10::Stream stream);
+
+  // Returns idle blocks to the host, after waiting for those that streams still use.
+  void empty();
+
+  void set_limit(size_t nbytes);
+  size_t limit();
+  size_t reserved();
+  c10::CachingDeviceAllocator::DeviceStats stats();
+  void reset_accumulated();
+  void reset_peaks();
+
+ private:
+  struct InUse {
+    Block* block;
+    int64_t until; // nanoseconds on the clock of streams
+  };
+
+  // All of these require the lock.
+  Totals totals() const;
+  Block* take_idle(size_t rounded, c10::StreamId home);
+  Block* take_dangerous(size_t rounded, c10::Stream stream);
+  Block* take_fresh(size_t nbytes, size_t rounded);
+  void settle(Block* block);
+  void make_idle(Block* block);
+  void poll();
+  void release_idle();
+  void release(Block* block);
+  void count_taken(const Block& block);
+  [[noreturn]] void raise_out_of_memory(size_t nbytes);
+
+  const c10::DeviceIndex device_;
+  std::mutex mutex_;
+  size_t limit_ = size_t{16} << 30;
+  size_t idle_bytes_ = 0;
+  std::unordered_map<uint64_t, std::vector<Block*>> idle_;           // by home and capacity, newest last
+  std::unordered_map<c10::StreamId, std::vector<Block*>> dangerous_; // by home, newest last
+  std::vector<InUse> in_use_;
+  c10::CachingDeviceAllocator::DeviceStats stats_;
+};
+
+// The block, live or idle, whose data contains `pointer`; nullptr for memory that is not of a device.
+Block* block_at(const void* pointer);
+
+// Asks `ask` at every free and request; nullptr: nobody.
+void set_danger(IsDangerous ask);
+
+} // namespace torch_ext::sim

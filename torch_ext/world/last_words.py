@@ -1,0 +1,67 @@
+"""What a rank says when C++ aborts it. Runs in the rank; Linux; standard library only.
+
+Note [Last words]
+~~~~~~~~~~~~~~~~~
+An exception that nobody catches in a thread of gloo's ends the process by ``abort()``, and Python's handlers of signals
+never get to run. What a rank has called last would be lost, though it tells the cause. So a C function stands in for
+the handler of SIGABRT that enters the interpreter, sends the record, and leaves the rest to faulthandler. The
+interpreter is there to be entered: gloo's threads do not hold its lock, and whoever does will let go of it soon. An
+abort may also come from where nothing can be done any more, such as the memory allocator. Then a timer, made in good
+time, sends the signal to another thread, and faulthandler's handler ends the process all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+__all__ = ["say_before_abort"]
+
+# Seconds for the last words.
+_LIMIT_S = 2
+
+_CLOCK_MONOTONIC = 1
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_kept: list[object] = []
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent``, whose size is 64 bytes, to send a signal to the process."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("number", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_char * 48),
+    )
+
+
+def say_before_abort(speak: Callable[[], None]) -> None:
+    """Have ``speak`` called, on whatever thread it happens, before this process ends by ``abort()``.
+
+    Call it after faulthandler has been enabled, whose handler follows. Children that this process forks are silent.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "timer_create"):
+        return
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    timer = ctypes.c_void_p()
+    event = _Event(None, signal.SIGABRT, 0, b"")
+    if libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+        return
+    span = (ctypes.c_long * 4)(0, 0, _LIMIT_S, 0)
+    own = os.getpid()
+    before: list[int | None] = [None]
+
+    def on_abort(number: int) -> None:
+        libc.timer_settime(timer, 0, span, None)
+        libc.signal(number, before[0])
+        if os.getpid() == own:
+            speak()
+        getattr(libc, "raise")(number)  # held back until this handler returns
+
+    handler = _HANDLER(on_abort)
+    _kept.append(handler)  # the C side has only its address
+    before[0] = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
