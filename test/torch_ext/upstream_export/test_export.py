@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.upstream_export.checkouts import PERSON, like_upstream, repository
+from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.export import change, check
 from torch_ext.upstream.export.command import Request, Result, export
@@ -154,8 +154,12 @@ def test_a_conflict_shows_three_sides_and_sends_nothing(tmp_path: Path) -> None:
 
 def test_what_lies_uncommitted_in_the_checkout_does_not_count(tmp_path: Path) -> None:
     checkout = repository(tmp_path / "pytorch", {THEIRS: "def mine(): ...\n"})
-    (checkout / THEIRS).write_text("syntax error", encoding="utf-8")
-    assert "mine" in getattr(tree_at(checkout).module("torch.testing._internal.dist_utils"), "definitions", {})
+    (checkout / THEIRS).write_text("def other(): ...\n", encoding="utf-8")
+    module = "torch.testing._internal.dist_utils"
+    assert tree_at(checkout).find(module, "mine") is not None
+    commit(checkout, {})
+    assert tree_at(checkout).find(module, "mine") is None
+    assert tree_at(checkout).find(module, "other") is not None
 
 
 def test_every_suite_and_helper_goes_applies_and_imports(

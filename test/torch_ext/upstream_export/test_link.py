@@ -186,3 +186,13 @@ def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
         assert any(told in each for each in problems({"test/test_a.py": text}, {})), told
     assert problems({"a.py": "import os\ny = 1\n"}, {"a.py": "import os\n"}) == []
     assert problems({"a.py": "y = 1 \nz = 1\n"}, {"a.py": "y = 1 \n"}) == []
+
+
+def test_the_checkouts_own_rules_count() -> None:
+    config = '[tool.ruff.lint]\nselect = ["T20"]\n'
+    (told,) = problems({"a.py": "print(1)\n"}, {}, config)
+    assert "T201" in told
+    assert problems({"a.py": "import os\n"}, {}, config) == []
+    # Settings of a later ruff: the rules that we know of count.
+    (told,) = problems({"a.py": "import os\n"}, {}, "[tool.ruff]\nno-such-setting = 1\n")
+    assert "F401" in told

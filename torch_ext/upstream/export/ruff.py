@@ -88,16 +88,18 @@ def _lint(files: Mapping[str, str], config: str | None) -> list[dict[str, Any]]:
             file.write_text(text, encoding="utf-8")
         if config is not None:
             Path(folder, "pyproject.toml").write_text(config, encoding="utf-8")
-        rules = ["--isolated", "--select", _RULES] if config is None else ["--config", "pyproject.toml"]
-        done = subprocess.run(
-            [path, "check", "--quiet", "--no-cache", "--exit-zero", _SHOWN, *rules, *sorted(files)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        plain = ["--isolated", "--select", _RULES]
+        done = _asked(path, plain if config is None else ["--config", "pyproject.toml"], files, folder)
+        if done.returncode and config is not None:
+            done = _asked(path, plain, files, folder)  # settings that this release of ruff does not know
         if done.returncode:
             raise ValueError(f"ruff failed: {done.stderr}")
         told = json.loads(done.stdout or "[]")
         for each in told:
             each["filename"] = str(Path(each["filename"]).resolve().relative_to(Path(folder).resolve()))
     return list(told)
+
+
+def _asked(path: str, rules: list[str], files: Mapping[str, str], folder: str) -> subprocess.CompletedProcess[str]:
+    command = [path, "check", "--quiet", "--no-cache", "--exit-zero", _SHOWN, *rules, *sorted(files)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
