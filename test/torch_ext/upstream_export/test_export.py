@@ -10,7 +10,7 @@ import pytest
 
 from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
 from torch_ext.upstream.__main__ import main
-from torch_ext.upstream.export import change, check
+from torch_ext.upstream.export import change, check, patch
 from torch_ext.upstream.export.command import Request, Result, export
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.trees import our_tree, tree_at
@@ -68,6 +68,27 @@ def test_the_mail_applies_and_says_who_and_what(anatomy: Result, checkout: Path,
     copy = check.apply_to_copy(checkout, anatomy.mail, tmp_path)
     assert (copy / ANATOMY).read_text(encoding="utf-8") == anatomy.files[ANATOMY]
     assert imported(copy, anatomy) == ""
+
+
+def test_a_run_that_does_not_end_is_ended_with_its_children(checkout: Path, tmp_path: Path) -> None:
+    program = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
+    program += "import time\ntime.sleep(600)\n"
+    (tmp_path / "test_a.py").write_text(program, encoding="utf-8")
+    run = check.run_in_copy(tmp_path, "test_a.py", "cpu", timeout_s=5)
+    assert (run.passed, run.failed) == (0, 1)
+    assert "not done after 5 s" in run.output
+    sleeper = int(run.output.split()[0])
+    status = Path(f"/proc/{sleeper}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
+    checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
+    for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():
+        subprocess.run(["git", "-C", str(checkout), "config", key, value], check=True)
+    mail = patch.mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n", patch.author_of(checkout))
+    copy = check.apply_to_copy(checkout, mail, tmp_path)
+    assert (copy / THEIRS).read_text(encoding="utf-8") == "x = 1\n"
 
 
 def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(checkout: Path, tmp_path: Path) -> None:

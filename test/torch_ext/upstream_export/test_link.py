@@ -179,6 +179,7 @@ def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
         owned + "x = 1": "does not end with one newline",
         owned + "if True:\n\tx = 1\n": "a tab",
         owned + "import torch_ext.world\n": "names this project",
+        owned + "x = 'TORCH_EXT_DEVICE'\n": "names this project",
         owned + "def f():\n    return nothing\n": "undefined name nothing",
         owned + "import os\n": "F401",
         owned + "def f(:\n": "no Python",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ def apply_to_copy(checkout: Path, mail: str, folder: Path) -> Path:
         ValueError: it does not apply.
     """
     copy = folder / "copy"
-    _git(["clone", "--quiet", "--shared", "--no-tags", str(checkout), str(copy)], folder)
+    _git(["clone", "--quiet", "--shared", "--no-tags", str(checkout.resolve()), str(copy)], folder)
     file = folder / "change.patch"
     file.write_text(mail, encoding="utf-8")
     _git(["-c", "user.name=check", "-c", "user.email=check@localhost", "am", "--quiet", str(file)], copy)
@@ -146,21 +147,36 @@ def import_in_copy(copy: Path, modules: Iterable[str], timeout_s: float = 600) -
 def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(_SITE, encoding="utf-8")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH_EXT_")}
+        environment = {
+            key: value for key, value in os.environ.items() if key in _KEPT or not key.startswith("TORCH_EXT_")
+        }
         environment.update(PYTHONPATH=folder, EXPORT_CHECK_COPY=str(copy), EXPORT_CHECK_PROVIDER=str(project_root()))
         environment["EXPORT_CHECK_DEVICE"] = "" if device == _HOST else device
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # its ranks, which outlive it, end with its session
+        )
         try:
-            return subprocess.run(
-                [sys.executable, *command],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired as late:
-            told = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
-            return subprocess.CompletedProcess(command, 124, told, f"not done after {timeout_s:g} s")
+            stdout, stderr = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            stdout, stderr = child.communicate()
+            stderr += f"\nnot done after {timeout_s:g} s"
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
+        return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
 
 
 _HOST = "cpu"
+
+# Of our own variables: where the simulated device was built.
+_KEPT = ("TORCH_EXT_CACHE",)

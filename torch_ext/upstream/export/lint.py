@@ -52,7 +52,7 @@ def _of_one(path: str, text: str) -> list[tuple[int, str]]:
     return found + _undefined(module)
 
 
-_OURS = re.compile(r"\btorch_ext\b", re.IGNORECASE)
+_OURS = re.compile(r"(?<![a-z])torch_ext(?![a-z])", re.IGNORECASE)
 
 
 def _undefined(module: Module) -> list[tuple[int, str]]:

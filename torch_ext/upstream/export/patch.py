@@ -58,7 +58,9 @@ def mailbox(checkout: Path, files: Mapping[str, str], message: str, author: Auth
         objects = _git(checkout, ["rev-parse", "--path-format=absolute", "--git-path", "objects"]).strip()
         environment = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}
         commit = _commit(checkout, files, message, author, environment)
-        options = ["--stdout", "--no-signature", "--no-base", "--subject-prefix=PATCH"]
+        # What a person's settings may say otherwise, and git am would stumble over.
+        options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
+        options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
         return _git(checkout, ["format-patch", "-1", *options, commit], environment)
 
 
