@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -23,7 +24,18 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import Began, OutputError, Over, Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import (
+    Began,
+    OutputError,
+    Over,
+    Raised,
+    SetupError,
+    Sink,
+    Status,
+    TestName,
+    TestResult,
+    Tick,
+)
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -45,7 +57,7 @@ class Executor(Protocol):
     def run(
         self,
         plan: Plan,
-        sink: Callable[[Began | Over | TestResult], None],
+        sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
@@ -334,18 +346,30 @@ def _run(
 ) -> int:
     from torch_ext.runner.progress import Progress
     from torch_ext.runner.reporters.ordered import InOrder
+    from torch_ext.runner.reporters.running import Running
+    from torch_ext.runner.reporters.styled import is_live
     from torch_ext.runner.reporters.text import TextReporter
+    from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 
     progress = Progress(plan)
-    ordered = InOrder(plan, TextReporter(plan, options, sys.stderr if options.json else sys.stdout))
-    reporters: list[Reporter] = [ordered]
+    stream = sys.stderr if options.json else sys.stdout
+    text = TextReporter(plan, options, stream)
+    live = is_live(stream) and options.verbosity >= 0 and not options.show_output
+    running = Running(plan, lambda test: None, lambda test: 1.0, time.monotonic())
+    watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
+    ordered = InOrder(plan, text, failures_at_once=live)
+    reporters: list[Reporter] = [watch, ordered]
     if options.coverage:
         from torch_ext.runner.reporters.coverage import CoverageReporter
 
         reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
 
-    def take(result: Began | Over | TestResult) -> None:
+    def take(result: Began | Over | TestResult | Tick) -> None:
+        if isinstance(result, Tick):
+            watch.tick()
+            return
         if isinstance(result, Over):
+            watch.over(result)
             ordered.over(result)
             return
         if isinstance(result, Began):

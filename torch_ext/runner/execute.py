@@ -22,7 +22,7 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.results import Began, Over, SetupError, TestName, TestResult
+from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.world import _os, frames, provider
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
@@ -49,6 +49,8 @@ _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
 _IMPORT_S, _NEWS_S = 120.0, 2.0
+# How often those who show the time are told that it passes, in seconds.
+_TICK_S = 0.25
 
 
 class RunExecutor:
@@ -219,7 +221,7 @@ class RunExecutor:
     def run(
         self,
         plan: Plan,
-        sink: Callable[[Began | Over | TestResult], None],
+        sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
@@ -227,7 +229,7 @@ class RunExecutor:
         slots = Slots(machine.slots)
         queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
-        loop = Loop()
+        loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:
             while not queue.over:
                 for file in queue.files_to_open():
@@ -258,9 +260,7 @@ class RunExecutor:
                 yield from self.zygote(file)
         queue.loaded(file, batches)
 
-    def _run_class(
-        self, batch: Batch, queue: Queue, machine: Machine, sink: Callable[[Began | Over | TestResult], None]
-    ) -> Task[None]:
+    def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink) -> Task[None]:
         place = machine.place(queue.running[batch], packed=self._packs)
         try:
             goes_on = yield from ClassRunner(self, place, batch, self._options, sink).run()

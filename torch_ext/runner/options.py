@@ -132,9 +132,11 @@ def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace
     if given.root:
         parser.error("--upstream brings its own root, the folder that holds all it names; leave --root out")
     if given.cuda_as_sim:
-        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
-        if given.device != "sim":
-            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give sim")
+        from torch_ext.cuda_as_sim.words import DEVICE
+
+        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
+        if given.device != DEVICE:
+            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give {DEVICE}")
     folders = []
     for typed in given.upstream:
         path = Path(typed).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -20,9 +21,11 @@ __all__ = [
     "RanksFailed",
     "Remark",
     "SetupError",
+    "Sink",
     "Status",
     "TestName",
     "TestResult",
+    "Tick",
 ]
 
 
@@ -123,6 +126,11 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class Tick:
+    """A moment has passed. Told a few times a second while tests run, for views that show the time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file.
 
@@ -196,3 +204,7 @@ class TestResult:
     def died(self) -> bool:
         """Whether its process ended under it."""
         return any(isinstance(problem, Died) for problem in self.problems)
+
+
+# Takes what happens in a run, as it happens.
+Sink = Callable[[Began | Over | TestResult | Tick], None]

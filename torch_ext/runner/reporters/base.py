@@ -25,6 +25,10 @@ class Reporter(Protocol):
         """Take note that ``plan`` is what runs: a file turned out to have other tests than the plan before said."""
         ...
 
+    def new_round(self, number: int) -> None:
+        """Take note that the whole plan runs once more. ``number`` is 2 for the first repetition."""
+        ...
+
     def finish(self, *, interrupted: bool = False) -> None:
         """Take note that no more results come. Called once, also after an interrupt."""
         ...

@@ -39,6 +39,10 @@ class CoverageReporter:
         """Sum up against ``plan`` from now on."""
         self._plan = plan
 
+    def new_round(self, number: int) -> None:
+        """Sum up the last round alone."""
+        self._results = []
+
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the sum."""
         told = {result.test for result in self._results}

@@ -38,6 +38,11 @@ class TextReporter:
         self._printed: set[Batch] = set()
         self._start_s = time.monotonic()
 
+    @property
+    def writer(self) -> StyledWriter:
+        """Where it prints. Whoever else prints there does so through the same one."""
+        return self._out
+
     def begin(self, began: Began) -> None:
         """Nothing is printed of it."""
 
@@ -56,6 +61,9 @@ class TextReporter:
         """Report on ``plan`` from now on."""
         self._plan = plan
         self._progress.replan(plan)
+
+    def new_round(self, number: int) -> None:
+        """Nothing is printed of it."""
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``."""
