@@ -23,7 +23,7 @@ FSDP = "torch/testing/_internal/common_fsdp.py"
 RUN_THERE = [
     (ANATOMY, "sim", ()),
     ("test/distributed/fsdp/test_fsdp_properties.py", "sim", ("TestTrainingProperties",)),
-    ("test/distributed/_composable/fsdp/test_fully_shard_anatomy.py", "cpu", ()),
+    ("test/distributed/rpc/test_share_memory.py", "cpu", ()),
 ]
 
 
