@@ -26,7 +26,15 @@ setup(
     ],
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
-    package_data={"torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"], "torch_ext": ["py.typed"]},
-    entry_points={"console_scripts": ["torch_ext=torch_ext.__main__:main"]},
+    package_data={
+        "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
+        "torch_ext": ["py.typed"],
+        "torch_ext.upstream": ["*.json"],
+    },
+    entry_points={
+        "console_scripts": ["torch_ext=torch_ext.__main__:main"],
+        # Called what it is, so that a conftest that names it as well does not load it twice.
+        "pytest11": ["torch_ext.runner.pytest_plugin=torch_ext.runner.pytest_plugin"],
+    },
     zip_safe=False,
 )

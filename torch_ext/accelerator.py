@@ -37,6 +37,7 @@ __all__ = [
     "device_count",
     "device_module",
     "device_type",
+    "has_backend",
     "initialize",
     "is_accelerator",
     "race_check",
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
+
+# Set if, in the files under test, CUDA means the simulated device.
+STANDS_IN_VARIABLE = "TORCH_EXT_CUDA_AS_SIM"
 
 # The device type that is not an accelerator.
 HOST = "cpu"
@@ -210,6 +214,12 @@ def initialize() -> None:
     start = getattr(device_module(), "init", None) if is_accelerator() else None
     if start is not None:
         start()
+
+
+def has_backend(name: str) -> bool:
+    """Whether torch has the c10d backend ``name``, or the device under test stands in for the one it belongs to."""
+    stands_in = bool(os.environ.get(STANDS_IN_VARIABLE)) and name == "nccl"
+    return bool(dist.is_backend_available(backend() if stands_in else name))
 
 
 def capabilities() -> Capabilities:

@@ -4,7 +4,6 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ext.runner.class_child import ClassChild, Zygotes
@@ -12,7 +11,7 @@ from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Place
-from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Sink, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import notices
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
@@ -90,7 +89,7 @@ class ClassRunner:
         place: Place,
         batch: Batch,
         options: Options,
-        sink: Callable[[Began | Over | TestResult], None],
+        sink: Sink,
     ) -> None:
         self._zygotes = zygotes
         self._place = place

@@ -88,5 +88,8 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     provider.never_start_ranks()
     tests = find_tests(order.module)
     names = tuple((cls, test._testMethodName) for cls, test in tests)
-    Channel.from_descriptor(descriptors[0]).send(TestNames(names, tuple(needs_of(test) for _, test in tests)))
+    accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
+    device = accelerator.device_type() if accelerator is not None else ""
+    needs = tuple(needs_of(test) for _, test in tests)
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
     return 0

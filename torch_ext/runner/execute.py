@@ -22,7 +22,7 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.results import Began, Over, SetupError, TestName, TestResult
+from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.world import _os, frames, provider
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
@@ -44,10 +44,13 @@ __all__ = ["RunExecutor", "open_executor"]
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
 _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
 # beside those that go on, so that some that hang block no others.
 _IMPORT_S, _NEWS_S = 120.0, 2.0
+# How often those who show the time are told that it passes, in seconds.
+_TICK_S = 0.25
 
 
 class RunExecutor:
@@ -85,7 +88,7 @@ class RunExecutor:
             return
         root = self._root or self._start_root(file)
         argv = (str(file.path),)
-        first = (_BRIDGE, _FILE) if self._options.upstream else ()
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self.environment, argv, record, first)
         try:
             root.wait_ready()
@@ -93,9 +96,12 @@ class RunExecutor:
             raise SetupError(_what_to_tell(str(error))) from None
         self._zygotes[file.name] = root.load(order, self._limit_s)
 
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
         with held():
             self._root = RootZygote(Preparation(tuple(path), preload), self.scratch, self.environment)
         return self._root
@@ -180,9 +186,8 @@ class RunExecutor:
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
         tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
         depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        return Collected(
-            file, tests, depends.imported, depends.paths, depends.variables, depends.unsure, needs=told.needs
-        )
+        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
+        return Collected(file, tests, *found, needs=told.needs, device=told.device)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
@@ -216,15 +221,20 @@ class RunExecutor:
     def run(
         self,
         plan: Plan,
-        sink: Callable[[Began | Over | TestResult], None],
+        sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
+        if not plan.batches:
+            return
         machine = self._machine(plan)
         slots = Slots(machine.slots)
-        queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
+        # Whoever asks for an order wants that one.
+        in_order = self._options.random_order is not None or self._options.failed_first
+        packed = Packed(self._options.jobs or slots.number, in_order=in_order)
+        queue = Queue(plan, packed if self._packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
-        loop = Loop()
+        loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:
             while not queue.over:
                 for file in queue.files_to_open():
@@ -255,9 +265,7 @@ class RunExecutor:
                 yield from self.zygote(file)
         queue.loaded(file, batches)
 
-    def _run_class(
-        self, batch: Batch, queue: Queue, machine: Machine, sink: Callable[[Began | Over | TestResult], None]
-    ) -> Task[None]:
+    def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink) -> Task[None]:
         place = machine.place(queue.running[batch], packed=self._packs)
         try:
             goes_on = yield from ClassRunner(self, place, batch, self._options, sink).run()

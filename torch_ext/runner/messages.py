@@ -40,12 +40,13 @@ class CollectOrder:
 
 @dataclass(frozen=True)
 class TestNames:
-    """The tests of a module, as ``(class, method)``, in the order in which they run, and the needs of each."""
+    """The tests of a module, as ``(class, method)``, in the order in which they run, their needs and device."""
 
     __test__ = False
 
     names: tuple[tuple[str, str], ...]
     needs: tuple[Needs, ...] = ()
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Collected:
         before: the tests that were remembered of the same code, where they are no longer sure to be right.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
         needs: what each of ``tests`` asks for, in their order; empty if that is not known.
+        device: the device type that they test, as far as it is known.
         left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
     """
 
@@ -76,6 +77,7 @@ class Collected:
     error: str = ""
     needs: tuple[Needs, ...] = ()
     left: str = ""
+    device: str = ""
 
 
 class Collector(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -20,9 +21,12 @@ __all__ = [
     "RanksFailed",
     "Remark",
     "SetupError",
+    "Sink",
     "Status",
     "TestName",
     "TestResult",
+    "Tick",
+    "import_failure",
 ]
 
 
@@ -35,17 +39,18 @@ class OutputError(RuntimeError):
 
 
 class Status(Enum):
-    """The five endings of a test. Each counts as passed, failed or skipped."""
+    """The endings of a test. Each counts as passed, failed, skipped or flaky."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
     XFAIL = "expected failure"
     UNEXPECTED_SUCCESS = "unexpected success"
+    FLAKY = "flaky"
 
     @property
     def counted(self) -> Status:
-        """PASSED, FAILED or SKIPPED: the column of the summary in which this ending is counted.
+        """PASSED, FAILED, SKIPPED or FLAKY: the column of the summary in which this ending is counted.
 
         >>> Status.XFAIL.counted, Status.UNEXPECTED_SUCCESS.counted
         (<Status.PASSED: 'passed'>, <Status.FAILED: 'failed'>)
@@ -123,6 +128,11 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class Tick:
+    """A moment has passed. Told a few times a second while tests run, for views that show the time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file.
 
@@ -172,6 +182,8 @@ Problem = Raised | RanksFailed | Died | Remark
 class TestResult:
     """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
 
+    What runs tests fills in ``test`` to ``output``; the rest is known to what counts rounds and attempts.
+
     Attributes:
         test: the test; without a method for a failure of the class, without a class for a failure of the file.
         status: its ending.
@@ -180,6 +192,10 @@ class TestResult:
         reason: why it was skipped, in words that a user can act on.
         warnings: sentences worth repeating in the summary.
         output: what its parent half printed, without hidden frames; empty unless the test failed.
+        round: which of the rounds of the run it belongs to, from 1.
+        attempt: how often the test has run in this round, this time included.
+        again: whether it failed and runs once more, so that this is not its last word.
+        earlier: the attempts before this one, if it is the last; all of them failed.
     """
 
     __test__ = False
@@ -191,8 +207,24 @@ class TestResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     output: str = ""
+    round: int = 1
+    attempt: int = 1
+    again: bool = False
+    earlier: tuple[TestResult, ...] = ()
 
     @property
     def died(self) -> bool:
         """Whether its process ended under it."""
         return any(isinstance(problem, Died) for problem in self.problems)
+
+
+# Takes what happens in a run, as it happens.
+Sink = Callable[[Began | Over | TestResult | Tick], None]
+
+
+def import_failure(file: str, error: str, left: str = "") -> TestResult:
+    """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
+    if left:
+        return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
+    trace = error.rstrip()
+    return TestResult(TestName(file), Status.FAILED, 0.0, (Raised(trace.rpartition("\n")[2], trace),))

@@ -8,6 +8,7 @@ they do not know, and set the device of a rank for those of two vendors only.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +41,7 @@ def install() -> None:
 
 def _cycles_per_ms(device: str = "") -> float:
     """Upstream's ``get_cycles_per_ms`` measures CUDA. There is one device under test, whatever it is called."""
-    from torch_ext.testing._internal.common_utils import get_cycles_per_ms
-
-    return get_cycles_per_ms()
+    return float(importlib.import_module("torch_ext.testing._internal.common_utils").get_cycles_per_ms())
 
 
 def _teach_dtensor_base(base: Any) -> None:

@@ -35,10 +35,10 @@ def devices_wanted(source: str) -> int:
 
 
 def _numbers(node: ast.AST) -> Iterator[int]:
-    if isinstance(node, ast.Call) and (
-        _name(node.func) in _ASKING or (_name(node.func) == "min" and any(map(_counts_devices, node.args)))
-    ):
-        yield from _constants(node.args)
+    if isinstance(node, ast.Call):
+        name = _name(node.func)
+        if name in _ASKING or (name == "min" and any(map(_counts_devices, node.args))):
+            yield from _constants(node.args)
     elif isinstance(node, ast.Compare) and any(map(_counts_devices, (node.left, *node.comparators))):
         yield from _constants((node.left, *node.comparators))
     elif isinstance(node, ast.Assign) and any(_WORLD_SIZE in _name(target).lower() for target in node.targets):

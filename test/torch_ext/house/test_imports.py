@@ -22,9 +22,12 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
     "torch_ext.cache": frozenset(),
     "torch_ext.sim": frozenset({"torch_ext.cache"}),
+    "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat"}),
-    "torch_ext.runner": frozenset({"torch_ext.world", "torch_ext.cache", "torch_ext.compat.untested_torch"}),
+    "torch_ext.runner": frozenset(
+        {"torch_ext.world", "torch_ext.cache", "torch_ext.compat.untested_torch", "torch_ext.cuda_as_sim.words"}
+    ),
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),

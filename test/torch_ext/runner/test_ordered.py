@@ -28,6 +28,9 @@ class Kept:
     def replan(self, plan: Plan) -> None:
         self.told.append("replan")
 
+    def new_round(self, number: int) -> None:
+        self.told.append(f"round {number}")
+
     def finish(self, *, interrupted: bool = False) -> None:
         self.told.append("end")
 
@@ -84,3 +87,20 @@ def test_a_new_plan_has_its_own_order() -> None:
     ordered.add(result(C1))
     ordered.replan(make_plan(FILES, [C1]))
     assert kept.told == ["replan", "C1"]
+
+
+def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:
+    kept, ordered = made()
+    ordered.add(result(C1))
+    ordered.new_round(2)
+    ordered.add(result(C1))
+    ordered.add(result(A1))
+    assert kept.told == ["C1", "round 2", "A1"]
+
+
+def test_failures_may_come_at_once() -> None:
+    kept = Kept()
+    ordered = InOrder(make_plan(FILES, [A1, B1, C1]), kept, failures_at_once=True)
+    ordered.add(result(B1))
+    ordered.add(TestResult(C1, Status.FAILED, 0.0))
+    assert kept.told == ["C1"]

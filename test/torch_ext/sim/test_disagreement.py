@@ -99,6 +99,13 @@ def _swapped(told: str) -> str:
     return f"{head}{other}.*; {mine}"
 
 
+@pytest.fixture(params=["shared", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("name", [name for name in PLANTED if name != "two swapped"])
 def test_each_rank_is_told_what_both_called(name: str) -> None:
     ranks.run(2, _disagree, name, backend="simccl")
@@ -110,6 +117,7 @@ def _disagree_twice(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
+@pytest.mark.usefixtures("transport")
 def test_two_swapped_collectives_are_told() -> None:
     ranks.run(2, _disagree_twice)
 
@@ -119,6 +127,7 @@ def _one_of_three(rank: int, world_size: int) -> None:
         dist.all_reduce(_x(), OPS.MAX if rank == 2 else OPS.SUM)
 
 
+@pytest.mark.usefixtures("transport")
 def test_everybody_is_told_who_was_different() -> None:
     ranks.run(3, _one_of_three)
 
@@ -134,6 +143,7 @@ def _asynchronous(rank: int, world_size: int) -> None:
         work.get_future().wait()
 
 
+@pytest.mark.usefixtures("transport")
 def test_an_asynchronous_one_is_told_at_the_wait() -> None:
     ranks.run(2, _asynchronous)
 
@@ -153,6 +163,7 @@ def _unequal_letters(rank: int, world_size: int) -> None:
             SIM.synchronize()
 
 
+@pytest.mark.usefixtures("transport")
 def test_receiver_is_told_of_another_size_or_type() -> None:
     ranks.run(2, _unequal_letters)
 
@@ -163,6 +174,7 @@ def _one_device(rank: int, world_size: int) -> None:
         dist.all_reduce(_x())
 
 
+@pytest.mark.usefixtures("transport")
 def test_two_ranks_on_one_device_are_refused() -> None:
     ranks.run(2, _one_device)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.test_transport import _entries as entries_of
 
 SIM: Any = torch.get_device_module("sim")
 
@@ -283,6 +286,36 @@ def _late(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", _DUE)
 def test_a_missed_operation_times_out_where_its_result_is_due(name: str) -> None:
     ranks.run(2, _late, name)
+
+
+def _page(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _store().wait(["seen"])
+        dist.all_reduce(_x())
+        return
+    file = os.memfd_create("page")
+    os.ftruncate(file, 4096)
+    os.environ["TORCH_EXT_WAIT_PAGE"] = str(file)
+    page = mmap.mmap(file, 4096)
+
+    def read() -> None:
+        x = _x()
+        _reduce(x).wait()
+        x.tolist()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    while not entries_of(page):
+        assert reading.is_alive()
+    ((peer, _, _, operation, site),) = entries_of(page)
+    assert (peer, operation) == (1, "all_reduce") and Path(site.rpartition(":")[0]) == Path(__file__)
+    _store().set("seen", "")
+    reading.join()
+    assert not entries_of(page)
+
+
+def test_the_page_of_waits_tells_what_a_read_waits_for() -> None:
+    ranks.run(2, _page)
 
 
 def _own_limit(rank: int, world_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_ext.runner.reporters.base import Reporter
-from torch_ext.runner.results import Began, Over, TestName, TestResult
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["InOrder"]
@@ -15,11 +15,12 @@ class InOrder:
     """A reporter that hands everything on to another, class after class.
 
     The first class of the plan that is not over passes through as it happens. What the others say waits for their turn,
-    or for the end of the run.
+    or for the end of the run; with ``failures_at_once`` their failures do not.
     """
 
-    def __init__(self, plan: Plan, reporter: Reporter) -> None:
+    def __init__(self, plan: Plan, reporter: Reporter, *, failures_at_once: bool = False) -> None:
         self._reporter = reporter
+        self._failures_at_once = failures_at_once
         self._held: dict[_Key, list[Began | TestResult]] = {}
         self._over: set[_Key] = set()
         self._set_order(plan)
@@ -35,7 +36,10 @@ class InOrder:
 
     def add(self, result: TestResult) -> None:
         """Take one result."""
-        self._take(result)
+        if self._failures_at_once and result.status.counted is Status.FAILED:
+            self._reporter.add(result)
+        else:
+            self._take(result)
 
     def over(self, over: Over) -> None:
         """Take note that nothing more comes of a class, or, with an empty class, of a file."""
@@ -49,11 +53,21 @@ class InOrder:
         self._set_order(plan)
         self._pass_on()
 
+    def new_round(self, number: int) -> None:
+        """Hand on what still waits, and begin anew."""
+        self._hand_on_all()
+        self._over.clear()
+        self._at = 0
+        self._reporter.new_round(number)
+
     def finish(self, *, interrupted: bool = False) -> None:
         """Hand on what still waits, then the end."""
+        self._hand_on_all()
+        self._reporter.finish(interrupted=interrupted)
+
+    def _hand_on_all(self) -> None:
         for key in sorted(self._held, key=lambda key: self._place.get(key, -1)):
             self._hand_on(key)
-        self._reporter.finish(interrupted=interrupted)
 
     def _take(self, event: Began | TestResult) -> None:
         key = self._key(event.test)

@@ -36,4 +36,6 @@ def _conditions(options: Options) -> list[str]:
     if options.start_method != "fork":
         given.append(("--start-method", options.start_method))
     upstream = [shlex.join(["--upstream", *options.upstream])] if options.upstream else []
+    if options.cuda_as_sim:
+        upstream.append("--cuda-as-sim")
     return [*upstream, *(shlex.join(pair) for pair in given if pair[1])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +68,13 @@ class Plan:
         before = [batch for number, batch in kept if number < start]
         after = [batch for number, batch in kept if number > start]
         return Plan((*before, *batches, *after))
+
+    def without(self, tests: Collection[TestName]) -> Plan:
+        """Return this plan without ``tests``; a class keeps its needs and what it is expected to take."""
+        kept = (
+            batch._replace(tests=tuple(test for test in batch.tests if test not in tests)) for batch in self.batches
+        )
+        return Plan(tuple(batch for batch in kept if batch.tests))
 
 
 def make_plan(

@@ -187,7 +187,6 @@ WorkPtr Launcher::launch(Operation operation) {
   catch_up(current_stream(device)); // what it reads is there
   WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
-  const auto transfers_before = transport_->transfers_started();
   const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
@@ -207,8 +206,7 @@ WorkPtr Launcher::launch(Operation operation) {
   running->set_record(record);
   if (is_collective) {
     record_operation(
-        {transport_->record_name(), transfers_before + 1, transport_->transfers_started(), operation.name,
-         getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
+        {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
          std::move(record)});
   }
   const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;

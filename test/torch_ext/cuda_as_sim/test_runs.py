@@ -1,0 +1,107 @@
+"""A file that speaks of CUDA runs on the simulated accelerator: ``run_test.py --upstream FILE --cuda-as-sim``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+FILE = """
+import os
+import unittest
+
+import torch
+import torch.distributed as dist
+from helpers import the_device
+from torch.cuda.amp import GradScaler, autocast
+from torch.distributed import is_nccl_available
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_cuda import TEST_MULTIGPU
+from torch.testing._internal.common_distributed import (
+    MultiProcessTestCase, requires_nccl, requires_nccl_version, skip_if_lt_x_gpu
+)
+from torch.testing._internal.common_utils import TEST_CUDA, run_tests
+
+
+class TestCuda(MultiProcessTestCase):
+    @property
+    def world_size(self):
+        return torch.cuda.device_count() // 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    @requires_nccl()
+    @requires_nccl_version((2, 10), "needs 2.10")
+    @unittest.skipIf(not TEST_MULTIGPU, "needs two devices")
+    @skip_if_lt_x_gpu(2)
+    def test_trains(self):
+        torch.cuda.set_device(self.rank)
+        dist.init_process_group(
+            os.environ["BACKEND"], init_method=f"file://{self.file_name}", rank=self.rank, world_size=self.world_size
+        )
+        self.assertTrue(TEST_CUDA and is_nccl_available())
+        self.assertEqual(dist.get_backend(), "nccl")
+        x = torch.ones(2, device=f"cuda:{self.rank}")
+        dist.all_reduce(x)
+        self.assertTrue(x.is_cuda and x.device.type == "cuda" and the_device(x).type == "cuda")
+        self.assertEqual(x, torch.full((2,), 2.0).cuda())
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), device_ids=[self.rank])
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), autocast():
+            loss = model(x).sum()
+        torch.cuda.current_stream().wait_stream(stream)
+        GradScaler().scale(loss).backward()
+        self.assertIn("simulated", torch.cuda.get_device_name())
+        self.assertGreater(torch.cuda.memory_allocated(), 0)
+        self.assertEqual(init_device_mesh("cuda", (2,)).device_type, "cuda")
+        torch.save(x, f"{self.file_name}.{self.rank}")
+        moved = torch.load(f"{self.file_name}.{self.rank}", map_location=f"cuda:{1 - self.rank}")
+        self.assertEqual(moved.get_device(), 1 - self.rank)
+
+    def test_graph(self):
+        torch.cuda.CUDAGraph().replay()
+
+    def test_fails_and_says_so(self):
+        self.assertFalse(torch.cuda.is_available())
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXT_DEVICE"}
+    command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
+    return subprocess.run(command, env={**environment, "BACKEND": "nccl"}, capture_output=True, text=True, timeout=600)
+
+
+def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "test_cuda.py"
+    file.write_text(FILE)
+    (tmp_path / "helpers.py").write_text("def the_device(x):\n    return x.device if x.is_cuda else None\n")
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps([{"test": "test_cuda.py::TestCuda::test_fails*", "reason": "it asks for no device"}]))
+    done = run("--upstream", str(file), "--cuda-as-sim", "--coverage", "--json", "--differences", str(known))
+    told = json.loads(done.stdout)
+    assert (told["found"], told["passed"], told["failed"]) == (3, 1, 0), done.stderr
+    assert sorted(told["why_not"]) == [
+        "known difference: it asks for no device",
+        "torch.cuda: CUDAGraph: CUDA graphs are CUDA's own: the simulated accelerator runs each operator when it is "
+        "called and captures none.",
+    ]
+    assert done.returncode == 0
+
+
+def test_other_devices_and_our_own_suites_are_refused(tmp_path: Path) -> None:
+    assert "--cuda-as-sim goes with --upstream" in run("--cuda-as-sim").stderr
+    done = run("--cuda-as-sim", "--upstream", str(tmp_path), "--device", "cpu")
+    assert done.returncode == 2
+    assert "got --cuda-as-sim and the device cpu" in done.stderr

@@ -1,0 +1,176 @@
+"""What is told while tests run: a live view in a pseudo-terminal, lines in a pipe; the report stays whole."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.world.suites import DEADLINE_S, Suite
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.reporters.running import Running
+from torch_ext.runner.reporters.styled import StyledWriter
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult
+from torch_ext.runner.schedule import make_plan
+
+FILE = TestFile("a.py", Path("/root/a.py"), "a", Path("/root"))
+ONE, TWO, OTHER = (
+    TestName("a.py", "TestA", "test_1"),
+    TestName("a.py", "TestA", "test_2"),
+    TestName("a.py", "TestB", "t"),
+)
+PLAN = make_plan([FILE], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
+
+
+def running(recorded: float | None = None) -> Running:
+    return Running(PLAN, lambda test: recorded, lambda test: 2.0, 100.0)
+
+
+def passed(test: TestName) -> TestResult:
+    return TestResult(test, Status.PASSED, 1.0)
+
+
+def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks() -> None:
+    view = running()
+    assert view.summary(101.0) == "[0/3]  1 s" and view.under_way(101.0) == []
+    view.begin(Began(TestName("a.py", "TestA")), 101.0)
+    view.begin(Began(ONE), 102.0)
+    view.begin(Began(OTHER), 103.0)
+    assert view.under_way(110.0) == ["a.py::TestA::test_1  4 ranks  8 s", "a.py::TestB::t  1 rank  7 s"]
+    view.add(passed(ONE), 110.0)
+    view.add(TestResult(OTHER, Status.FAILED, 1.0), 110.0)
+    view.over(Over(TestName("a.py", "TestB")))
+    assert view.summary(110.0) == "[2/3]  1 passed  1 failed  10 s  about 5 s left"
+    assert view.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
+
+
+def test_a_slow_test_is_told_when_it_becomes_slow_and_when_its_time_has_doubled() -> None:
+    view = running(recorded=20.0)
+    view.begin(Began(ONE), 100.0)
+    assert view.newly_slow(159.0) == [] and "slow" not in view.under_way(159.0)[0]
+    assert view.newly_slow(160.0) == ["slow: a.py::TestA::test_1 has run for 1:00, 20.0 s when it last passed"]
+    assert view.under_way(161.0)[0].endswith("  slow")
+    assert view.newly_slow(219.0) == [] and len(view.newly_slow(220.0)) == 1
+    view.add(passed(ONE), 230.0)
+    view.begin(Began(TWO), 230.0)
+    assert view.newly_slow(280.0) == []
+
+
+def test_a_pipe_gets_a_line_for_a_slow_test_and_after_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    watch = PlainWatch(running(), StyledWriter(stream))
+    watch.begin(Began(ONE))
+    for now[0] in (120.0, 131.0, 150.0, 192.0):
+        watch.tick()
+    assert stream.getvalue() == (
+        "slow: a.py::TestA::test_1 has run for 31 s\n"
+        "slow: a.py::TestA::test_1 has run for 1:32\n"
+    )  # fmt: skip
+    now[0] = 260.0
+    watch.tick()
+    assert stream.getvalue().splitlines()[2:] == ["[0/3]  2:40", "  running: a.py::TestA::test_1  4 ranks  2:40  slow"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(raw: str) -> list[str]:
+    """The lines that a terminal shows in the end of what the live view and the report have written."""
+    lines = [""]
+    for part in re.split(r"(\x1b\[\d+F\x1b\[J|\n)", raw.replace("\r\n", "\n")):
+        if part == "\n":
+            lines.append("")
+        elif found := re.match(r"\x1b\[(\d+)F", part):
+            assert lines[-1] == "", "the view is erased in the middle of a line"
+            lines = [*lines[: len(lines) - 1 - int(found[1])], ""]
+        else:
+            lines[-1] += re.sub(r"\x1b\[[\d;]*m", "", part)
+    return lines
+
+
+def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    out = StyledWriter(stream)
+    watch = LiveWatch(running(), out, stream)
+    watch.begin(Began(ONE))
+    watch.tick()
+    text = "line 1\n\ttab  " + "long " * 60 + "\n\nlast"
+    out.verbatim(text)
+    *report, summary, under_way, rest = screen(stream.getvalue())
+    assert report == text.split("\n") and rest == ""
+    assert summary.startswith("[0/3]  ") and under_way.startswith("  a.py::TestA::test_1  4 ranks  ")
+    watch.finish()
+    out.line("end")
+    assert screen(stream.getvalue()) == [*text.split("\n"), "end", ""]
+
+
+SOURCE = """
+class TestA(Case):
+    def test_1(self):
+        time.sleep(1.5)
+        self.check()
+
+
+class TestB(Case):
+    def test_2(self):
+        raise ValueError("[bold] the \\t whole " + "text " * 50)
+"""
+
+
+def in_terminal(suite: Suite, *arguments: str, **extra: str) -> tuple[int, str]:
+    """Run the command in a pseudo-terminal; return its exit code and all that it has written there."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(Path(__file__).parents[3] / "run_test.py"), "--root", str(suite.folder), *arguments]
+    environment = {**suite.environment(), "TERM": "xterm-256color", "COLUMNS": "", **extra}
+    environment.pop("COLUMNS")
+    process = subprocess.Popen(
+        command, cwd=suite.folder, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL
+    )
+    os.close(theirs)
+    raw, end = b"", time.monotonic() + DEADLINE_S
+    while (time.monotonic() < end and select.select([ours], [], [], 1.0)[0]) or process.poll() is None:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # its end, on Linux
+            break
+        raw += part
+    os.close(ours)
+    return process.wait(DEADLINE_S), raw.decode()
+
+
+def without_times(lines: list[str]) -> list[str]:
+    return sorted(re.sub(r"\b0x[0-9a-f]+|[\d.]+ s\b", "T", line).rstrip() for line in lines)
+
+
+def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, SOURCE)
+    code, raw = in_terminal(suite, "--slots", "8")
+    assert code == 1
+    assert re.search(r"\[\d/2\]", raw) and re.search(r"::TestA::test_1  2 ranks  \d s", raw), raw
+    piped = suite.finish(
+        suite.start([str(Path(__file__).parents[3] / "run_test.py"), "--root", str(suite.folder)]), lambda run: None
+    )
+    assert without_times(screen(raw)) == without_times([*piped.out.split("\n")]), raw
+
+
+@pytest.mark.parametrize("extra", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+def test_no_color_and_a_dumb_terminal_are_honored(tmp_path: Path, extra: dict[str, str]) -> None:
+    code, raw = in_terminal(Suite(tmp_path, SOURCE), "-k", "test_1", **extra)
+    assert code == 0 and "1 passed, 0 failed" in re.sub(r"\x1b\[[\d;]*m", "", raw)
+    colors = re.findall(r"\x1b\[([\d;]*)m", raw)
+    assert not any(set(code.split(";")) & {"31", "32", "33"} for code in colors)
+    assert ("\x1b" in raw) == ("NO_COLOR" in extra)

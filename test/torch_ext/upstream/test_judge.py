@@ -1,0 +1,158 @@
+"""Known differences, missing names and the summing up of a run: data in, data out, no processes."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torch_ext.runner.reporters.coverage import CoverageReporter
+from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+from torch_ext.upstream import differences, releases
+from torch_ext.upstream.differences import Difference, Differences
+from torch_ext.upstream.judge import Judge
+
+TEST = TestName("fsdp/test_a.py", "TestA", "test_b")
+FAILED = TestResult(TEST, Status.FAILED, 0.1, (Raised("ValueError: no", "trace"),))
+PASSED = TestResult(TEST, Status.PASSED, 0.1)
+ON_SIM = {"device": "sim", "torch": "2.13.0+cpu", "cuda_as_sim": "false"}
+
+
+def entry(**changes: object) -> Difference:
+    return replace(Difference("fsdp/test_a.py::TestA::test_*", "the device is simulated"), **changes)
+
+
+def test_a_known_failure_is_expected_and_tells_its_reason() -> None:
+    judged = Differences([entry(link="#1")], ON_SIM).judged(FAILED)
+    assert judged.status is Status.XFAIL
+    assert judged.reason == "known difference: the device is simulated (#1)"
+
+
+@pytest.mark.parametrize("when", [{"device": "cpu"}, {"torch": "2.14"}, {"torch": "2.1"}, {"cuda_as_sim": "true"}])
+def test_an_entry_counts_only_where_its_conditions_hold(when: dict[str, str]) -> None:
+    assert Differences([entry(when=tuple(when.items()))], ON_SIM).judged(FAILED) is FAILED
+    assert Differences([entry(when=(("torch", "2.13"), ("device", "sim")))], ON_SIM).judged(FAILED) is not FAILED
+
+
+def test_an_entry_none_of_whose_tests_fails_fails_the_run() -> None:
+    known = Differences([entry()], ON_SIM)
+    assert known.judged(PASSED) is PASSED
+    (stale,) = known.out_of_date([TEST], whole=True)
+    assert stale.status is Status.FAILED
+    assert "'fsdp/test_a.py::TestA::test_*' no longer fails" in str(stale.problems[0])
+    assert known.out_of_date([TEST], whole=False) == []  # the test that fails may have been left out
+    known.judged(replace(FAILED, test=replace(TEST, method="test_c")))
+    assert known.out_of_date([TEST], whole=True) == []
+
+
+def test_a_test_that_would_hang_does_not_run() -> None:
+    known = Differences([entry(do="skip")], ON_SIM)
+    assert known.skipped(TEST) == "known difference: the device is simulated"
+    assert known.skipped(replace(TEST, cls="TestB")) == ""
+    assert known.judged(FAILED) is FAILED
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "expected a list"),
+        ('[{"test": "a"}]', "entry 1: expected an object with test and reason"),
+        ('[{"test": "a", "reason": "b", "do": "xfail"}]', "got do='xfail'"),
+        ('[{"test": "a", "reason": "b", "when": {"moon": "full"}}]', "device, torch"),
+        ("nonsense", "cannot be read"),
+    ],
+)
+def test_a_list_that_is_none_is_told(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "known.json"
+    file.write_text(text)
+    with pytest.raises(SetupError, match=told):
+        Judge([], [str(file)], {})
+
+
+def test_our_own_list_can_be_read() -> None:
+    for known in differences.read(differences.BUILT_IN):
+        assert known.reason
+
+
+def checkout(folder: Path, version: str) -> Path:
+    (folder / "torch").mkdir()
+    (folder / "version.txt").write_text(f"{version}\n")
+    file = folder / "test" / "test_a.py"
+    file.parent.mkdir()
+    file.touch()
+    return file
+
+
+def failing_with(error: str) -> TestResult:
+    return replace(FAILED, problems=(Raised(error, "trace"),))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ImportError: cannot import name 'new' from 'torch.distributed' (/x/__init__.py)",
+        "AttributeError: module 'torch.distributed' has no attribute 'new'",
+        "ModuleNotFoundError: No module named 'torch.distributed.new'",
+    ],
+)
+def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_path: Path) -> None:
+    newer = releases.Releases([checkout(tmp_path, "9.9.0a0")])
+    assert newer.told.startswith("the checkout is of torch 9.9.0a0, and ")
+    judged = newer.judged(failing_with(error))
+    assert judged.status is Status.SKIPPED
+    assert judged.reason.startswith("needs torch >= 9.9: ") and judged.reason.endswith("has no torch.distributed.new")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x.py)",
+        "AttributeError: 'TestA' object has no attribute 'new'",
+        "AttributeError: module 'torch.sim' has no attribute 'new'",
+        "ValueError: module 'torch.distributed' is odd",
+    ],
+)
+def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
+    file = checkout(tmp_path, "9.9.0a0")
+    judged = releases.Releases([file]).judged(failing_with(error))
+    assert (judged.status is Status.FAILED) is ("torch.sim" not in error) or judged.reason
+    (file.parents[1] / "version.txt").write_text("1.0\n")
+    same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
+    assert releases.Releases([file]).judged(same) is same
+
+
+def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:
+    anywhere = releases.Releases([])
+    assert anywhere.told == ""
+    lacks = failing_with("AttributeError: module 'torch._C' has no attribute '_cuda_getDevice'")
+    assert anywhere.judged(lacks).reason == (
+        "needs a build of torch with torch._C._cuda_getDevice, which this one does not have"
+    )
+    compiles = failing_with("AttributeError: module 'torch._C' has no attribute '_compile'")
+    assert anywhere.judged(compiles) is compiles
+
+
+def summed_up(results: list[TestResult], *, as_json: bool) -> str:
+    out = io.StringIO()
+    reporter = CoverageReporter(Plan(()), out, as_json=as_json)
+    for result in results:
+        reporter.add(result)
+    reporter.finish()
+    return out.getvalue()
+
+
+def test_coverage_sums_up_by_file_and_by_reason() -> None:
+    skipped = TestResult(TestName("test_z.py", "TestZ", "test_z"), Status.SKIPPED, 0.0, reason="needs Triton")
+    known = replace(FAILED, status=Status.XFAIL, reason="known difference: no")
+    results = [PASSED, FAILED, known, skipped, skipped]
+    told = json.loads(summed_up(results, as_json=True))
+    assert (told["found"], told["run"], told["passed"], told["failed"], told["skipped"]) == (5, 3, 1, 1, 2)
+    assert told["why_not"] == {"needs Triton": 2, "failed": 1, "known difference: no": 1}
+    assert told["files"]["test_z.py"]["skipped"] == 2
+    text = summed_up(results, as_json=False)
+    assert "     2  needs Triton\n" in text
+    assert "fsdp/test_a.py  3 found, 3 run, 1 passed, 1 failed, 1 expected failures, 0 skipped\n" in text

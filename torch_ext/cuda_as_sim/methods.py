@@ -1,0 +1,53 @@
+"""``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ext.cuda_as_sim.words import DEVICE, word_as_sim
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Replace the methods, in this process. Without CUDA they could only fail. Calling it again changes nothing."""
+    setattr(torch.Tensor, "cuda", _tensor_cuda)  # noqa: B010 - mypy refuses to assign a method
+    setattr(torch.nn.Module, "cuda", _module_cuda)  # noqa: B010
+    setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        setattr(storage, "cuda", _storage_cuda)  # noqa: B010
+
+
+def _device(which: Any) -> torch.device:
+    if which is None:
+        return torch.device(DEVICE, torch.accelerator.current_device_index())
+    if isinstance(which, int):
+        return torch.device(DEVICE, which)
+    return torch.device(word_as_sim(str(which)))
+
+
+def _tensor_cuda(
+    self: torch.Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    """Return a copy in the memory of the simulated device; ``self`` if it is there."""
+    return self.to(_device(device), non_blocking=non_blocking, memory_format=memory_format)
+
+
+def _module_cuda(self: Any, device: Any = None) -> Any:
+    """Move all parameters and buffers to the simulated device."""
+    return self._apply(lambda tensor: tensor.cuda(device))
+
+
+def _packed_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Move the sequence to the simulated device."""
+    return self.to(_device(args[0] if args else kwargs.pop("device", None)), **kwargs)
+
+
+def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """Return a copy in the memory of the simulated device."""
+    return self.to(device=_device(device), non_blocking=non_blocking)

@@ -1,0 +1,53 @@
+"""What a run of upstream's files makes of results: known differences, and names that the installed torch lacks.
+
+Made by the supervisor, which has no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from torch_ext.runner.results import SetupError, TestName, TestResult
+from torch_ext.upstream.differences import BUILT_IN, Differences, read
+from torch_ext.upstream.releases import Releases
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Judges the results of one run; see ``runner.cli.Judge``.
+
+    Args:
+        paths: the files of the run.
+        lists: files of known differences besides our own.
+        surroundings: what conditions of known differences ask for, torch apart.
+
+    Attributes:
+        told: a sentence to begin the run with; may be empty.
+
+    Raises:
+        SetupError: a list cannot be read, or is none.
+    """
+
+    def __init__(self, paths: Iterable[Path], lists: Sequence[str], surroundings: Mapping[str, str]) -> None:
+        self._releases = Releases(paths)
+        self.told = self._releases.told
+        try:
+            entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
+        except (OSError, ValueError) as error:
+            raise SetupError(f"the known differences cannot be read: {error}") from error
+        self._differences = Differences(entries, {"torch": metadata.version("torch"), **surroundings})
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        return self._differences.skipped(test)
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        return self._releases.judged(self._differences.judged(result))
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one."""
+        return self._differences.out_of_date(planned, whole)

@@ -1,0 +1,100 @@
+"""Which torch a checkout is of, and which failures only say that the installed torch is another. Without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from torch_ext.runner.results import Problem, Raised, RanksFailed, Status, TestResult
+
+__all__ = ["Releases", "release_of_checkout"]
+
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+# What Python says of a name of torch's that is not there. Ours are torch_ext's, which is no failure of torch.
+_MISSING = (
+    re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(?P<where>torch(?:\.\w+)*)'"),
+    re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
+    re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
+)
+# Names that a build without CUDA lacks.
+_CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
+_BUILD = re.compile(r"ImportError|AttributeError")
+
+
+def release_of_checkout(path: Path) -> str:
+    """Return the version of the PyTorch checkout in which ``path`` lies, as its ``version.txt`` has it; else empty."""
+    for folder in path.parents:
+        file = folder / "version.txt"
+        if file.is_file() and (folder / "torch").is_dir():
+            return file.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _key(version: str) -> tuple[int, int]:
+    found = _VERSION.match(version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+class Releases:
+    """Compares a checkout with the installed torch.
+
+    Args:
+        paths: the files of the run.
+
+    Attributes:
+        told: a sentence to begin with if the checkout is newer; else empty.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        try:
+            self._installed = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            self._installed = ""
+        checkouts = sorted({release_of_checkout(path) for path in paths}, key=_key)
+        self._checkout = checkouts[-1] if checkouts else ""
+        self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
+        self.told = ""
+        if self._newer:
+            self.told = (
+                f"the checkout is of torch {self._checkout}, and {self._installed} is installed: "
+                "tests that need a name which it lacks are skipped"
+            )
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return ``result``, or a skip if all that went wrong is that the installed torch lacks a name."""
+        if result.status is not Status.FAILED:
+            return result
+        reasons = {self._reason(error) for problem in result.problems for error in _errors(problem)}
+        if len(reasons) != 1 or not (reason := reasons.pop()):
+            return result
+        return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
+
+    def _reason(self, error: str) -> str:
+        found = next((found for pattern in _MISSING if (found := pattern.search(error))), None)
+        if found is None:
+            return ""
+        parts = found.groupdict()
+        name = f"{parts['where']}.{parts['name']}" if parts.get("where") else parts["name"]
+        if _BUILD.match(error) and _CUDAS.search(parts["name"]):
+            return f"needs a build of torch with {name}, which this one does not have"
+        if not self._newer:
+            return ""
+        major, minor = _key(self._checkout)
+        return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"
+
+
+def _errors(problem: Problem) -> list[str]:
+    """Return the last line of each exception that ``problem`` is; an empty text for what is no exception."""
+    if isinstance(problem, Raised):
+        return [problem.error]
+    if isinstance(problem, RanksFailed):
+        receipts = [outcome.receipt for outcome in problem.report.outcomes if not outcome.ok]
+        # A rank whose peer is gone fails or hangs because of it.
+        own = [receipt.reason for receipt in receipts if receipt is not None and not receipt.transport]
+        return own or [""]
+    return [""]
