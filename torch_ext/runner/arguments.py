@@ -204,9 +204,11 @@ def _places(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def _upstream_places(settings: Mapping[str, Setting], typed: Sequence[str], include: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"include": include, "typed_root": ""}
     if "cuda_as_sim" in settings:
-        places["device"] = str(_value(settings, "device", "")) or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
-        if places["device"] != "sim":
-            raise _Mistake(f"got --cuda-as-sim and the device {places['device']}; leave --device out, or give sim")
+        from torch_ext.cuda_as_sim.words import DEVICE
+
+        places["device"] = str(_value(settings, "device", "")) or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
+        if places["device"] != DEVICE:
+            raise _Mistake(f"got --cuda-as-sim and the device {places['device']}; leave --device out, or give {DEVICE}")
     folders = []
     for each in typed:
         path = Path(each).resolve()

@@ -163,8 +163,7 @@ def _any_finished(family: Path) -> Path:
     raise MissingCompilerError(
         "The simulated accelerator is compiled on first use and no C++ compiler was found. Install one "
         "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or point CXX at it, "
-        "then run `python -m torch_ext build`. Without it tests run on plain cpu, "
-        "where those that need an accelerator are skipped; the summary of a run counts them."
+        "then run `python -m torch_ext build`."
     )
 
 
