@@ -70,6 +70,7 @@ def in_rank(rank: int, folder: Path, ready: int, ends_at: int | None) -> None:
         while True:
             for step in todo:
                 step()
+                torch.get_device_module("sim").synchronize()
     except RuntimeError as error:
         (folder / f"told {rank}").write_text(f"{time.monotonic()} {error}")
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
+SIM = torch.get_device_module("sim")
 WORLD_SIZE = 4
 OPERATIONS = 12
 OPS = dist.ReduceOp
@@ -164,6 +165,7 @@ def run_program(seed: int, rank: int) -> None:
         try:
             if work is not None:
                 work.wait()
+                SIM.current_stream().synchronize()  # waiting orders the stream, which is where an error shows
         except RuntimeError as error:
             told = str(error)
         else:
