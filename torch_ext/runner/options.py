@@ -52,6 +52,7 @@ class Options:
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
         slots: how many ranks run at a time; None: the machine decides.
+        reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -87,6 +88,7 @@ class Options:
     timeout_s: float | None = None
     start_method: str = "fork"
     show_output: bool = False
+    reuse: str = ""
     jobs: int | None = None
     slots: int | None = None
     typed_root: str = ""
@@ -106,6 +108,8 @@ class Options:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
+        if self.reuse:
+            environment["TORCH_EXT_REUSE"] = self.reuse
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
         if self.cuda_as_sim:
@@ -242,6 +246,8 @@ TABLE: tuple[Row, ...] = (
         "(default: auto, or 1 with --show-output)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
+    Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
+        "fresh ones for each test)", "WHAT", choices=("class",)),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),
