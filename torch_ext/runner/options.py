@@ -50,6 +50,7 @@ class Options:
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        audit_order: find tests that depend on those before them, instead of a usual run.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
         slots: how many ranks run at a time; None: the machine decides.
         reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
@@ -89,6 +90,7 @@ class Options:
     start_method: str = "fork"
     show_output: bool = False
     reuse: str = ""
+    audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
     typed_root: str = ""
@@ -248,6 +250,8 @@ TABLE: tuple[Row, ...] = (
         "each core)", "N", _count(1)),
     Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
         "fresh ones for each test)", "WHAT", choices=("class",)),
+    Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
+        "name each test that depends on another, with that one", key="-", alone=False),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),

@@ -98,3 +98,47 @@ def test_without_it_every_test_has_ranks_of_its_own(suite: Suite) -> None:
     run = suite.run("-k", "test_1 or test_2 or test_8 or test_9")
     assert run.code == 0, run
     assert [found[1] for found in ranks(suite).values()] == [1, 1, 1, 1]
+
+
+POLLUTED = """
+STATE = {}
+
+
+class TestA(Case):
+    def test_1_pollutes(self):
+        STATE["dirty"] = True
+
+    def test_2_is_harmless(self):
+        pass
+
+    def test_3_is_a_victim(self):
+        self.assertNotIn("dirty", STATE)
+
+    def test_4_is_harmless_too(self):
+        pass
+
+
+class TestB(Case):
+    def test_5(self):
+        self.check()
+
+    def test_6(self):
+        self.check()
+"""
+
+
+def test_the_audit_names_polluter_and_victim(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, POLLUTED)
+    run = suite.run("--audit-order")
+    assert run.code == 1, run
+    name = "test_suite.py::TestA::"
+    assert f"victim    {name}test_3_is_a_victim\n" in run.out, run
+    assert f"passes on fresh ranks and fails after this:\npolluter  {name}test_1_pollutes\n" in run.out
+    rerun = f"-j 1 --reuse class -i {name}test_1_pollutes {name}test_3_is_a_victim\n"
+    assert rerun in run.out and "1 of 6 tests depend on the tests before them" in run.out
+    assert suite.survivors() == {} and suite.files_left() == []
+
+
+def test_the_audit_of_independent_tests_finds_nothing(tmp_path: Path) -> None:
+    run = Suite(tmp_path, POLLUTED).run("--audit-order", "-i", "TestB")
+    assert run.code == 0 and "3 runs: 0 of 2 tests depend on the tests before them" in run.out, run
