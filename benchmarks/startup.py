@@ -3,7 +3,8 @@
     python benchmarks/startup.py [--repeats 5] [-i PATTERN ...]
 
 Runs each of these as a fresh command, in turns: ``--list`` with remembered names, ``--list`` without, importing the
-same suite in a plain interpreter, and a run up to its first test. Prints medians in seconds, and a ratio.
+same suite in a plain interpreter, ``--list`` of 2,000 tests with remembered names, also with a history and by a file
+that names each of them, and a run up to its first test. Prints medians in seconds, and a ratio.
 """
 
 from __future__ import annotations
@@ -47,6 +48,43 @@ def seconds(command: list[str], environment: dict[str, str]) -> float:
     return time.perf_counter() - started
 
 
+# As many tests in as many files as a large checkout has.
+MANY_FILES, MANY_CLASSES, MANY_TESTS = 50, 4, 10
+
+
+def write_many(root: Path) -> int:
+    """Write a suite of many tests below ``root`` and return how many it has."""
+    for number in range(MANY_FILES):
+        classes = "".join(
+            f"class TestCase{number}_{cls}(unittest.TestCase):\n"
+            + "".join(f"    def test_{test}_of_many(self):\n        pass\n" for test in range(MANY_TESTS))
+            for cls in range(MANY_CLASSES)
+        )
+        (root / f"test_many_{number}.py").write_text(f"import unittest\n{classes}")
+    return MANY_FILES * MANY_CLASSES * MANY_TESTS
+
+
+def list_many(repeats: int) -> dict[str, float]:
+    """Return the median seconds that a list of many remembered tests takes, by how they are selected."""
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        number = write_many(root)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXT_CACHE": cache, "TORCH_EXT_DEVICE": "cpu"}
+        runner = [sys.executable, str(REPOSITORY / "run_test.py"), "--root", folder]
+        seconds([*runner, "-q"], environment)  # remembers names and times
+        names = _list([*runner, "--list"], environment)
+        (root / "names").write_text("\n".join(names))
+        if len(names) != number:
+            raise SystemExit(f"got {len(names)} tests, expected {number}")
+        ways = {"all": [], "failed first": ["--failed-first"], "each by its id": [f"@{root / 'names'}"]}
+        return {
+            f"warm --list of {number} tests, {name}": statistics.median(
+                seconds([*runner, "--list", *flags], environment) for _ in range(repeats)
+            )
+            for name, flags in ways.items()
+        }
+
+
 def to_first_test(environment: dict[str, str]) -> tuple[float, float]:
     """Return the seconds from the command's start to the first test's parent half, and to its first rank's body."""
     with tempfile.TemporaryDirectory() as root:
@@ -82,6 +120,7 @@ def main() -> None:
             rows["importing the suite"].append(seconds(plain, environment))
             first.append(to_first_test(environment))
     medians = {name: statistics.median(values) for name, values in rows.items()}
+    medians |= list_many(options.repeats)
     scope = f"medians of {options.repeats}, in seconds; {len(modules)} modules"
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {scope}")
     for name, median in medians.items():

@@ -111,12 +111,12 @@ def _choose() -> str:
     except (ImportError, RuntimeError) as error:
         raise UnknownDeviceError(
             f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} cannot provide this device ({error}). "
-            "Unset the variable to let the machine decide, or install the package that registers the device."
+            "Ask for no device to let the machine decide, or install what provides this one."
         ) from error
     if not available:
         raise UnknownDeviceError(
             f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} knows this device type but finds no such device "
-            "on this machine. Unset the variable to let the machine decide."
+            "on this machine. Ask for no device to let the machine decide."
         )
     return requested
 
@@ -129,7 +129,8 @@ def _what_the_machine_has() -> str:
         importlib.import_module(_PROVIDERS[_SIMULATED])
     except (ImportError, OSError, RuntimeError) as error:
         print(
-            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error}",
+            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error} Until then, "
+            "tests that need an accelerator are skipped; the summary of a run counts them.",
             file=sys.stderr,
             flush=True,
         )

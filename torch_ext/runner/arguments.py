@@ -204,9 +204,11 @@ def _places(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def _upstream_places(settings: Mapping[str, Setting], typed: Sequence[str], include: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"include": include, "typed_root": ""}
     if "cuda_as_sim" in settings:
-        places["device"] = str(_value(settings, "device", "")) or os.environ.get("TORCH_EXT_DEVICE", "") or "sim"
-        if places["device"] != "sim":
-            raise _Mistake(f"got --cuda-as-sim and the device {places['device']}; leave --device out, or give sim")
+        from torch_ext.cuda_as_sim.words import DEVICE
+
+        places["device"] = str(_value(settings, "device", "")) or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
+        if places["device"] != DEVICE:
+            raise _Mistake(f"got --cuda-as-sim and the device {places['device']}; leave --device out, or give {DEVICE}")
     folders = []
     for each in typed:
         path = Path(each).resolve()
@@ -221,7 +223,8 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
     first = Path(include[0].partition("::")[0]) if include else None
     if first is None or not first.exists() or first.resolve().is_relative_to(default_root()):
         return None
-    if first.suffix != ".py" and ("/" not in include[0] or (default_root() / first).exists()):
+    known = not first.is_absolute() and (default_root() / first).exists()
+    if first.suffix != ".py" and ("/" not in include[0] or known):
         return None  # a name that stands here by chance
     path = first.resolve()
     root = path if path.is_dir() else path.parent

@@ -87,11 +87,12 @@ class Rounds:
         earlier = self._earlier.get(result.test, ())
         failed = result.status.counted is Status.FAILED
         again = failed and bool(result.test.method) and len(earlier) < self._options.reruns
+        attempt = len(earlier) + 1
         if earlier and result.status is Status.SKIPPED:
             result, earlier = replace(earlier[-1], warnings=result.warnings), earlier[:-1]
         elif earlier and not failed:
             result = replace(result, status=Status.FLAKY)
-        result = replace(result, round=self._round, attempt=len(earlier) + 1, again=again, earlier=earlier)
+        result = replace(result, round=self._round, attempt=attempt, again=again, earlier=earlier)
         if again:
             self._earlier[result.test] = (*earlier, replace(result, earlier=()))
             self._again.append(result.test)

@@ -17,6 +17,7 @@ wins over shorter ones.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Ta
     >>> sorted(target.files), target.names
     (['fsdp/test_a.py'], (('TestX', 'test_y'),))
     """
-    addresses = {file: _split(file.removesuffix(".py"), "/") for file in files}
+    addresses = _addresses(tuple(files))
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
     rules = _file_rules(text)
     whole = _first_match(rules, (reading for reading in readings if not reading.names), addresses)
@@ -114,6 +115,11 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Ta
         return Target(text, anchored[1], (anchored[0].names,))
     bare = tuple(reading.names for reading in readings if reading.names and not reading.path)
     return Target(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
+
+
+@functools.lru_cache(maxsize=8)  # the same for every pattern, of which there may be thousands
+def _addresses(files: tuple[str, ...]) -> dict[str, _Parts]:
+    return {file: _split(file.removesuffix(".py"), "/") for file in files}
 
 
 def _spellings(text: str, prefixes: Sequence[str]) -> list[str]:
@@ -213,8 +219,12 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
         SelectionError: a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
+    by_file: dict[str, list[TestName]] = {}
+    for test in tests:
+        by_file.setdefault(test.file, []).append(test)
     for target in (*selection.include, *selection.exclude):
-        if not _explained(target, selection, tests, broken):
+        near = tests if len(target.files) > 1 else [test for file in target.files for test in by_file.get(file, ())]
+        if not _explained(target, selection, near, broken):
             raise _unmatched(target, selection.files, tests)
     return Selected(
         fitting_tests(selection, tests), tuple(file for file in broken if _suspect(file, selection.include, tests))
@@ -223,8 +233,22 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
 
 def fitting_tests(selection: Selection, tests: Sequence[TestName]) -> tuple[TestName, ...]:
     """Return those of ``tests`` that ``selection`` selects, which may be none."""
-    chosen = [test for test in tests if not selection.include or any(one.matches(test) for one in selection.include)]
-    return tuple(test for test in chosen if not any(target.matches(test) for target in selection.exclude))
+    include, exclude = (_by_file(targets, selection.files) for targets in (selection.include, selection.exclude))
+    chosen = [test for test in tests if not selection.include or _any_matches(include, test)]
+    return tuple(test for test in chosen if not _any_matches(exclude, test))
+
+
+def _by_file(targets: Sequence[Target], files: Sequence[str]) -> dict[str, list[Target]]:
+    """The targets that say something about each file, so that thousands of ids are not tried on every test."""
+    found: dict[str, list[Target]] = {file: [] for file in files}
+    for target in targets:
+        for file in target.files & found.keys():
+            found[file].append(target)
+    return found
+
+
+def _any_matches(targets: Mapping[str, Sequence[Target]], test: TestName) -> bool:
+    return any(target.matches(test) for target in targets.get(test.file, ()))
 
 
 def _explained(target: Target, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:

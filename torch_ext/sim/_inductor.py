@@ -6,7 +6,8 @@ Note [Generated kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Memory of the device is memory of the host and kernels run to their end before their launch returns (Note [Streams of an
 eager device]), so a generated kernel needs neither a stream nor a guard. What differs from the host is where results
-are allocated: on the device of the graph, with its index, whichever device is current.
+are allocated: on the device of the graph, with its index, whichever device is current; and that a kernel is called
+through ``run_generated``, which says what it reads and writes (Note [Kernels] in csrc/kernel.h).
 
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -36,6 +37,7 @@ from torch_ext.sim._name import NAME
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
 
 Scheduling = CppScheduling
+_RUN = "run_generated"
 
 
 class _Calls(PythonWrapperCodegen):
@@ -45,11 +47,28 @@ class _Calls(PythonWrapperCodegen):
         self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
     ) -> None:
         # Upstream refuses device types that it does not know.
-        self.writeline(self.wrap_kernel_call(kernel_name, call_args))
+        if device is None or device.type != NAME:
+            self.writeline(self.wrap_kernel_call(kernel_name, call_args))
+            return
+        arguments = [kernel_name, repr(kernel_name), repr(_roles(kwargs["arg_types"])), *call_args]
+        self.writeline(self.wrap_kernel_call(_RUN, arguments))
+
+    def write_header(self) -> None:
+        super().write_header()
+        self.imports.writeline(f"from torch_ext.sim._native import {_RUN}")
 
     def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
         line: str = super().make_allocation(name, device, *args, **kwargs)
         return line.replace(f"device='{device.type}'", f"device='{device}'")
+
+
+def _roles(types: list[str]) -> str:
+    """Return a letter for each argument of a kernel with C++ types ``types``.
+
+    >>> _roles(["float*", "const float*", "const int64_t"])
+    'wrn'
+    """
+    return "".join("n" if not kind.endswith("*") else "r" if kind.startswith("const ") else "w" for kind in types)
 
 
 class SimWrapperCodegen(_Calls):

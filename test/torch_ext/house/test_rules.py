@@ -11,7 +11,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT, device_literals, private_torch_names, python_files, shown
 
-_KNOW_DEVICES = ("torch_ext/accelerator.py", "torch_ext/compat/", "torch_ext/sim/")
+_KNOW_DEVICES = ("torch_ext/accelerator.py", "torch_ext/compat/", "torch_ext/cuda_as_sim/", "torch_ext/sim/")
 _KNOW_PRIVATE_NAMES = ("torch_ext/compat/", "torch_ext/sim/")
 
 

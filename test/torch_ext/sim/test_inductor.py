@@ -15,6 +15,8 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional
 
+from test.torch_ext.sim.one_process.observed import is_touched, kernels, observe, ranges
+
 # Inductor itself loads a module of torch that still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -93,6 +95,17 @@ def test_arguments_may_change_in_place() -> None:
     source, result = sources_and_result(program, x := torch.ones(4, device="sim"))
     assert "cpp_pybinding" in source
     assert x.tolist() == [3.0] * 4 and result.tolist() == [4.0] * 4
+
+
+def test_generated_kernels_say_what_they_read_and_write() -> None:
+    x, y = (torch.randn(9, 12, device="sim:1") for _ in range(2))
+    program = torch.compile(lambda x, y: (x.mul_(2), (x * y).sin().sum(0), y.cos()), fullgraph=True)
+    program(x, y)
+    result, entries = observe(program, x, y)
+    assert any("fused" in entry["name"] for entry in kernels(entries))
+    written, read = ranges(entries, written=True), ranges(entries, written=False)
+    assert is_touched(y, read) and all(is_touched(one, written) for one in (x, *result))
+    assert {entry["device"] for entry in kernels(entries)} == {1}
 
 
 def test_shapes_may_be_dynamic() -> None:

@@ -117,9 +117,7 @@ def test_a_type_that_torch_does_not_know_names_wish_torch_and_way_out(monkeypatc
     text = str(raised.value)
     assert text.startswith(f"{REQUESTED}=abacus: torch {torch.__version__} cannot provide this device (")
     assert "device type" in text.partition("(")[2]  # what torch itself said
-    assert text.endswith(
-        "Unset the variable to let the machine decide, or install the package that registers the device."
-    )
+    assert text.endswith("Ask for no device to let the machine decide, or install what provides this one.")
 
 
 def test_a_known_type_without_devices_is_refused(

@@ -38,6 +38,8 @@ __unittest = True
 
 __all__ = ["MultiProcContinuousTest"]
 
+__tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
+
 
 _UNSET = -2
 # How long the ranks may take to end when the class does, in seconds.

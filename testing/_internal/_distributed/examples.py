@@ -39,6 +39,8 @@ __unittest = True
 
 __all__ = ["EXAMPLE_VARIABLE", "ExampleRun"]
 
+__tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
+
 # Selects a single example to run; a failure's report gives the value.
 EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 

@@ -43,6 +43,8 @@ __unittest = True
 
 __all__ = ["DEFAULT_WORLD_SIZE", "MultiProcessTestCase", "WorldFailure", "raise_verdict", "start_ranks"]
 
+__tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
+
 DEFAULT_WORLD_SIZE = 4
 
 # Characters of a traceback that a pipe holds without a reader.

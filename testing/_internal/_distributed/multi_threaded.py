@@ -35,6 +35,8 @@ __unittest = True
 
 __all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
 
+__tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
+
 
 _Failure = tuple[int, tuple[Any, Any, Any]]  # rank, sys.exc_info()
 

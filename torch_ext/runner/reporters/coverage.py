@@ -41,7 +41,8 @@ class CoverageReporter:
         self._plan = plan
 
     def new_round(self, number: int) -> None:
-        """Every round counts."""
+        """Sum up the last round alone."""
+        self._results = []
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the sum."""

@@ -15,6 +15,7 @@
 
 #include "block_pool.h"
 #include "device.h"
+#include "kernel_observer.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -76,6 +77,7 @@ class Allocator final : public c10::DeviceAllocator {
     Block* block = data.get() == nullptr ? nullptr : block_at(data.get());
     if (block != nullptr) {
       block->pool->add_user(block, stream);
+      tell([&](Observer& to) { to.used_on(block->data(), stream); });
     }
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override { return pool_of(device).stats(); }
@@ -107,11 +109,13 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   }
   block->poisoned = false;
   report(block->data(), static_cast<int64_t>(block->rounded), totals, pool.device());
+  tell([&](Observer& to) { to.allocated(block->data(), block->rounded, current_stream(pool.device())); });
   return {block->data(), block->data(), &free_on_device, owner};
 }
 
 void free_on_device(void* data) {
   auto* block = Block::of(data);
+  tell([&](Observer& to) { to.freed(data, block->pool->device()); });
   fill_with_poison(*block);
   BlockPool& pool = *block->pool;
   const auto size = static_cast<int64_t>(block->rounded);

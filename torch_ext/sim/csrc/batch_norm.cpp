@@ -16,9 +16,8 @@
 #include <vector>
 
 #include "alias.h"
-#include "kernel_scope.h"
+#include "kernel.h"
 #include "optional_tensor.h"
-#include "same_device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -86,7 +85,9 @@ void move_towards(const OptionalTensor& running, const Tensor& value, double mom
 std::tuple<Tensor, Tensor> gather_stats_with_counts(
     const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
     const OptionalTensor& running_var, double momentum, double eps, const Tensor& counts) {
-  same_device("aten::batch_norm_gather_stats_with_counts", {input, mean, invstd, counts});
+  same_device(
+      "aten::batch_norm_gather_stats_with_counts",
+      {input, mean, invstd, counts, value_or_none(running_mean), value_or_none(running_var)});
   const Tensor weights = counts.to(mean.scalar_type()).view({-1, 1});
   const Tensor total = weights.sum();
   const Tensor variances = invstd.pow(-2) - eps;
@@ -123,7 +124,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 Tensor batch_norm_backward_elemt(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const OptionalTensor& weight, const Tensor& sum_dy, const Tensor& sum_dy_xmu, const Tensor& counts) {
-  same_device("aten::batch_norm_backward_elemt", {grad_output, input, mean, invstd, sum_dy, sum_dy_xmu, counts});
+  same_device(
+      "aten::batch_norm_backward_elemt",
+      {grad_output, input, mean, invstd, value_or_none(weight), sum_dy, sum_dy_xmu, counts});
   const Tensor total = counts.sum().to(mean.scalar_type());
   const Tensor slope = invstd.pow(2) * sum_dy_xmu / total;
   const Tensor centred = input - per_channel(mean, input);
@@ -172,10 +175,14 @@ class HostTypes {
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
     const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& running_mean,
     const OptionalTensor& running_var, bool training, double momentum, double eps) {
-  const auto device = same_device(
-      "aten::native_batch_norm",
-      {input, value_or_none(weight), value_or_none(bias), value_or_none(running_mean), value_or_none(running_var)});
-  KernelScope scope(device);
+  Kernel kernel("aten::native_batch_norm");
+  kernel.reads(input).reads(weight).reads(bias);
+  if (training) {
+    kernel.writes(running_mean).writes(running_var);
+  } else {
+    kernel.reads(running_mean).reads(running_var);
+  }
+  kernel.launch();
   const HostTypes host(input, weight, running_mean);
   const Tensor mean = host(running_mean);
   const Tensor variance = host(running_var);
@@ -185,24 +192,24 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
     host.store(mean, running_mean);
     host.store(variance, running_var);
   }
-  return {adopt(std::move(output), device), adopt(std::move(save_mean), device), adopt(std::move(save_invstd), device)};
+  return {kernel.result(std::move(output)), kernel.result(std::move(save_mean)), kernel.result(std::move(save_invstd))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
     const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
     const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd,
     bool training, double eps, std::array<bool, 3> output_mask) {
-  const auto device = same_device(
-      "aten::native_batch_norm_backward", {grad_output, input, value_or_none(weight), value_or_none(running_mean)});
-  KernelScope scope(device);
+  Kernel kernel("aten::native_batch_norm_backward");
+  kernel.reads(grad_output).reads(input).reads(weight).reads(running_mean).reads(running_var);
+  kernel.reads(save_mean).reads(save_invstd).launch();
   const HostTypes host(input, weight, running_mean);
   auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
       on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),
       host(save_invstd), training, eps, output_mask);
   const auto as_weight = [&](Tensor&& grad) {
-    return adopt(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad), device);
+    return kernel.result(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad));
   };
-  return {adopt(std::move(grad_input), device), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
+  return {kernel.result(std::move(grad_input)), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
 }
 
 } // namespace

@@ -6,9 +6,11 @@
 #include "allocator.h"
 #include "device.h"
 #include "flight_record.h"
+#include "generated.h"
 #include "generator.h"
 #include "hooks.h"
 #include "kernel_scope.h"
+#include "observer_log.h"
 #include "pinned_memory.h"
 #include "races/trace.h"
 #include "simccl.h"
@@ -40,6 +42,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("sleep", &sleep);
   bind_simccl(m);
   bind_flight_record(m);
+  bind_observer_log(m);
+  bind_generated(m);
   races::bind_trace(m);
 }
 

@@ -5,8 +5,10 @@
 #include "checks.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <memory>
@@ -37,6 +39,10 @@ bool takes_host_indices(const std::string& name) {
   return false;
 }
 
+bool holds_tensors(const c10::Argument& value) {
+  return value.real_type()->str().find("Tensor") != std::string::npos;
+}
+
 OperatorFacts work_out(const c10::OperatorHandle& op) {
   OperatorFacts facts;
   const auto& schema = op.schema();
@@ -47,10 +53,18 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     facts.written.push_back(alias != nullptr && alias->isWrite());
+    facts.is_view = facts.is_view || (alias != nullptr && !alias->isWrite());
     if (arguments[i].real_type()->str().find("Generator") != std::string::npos) {
       facts.generator = static_cast<int>(i);
     }
   }
+  facts.is_view = facts.is_view || op.hasTag(at::Tag::inplace_view);
+  const auto& returns = schema.returns();
+  for (const auto& value : returns) {
+    facts.fresh.push_back(value.alias_info() == nullptr);
+  }
+  facts.host_reads = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+      (!returns.empty() && std::none_of(returns.begin(), returns.end(), &holds_tensors));
   return facts;
 }
 

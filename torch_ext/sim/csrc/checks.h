@@ -16,7 +16,11 @@ namespace torch_ext::sim {
 struct OperatorFacts {
   std::string name;
   std::vector<bool> written; // per argument: the operator writes to it
-  int generator = -1;        // position of the Generator argument, -1 without one
+  std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
+  bool is_view = false;      // results are views of arguments, so that no memory is touched
+  bool host_reads =
+      false;          // the host learns values: a result is none of the device's, or has as many elements as they say
+  int generator = -1; // position of the Generator argument, -1 without one
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
 };

@@ -16,9 +16,8 @@
 #include <utility>
 
 #include "alias.h"
-#include "kernel_scope.h"
+#include "kernel.h"
 #include "optional_tensor.h"
-#include "same_device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -37,27 +36,26 @@ at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
-  const auto device = same_device("aten::convolution", {input, weight, bias.value_or(at::Tensor())});
-  KernelScope scope(device);
-  return adopt(
+  Kernel kernel("aten::convolution");
+  kernel.reads(input).reads(weight).reads(bias).launch();
+  return kernel.result(
       at::convolution(
           on_host(input), on_host(weight), optional_on_host(bias), stride, padding, dilation, transposed,
-          output_padding, groups),
-      device);
+          output_padding, groups));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups, std::array<bool, 3> output_mask) {
-  const auto device = same_device("aten::convolution_backward", {grad_output, input, weight});
-  KernelScope scope(device);
+  Kernel kernel("aten::convolution_backward");
+  kernel.reads(grad_output).reads(input).reads(weight).launch();
   const int64_t bias_size = grad_output.size(1);
   auto [grad_input, grad_weight, grad_bias] = at::convolution_backward(
       on_host(grad_output), on_host(input), on_host(weight), c10::IntArrayRef(bias_size), stride, padding, dilation,
       transposed, output_padding, groups, output_mask);
   return {
-      adopt(std::move(grad_input), device), adopt(std::move(grad_weight), device), adopt(std::move(grad_bias), device)};
+      kernel.result(std::move(grad_input)), kernel.result(std::move(grad_weight)), kernel.result(std::move(grad_bias))};
 }
 
 int64_t fused_sdp_choice(
@@ -79,17 +77,16 @@ using AttentionResult = std::tuple<
 AttentionResult attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& bias, double dropout,
     bool is_causal, bool /*return_debug_mask*/, std::optional<double> scale) {
-  const auto device = same_device(
-      "aten::_scaled_dot_product_fused_attention_overrideable", {query, key, value, bias.value_or(at::Tensor())});
-  KernelScope scope(device);
+  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable");
+  kernel.reads(query).reads(key).reads(value).reads(bias).launch();
   auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
       on_host(query), on_host(key), on_host(value), dropout, is_causal, optional_on_host(bias), scale);
   // The host kernel draws no random numbers (it takes no dropout) and has no ragged batches, so the places for them
   // hold empty tensors.
   const auto none = [&query] { return at::empty({0}, query.options().dtype(at::kLong)); };
   return {
-      adopt(std::move(output), device),
-      adopt(std::move(logsumexp), device),
+      kernel.result(std::move(output)),
+      kernel.result(std::move(logsumexp)),
       none(),
       none(),
       query.sym_size(2),
@@ -105,15 +102,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& logsumexp, const at::Tensor& /*cum_seq_q*/, const at::Tensor& /*cum_seq_k*/, int64_t /*max_q*/,
     int64_t /*max_k*/, double dropout, bool is_causal, const at::Tensor& /*philox_seed*/,
     const at::Tensor& /*philox_offset*/, std::optional<double> scale) {
-  const auto device =
-      same_device("aten::_scaled_dot_product_fused_attention_overrideable_backward", {grad_output, query, key, value});
-  KernelScope scope(device);
+  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable_backward");
+  kernel.reads(grad_output).reads(query).reads(key).reads(value).reads(bias).reads(output).reads(logsumexp).launch();
   const auto mask = bias.defined() ? std::make_optional(on_host(bias)) : std::nullopt;
   auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
       on_host(grad_output), on_host(query), on_host(key), on_host(value), on_host(output), on_host(logsumexp), dropout,
       is_causal, mask, scale);
   return {
-      adopt(std::move(grad_query), device), adopt(std::move(grad_key), device), adopt(std::move(grad_value), device),
+      kernel.result(std::move(grad_query)), kernel.result(std::move(grad_key)), kernel.result(std::move(grad_value)),
       at::Tensor()};
 }
 

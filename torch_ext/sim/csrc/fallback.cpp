@@ -15,7 +15,7 @@
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
-#include "kernel_scope.h"
+#include "kernel.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -124,6 +124,35 @@ bool is_sparse(const c10::IValue& value) {
   return false;
 }
 
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor()) {
+        visit(element.toTensor());
+      }
+    }
+  }
+}
+
+void account(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      facts.written[i] ? kernel.writes(tensor) : kernel.reads(tensor);
+    });
+  }
+}
+
+void account_results(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c10::IValue> results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (facts.fresh[i]) {
+      for_each_tensor(results[i], [&](const at::Tensor& tensor) { kernel.wrote(tensor); });
+    }
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
@@ -134,6 +163,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     refuse_missing(op, device);
   }
   Call call(device);
+  Kernel kernel(facts.name);
+  kernel.on(device);
+  if (facts.is_view) {
+    kernel.touches_nothing();
+  } else if (kernel.is_watched()) {
+    account(kernel, facts, arguments);
+  }
   const size_t first = stack->size() - count;
   for (size_t i = 0; i < count; ++i) {
     if (is_sparse((*stack)[first + i])) {
@@ -144,8 +180,11 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (facts.generator >= 0) {
     call.draw_from_device(facts, (*stack)[first + facts.generator]);
   }
+  if (facts.host_reads) {
+    kernel.host_reads();
+  }
+  kernel.launch();
   {
-    KernelScope scope(device);
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
@@ -155,6 +194,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       refuse_sparse(op);
     }
     call.to_device((*stack)[stack->size() - 1 - i]);
+  }
+  if (kernel.is_watched() && !facts.is_view) {
+    account_results(kernel, facts, torch::jit::last(*stack, schema.returns().size()));
   }
 }
 

@@ -10,6 +10,7 @@
 #include "allocator.h"
 #include "device.h"
 #include "generator.h"
+#include "kernel.h"
 #include "pinned_memory.h"
 
 namespace torch_ext::sim {
@@ -55,6 +56,8 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0 && storage.data() != nullptr) {
+    Kernel kernel("aten::resize_");
+    kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
     std::memcpy(fresh.mutable_get(), storage.data(), kept);
   }
   storage.set_data_ptr_noswap(std::move(fresh));

@@ -9,7 +9,9 @@
 
 #include "device.h"
 #include "flight_record.h"
+#include "kernel.h"
 #include "sim_work.h"
+#include "stream.h"
 #include "transport/transport.h"
 #include "transport_view.h"
 #include "without_gil.h"
@@ -102,6 +104,31 @@ void Launcher::abort() {
   transport_->leave(/*broken=*/true);
 }
 
+Moment Launcher::tell_launch(const Operation& operation, c10::DeviceIndex device) const {
+  Moment end;
+  tell([&](Observer& to) {
+    const auto stream = current_stream(device);
+    std::vector<Access> accesses;
+    const auto add = [&](const Tensors& views, bool write) {
+      for (const auto& view : views) {
+        if (auto access = access_to(view, write)) {
+          access->device = stream.device(); // a transport's views are aliases
+          accesses.push_back(*access);
+        }
+      }
+    };
+    int peer = -1;
+    for (const auto& call : operation.calls) {
+      const bool keeps_what_it_has = call.kind == c10d::OpType::BROADCAST && call.root == rank_;
+      add(call.inputs, /*write=*/false);
+      add(keeps_what_it_has ? Tensors() : call.outputs, /*write=*/true);
+      peer = c10d::isP2POp(call.kind) ? call.root : -1;
+    }
+    end = to.launched({operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, stream, accesses});
+  });
+  return end;
+}
+
 int Launcher::device_of(const Operation& operation) const {
   std::optional<c10::Device> device = getBoundDeviceId();
   const bool is_bound = device.has_value();
@@ -132,11 +159,12 @@ WorkPtr Launcher::launch(Operation operation) {
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
     call.device = device;
-    transfers.push_back(transport_->start(std::move(call)));
+    transfers.push_back(transport_->start(call));
   }
   if (is_collective && !coalescing_) {
     ++sequence_;
   }
+  tell_launch(operation, device < 0 ? current_device() : static_cast<c10::DeviceIndex>(device));
   auto record = std::make_shared<Progress>(transfers);
   auto work = c10::make_intrusive<SimWork>(
       operation.kind, operation.name, rank_, std::move(transfers), operation.outputs, sequence_);

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernel_observer.h"
 #include "sim_work.h"
 #include "transport/transport.h"
 
@@ -60,6 +61,7 @@ class Launcher : public c10d::Backend {
  private:
   // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index, -1 without any.
   int device_of(const Operation& operation) const;
+  Moment tell_launch(const Operation& operation, c10::DeviceIndex device) const;
   void remember(const c10::intrusive_ptr<SimWork>& work);
   void keep_for_abort(const c10::intrusive_ptr<SimWork>& work);
 

@@ -20,7 +20,7 @@
 #include "allocator.h"
 #include "device.h"
 #include "hooks.h"
-#include "kernel_scope.h"
+#include "kernel.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -121,18 +121,33 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_strided(self, none, 0, {0}, {});
 }
 
-// A copy that ends on the host hands values to the host, which must not see them before the stream has produced them.
-void wait_for_stream(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (from.device().type() == kSim && to.device().type() != kSim && !non_blocking) {
-    synchronize(current_stream(from.device().index()));
+void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination, bool host_reads) {
+  Kernel kernel("aten::copy_");
+  kernel.on(device).reads(self).writes(destination);
+  if (host_reads) {
+    kernel.host_reads();
   }
+  kernel.launch();
+  on_host(destination).copy_(on_host(self));
+}
+
+// Works on the current stream of the source, which waits for that of the destination and is waited for by it.
+void copy_across(const at::Tensor& self, const at::Tensor& destination) {
+  const auto here = current_stream(self.device().index()), there = current_stream(destination.device().index());
+  wait(here, record(there));
+  copy_on(here.device_index(), self, destination, /*host_reads=*/false);
+  wait(there, record(here));
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
-  wait_for_stream(self, destination, non_blocking);
-  const auto& device_side = destination.device().type() == kSim ? destination : self;
-  KernelScope scope(device_side.device().index());
-  on_host(destination).copy_(on_host(self));
+  const bool from_device = self.device().type() == kSim, to_device = destination.device().type() == kSim;
+  if (from_device && to_device && self.device() != destination.device()) {
+    copy_across(self, destination);
+  } else {
+    // A copy that ends on the host hands it values, which it must not see before the stream has produced them.
+    const bool host_reads = !to_device && !non_blocking;
+    copy_on((from_device ? self : destination).device().index(), self, destination, host_reads);
+  }
   return destination;
 }
 
@@ -144,7 +159,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
 }
 
 c10::Scalar local_scalar_dense(const at::Tensor& self) {
-  synchronize(current_stream(self.device().index()));
+  Kernel kernel("aten::_local_scalar_dense");
+  kernel.reads(self).host_reads().launch();
   return at::_local_scalar_dense(host_alias(self));
 }
 

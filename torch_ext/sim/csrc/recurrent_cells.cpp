@@ -8,8 +8,8 @@
 
 #include <tuple>
 
+#include "kernel.h"
 #include "optional_tensor.h"
-#include "same_device.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -24,7 +24,9 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  same_device("aten::_thnn_fused_lstm_cell", {input_gates, hidden_gates, cx});
+  same_device(
+      "aten::_thnn_fused_lstm_cell",
+      {input_gates, hidden_gates, cx, value_or_none(input_bias), value_or_none(hidden_bias)});
   const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
   const Tensor in = gates[0].sigmoid();
   const Tensor forget = gates[1].sigmoid();
@@ -40,6 +42,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   if (!given(grad_hy) && !given(grad_cy)) {
     return {};
   }
+  same_device(
+      "aten::_thnn_fused_lstm_cell_backward_impl", {value_or_none(grad_hy), value_or_none(grad_cy), cx, cy, workspace});
   const auto gates = workspace.chunk(4, 1);
   const Tensor &in = gates[0], &forget = gates[1], &cell = gates[2], &out = gates[3];
   const Tensor squashed = cy.tanh();
@@ -60,7 +64,9 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
 std::tuple<Tensor, Tensor> gru_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  same_device("aten::_thnn_fused_gru_cell", {input_gates, hidden_gates, hx});
+  same_device(
+      "aten::_thnn_fused_gru_cell",
+      {input_gates, hidden_gates, hx, value_or_none(input_bias), value_or_none(hidden_bias)});
   const auto from_input = with_bias(input_gates, input_bias).chunk(3, 1);
   const auto from_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
   const Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
@@ -71,6 +77,7 @@ std::tuple<Tensor, Tensor> gru_cell(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
     const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
+  same_device("aten::_thnn_fused_gru_cell_backward", {grad_hy, workspace});
   const auto parts = workspace.chunk(5, 1);
   const Tensor &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
   const Tensor grad_fresh = grad_hy * (1 - update) * (1 - fresh * fresh);

@@ -144,15 +144,22 @@ c10::Stream exchange_stream(c10::Stream stream) {
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority) {
   const c10::StreamId kind = high_priority ? 1 : 0;
   const auto turn = tables[device].handed_out[kind].fetch_add(1) % kStreamsPerClass;
-  return make(device, 1 + kind * kStreamsPerClass + turn);
+  const auto stream = make(device, 1 + kind * kStreamsPerClass + turn);
+  tell([&](Observer& to) { to.handed_out(stream); });
+  return stream;
 }
 
 bool is_idle(c10::Stream stream) {
-  return horizon(stream) <= now();
+  const bool idle = horizon(stream) <= now();
+  if (idle) {
+    tell([&](Observer& to) { to.host_knows(stream); });
+  }
+  return idle;
 }
 
 void synchronize(c10::Stream stream) {
   sleep_until(horizon(stream));
+  tell([&](Observer& to) { to.host_knows(stream); });
 }
 
 int64_t busy_until(c10::Stream stream) {
@@ -173,6 +180,7 @@ void synchronize_device(c10::DeviceIndex device) {
   }
   const auto& horizons = tables[device].horizons;
   sleep_until(*std::max_element(horizons.begin(), horizons.end()));
+  tell([&](Observer& to) { to.host_knows(device); });
 }
 
 void sleep(int64_t nanoseconds) {
@@ -183,19 +191,27 @@ void sleep(int64_t nanoseconds) {
 }
 
 Event record(c10::Stream stream) {
-  return {std::max(horizon(stream).load(), now())};
+  Event event{std::max(horizon(stream).load(), now())};
+  tell([&](Observer& to) { event.moment = to.recorded(stream); });
+  return event;
 }
 
 void wait(c10::Stream stream, const Event& event) {
   raise_to(horizon(stream), event.done_at);
+  tell(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
 }
 
 bool is_done(const Event& event) {
-  return event.done_at <= now();
+  const bool done = event.done_at <= now();
+  if (done) {
+    tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+  }
+  return done;
 }
 
 void synchronize(const Event& event) {
   sleep_until(event.done_at);
+  tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
 }
 
 void install_guard() {

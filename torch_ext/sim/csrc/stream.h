@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "device.h"
+#include "kernel_observer.h"
 
 namespace torch_ext::sim {
 
@@ -31,7 +32,6 @@ c10::Stream exchange_stream(c10::Stream stream);
 // Hands out the streams of a class in turn; after kStreamsPerClass it starts over, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
 
-bool is_idle(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 
@@ -47,12 +47,16 @@ void sleep(int64_t nanoseconds);
 
 struct Event {
   int64_t done_at = 0; // nanoseconds on the steady clock
+  Moment moment{};     // for whoever observes
 };
 
 Event record(c10::Stream stream);
 void wait(c10::Stream stream, const Event& event);
-bool is_done(const Event& event);
 void synchronize(const Event& event);
+
+// Whether the host could wait for them without waiting. What it learns by asking counts as waited for.
+bool is_idle(c10::Stream stream);
+bool is_done(const Event& event);
 
 void install_guard();
 

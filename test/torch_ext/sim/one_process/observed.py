@@ -1,0 +1,42 @@
+"""Runs a program and returns what an observer of the devices was told meanwhile (csrc/kernel_observer.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torch_ext.sim import _native
+
+Entry = dict[str, Any]
+
+
+def observe(program: Callable[..., Any], *args: Any) -> tuple[Any, list[Entry]]:
+    """Call ``program(*args)`` and return its result and what was observed, in order."""
+    _native.start_observer_log()
+    try:
+        result = program(*args)
+    finally:
+        entries = _native.stop_observer_log()
+    return result, entries
+
+
+def kinds(entries: list[Entry]) -> list[str]:
+    """Return what happened, without what memory was taken and given back."""
+    return [entry["kind"] for entry in entries if entry["kind"] not in ("allocated", "freed")]
+
+
+def kernels(entries: list[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry["kind"] in ("kernel", "launched")]
+
+
+def ranges(entries: Iterable[Entry], *, written: bool) -> list[tuple[int, int]]:
+    """Return the bytes that kernels have written, or read, as pairs of addresses: first, behind the last."""
+    found = [access for entry in kernels(list(entries)) for access in entry["accesses"]]
+    return [(address, address + size) for _, address, size, write in found if write is written]
+
+
+def is_touched(tensor: torch.Tensor, where: list[tuple[int, int]]) -> bool:
+    """Whether one of the ranges holds an element of ``tensor``; true of one without elements."""
+    return tensor.numel() == 0 or any(first <= tensor.data_ptr() < last for first, last in where)

@@ -1,0 +1,166 @@
+#include "kernel.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "alias.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+namespace {
+
+constexpr int64_t kNextByte = 1; // the stride of plain bytes
+
+[[noreturn]] void refuse(std::string_view kernel, c10::Device first, c10::Device second) {
+  C10_THROW_ERROR(
+      Error,
+      c10::str(
+          "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
+          "! (when checking arguments of ", kernel, ")"));
+}
+
+size_t extent_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
+}
+
+} // namespace
+
+std::atomic<Observer*> current_observer{nullptr};
+
+c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors) {
+  std::optional<c10::Device> first;
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) {
+      if (first.has_value() && tensor.device() != *first) {
+        refuse(kernel, *first, tensor.device());
+      }
+      first = tensor.device();
+    }
+  }
+  return first->index();
+}
+
+std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
+  if (!tensor.defined() || tensor.numel() == 0 || tensor.layout() != c10::kStrided || !tensor.has_storage()) {
+    return std::nullopt;
+  }
+  const auto* start = static_cast<const char*>(tensor.storage().data());
+  if (start == nullptr) {
+    return std::nullopt;
+  }
+  return Access{
+      start + static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize(),
+      extent_of(tensor),
+      tensor.device(),
+      tensor.scalar_type(),
+      tensor.sizes(),
+      tensor.strides(),
+      write};
+}
+
+Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
+  if (!tensor.defined()) {
+    return *this;
+  }
+  if (!is_settled_) {
+    if (device_.has_value() && tensor.device() != *device_) {
+      refuse(name_, *device_, tensor.device());
+    }
+    device_ = tensor.device();
+  }
+  if (watched_) {
+    uses_.push_back({tensor, nullptr, 0, write});
+  }
+  return *this;
+}
+
+Kernel& Kernel::use(const void* data, size_t bytes, bool write) {
+  if (watched_ && bytes > 0) {
+    uses_.push_back({at::Tensor(), data, static_cast<int64_t>(bytes), write});
+  }
+  return *this;
+}
+
+Kernel& Kernel::on(c10::DeviceIndex device) {
+  device_ = c10::Device(kSim, device);
+  is_settled_ = true;
+  return *this;
+}
+
+Kernel& Kernel::host_reads() {
+  host_reads_ = true;
+  return *this;
+}
+
+Kernel& Kernel::touches_nothing() {
+  touches_memory_ = false;
+  return *this;
+}
+
+c10::DeviceIndex Kernel::launch() {
+  TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
+  if (host_reads_) {
+    // Blocks for as long as the stream is kept busy too, which a kernel does not.
+    synchronize(current_stream(device_->index()));
+  }
+  scope_.emplace(device_->index());
+  return device_->index();
+}
+
+at::Tensor Kernel::result(at::Tensor&& host) {
+  at::Tensor made = adopt(std::move(host), device_->index());
+  wrote(made);
+  return made;
+}
+
+void Kernel::wrote(const at::Tensor& tensor) {
+  if (watched_) {
+    uses_.push_back({tensor, nullptr, 0, /*write=*/true});
+  }
+}
+
+void Kernel::account_to(Observer& to) const noexcept {
+  const auto stream = current_stream(device_->index());
+  c10::SmallVector<Access, 8> accesses;
+  for (const auto& use : uses_) {
+    if (use.tensor.defined()) {
+      if (const auto access = access_to(use.tensor, use.write)) {
+        accesses.push_back(*access);
+      }
+    } else {
+      accesses.push_back(
+          {use.data,
+           static_cast<size_t>(use.bytes),
+           *device_,
+           c10::ScalarType::Byte,
+           {&use.bytes, 1},
+           {&kNextByte, 1},
+           use.write});
+    }
+  }
+  to.kernel(name_, stream, accesses);
+  if (host_reads_) {
+    to.host_knows(stream);
+  }
+}
+
+Kernel::~Kernel() {
+  if (!scope_.has_value()) {
+    return; // it was refused
+  }
+  scope_.reset();
+  if (watched_ && touches_memory_) {
+    tell([this](Observer& to) { account_to(to); });
+  }
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,104 @@
+// The one entry for whatever computes on a device.
+//
+// Note [Kernels]
+// Code that reads or writes memory of a device, be it by a kernel of the host, by code that was generated or by hand,
+// says so with a Kernel: its name, and what it reads and writes. Behind it stand
+//
+//   - the check that all tensors are on one device (Note [Strict devices] in checks.cpp);
+//   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
+//   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
+//   - whoever observes (kernel_observer.h).
+//
+// An operator that is written in terms of others on device tensors is no kernel: those it calls are. It checks its
+// devices with `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
+//
+//     Kernel kernel("aten::convolution");
+//     kernel.reads(input).reads(weight).launch();
+//     return kernel.result(at::convolution(on_host(input), on_host(weight), ...));
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+
+#include "device.h"
+#include "kernel_observer.h"
+#include "kernel_scope.h"
+#include "optional_tensor.h"
+
+namespace torch_ext::sim {
+
+// The one sim device that the defined ones among `tensors` live on. Raises RuntimeError when they live on several.
+c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);
+
+class Kernel {
+ public:
+  // name: as the operator is called; must outlive the object.
+  explicit Kernel(std::string_view name) : name_(name), watched_(observer() != nullptr) {}
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  // What it reads and writes. Undefined tensors are none. Before `launch`, raises RuntimeError for a tensor on another
+  // device than those before it, in any order.
+  Kernel& reads(const at::Tensor& tensor) { return use(tensor, /*write=*/false); }
+  Kernel& reads(const OptionalTensor& tensor) { return tensor.has_value() ? reads(*tensor) : *this; }
+  Kernel& writes(const at::Tensor& tensor) { return use(tensor, /*write=*/true); }
+  Kernel& writes(const OptionalTensor& tensor) { return tensor.has_value() ? writes(*tensor) : *this; }
+
+  // Bytes without a tensor.
+  Kernel& reads(const void* data, size_t bytes) { return use(data, bytes, /*write=*/false); }
+  Kernel& writes(const void* data, size_t bytes) { return use(data, bytes, /*write=*/true); }
+
+  // Names the device, which another check has found. Tensors on others may follow: a copy has two.
+  Kernel& on(c10::DeviceIndex device);
+
+  // The host will know from the result that the stream has come this far.
+  Kernel& host_reads();
+
+  // It makes views or answers questions about sizes, so there is nothing to wait for and nothing to tell.
+  Kernel& touches_nothing();
+
+  // The kernel's work may begin: its inputs are there. Returns the device.
+  c10::DeviceIndex launch();
+
+  // Whether somebody wants to know what it reads and writes.
+  bool is_watched() const { return watched_; }
+
+  // After `launch`: a result that the kernel has allocated, as memory of the device.
+  at::Tensor result(at::Tensor&& host);
+
+  // After `launch`: writes that were not known before.
+  void wrote(const at::Tensor& tensor);
+
+ private:
+  struct Use {
+    at::Tensor tensor; // undefined: bytes
+    const void* data;
+    int64_t bytes;
+    bool write;
+  };
+
+  Kernel& use(const at::Tensor& tensor, bool write);
+  Kernel& use(const void* data, size_t bytes, bool write);
+  void account_to(Observer& to) const noexcept;
+
+  std::string_view name_;
+  std::optional<c10::Device> device_;
+  bool is_settled_ = false; // the device was named
+  bool host_reads_ = false;
+  bool touches_memory_ = true;
+  bool watched_;
+  std::optional<KernelScope> scope_; // since its launch
+  c10::SmallVector<Use, 6> uses_;    // of tensors, only while somebody watches
+};
+
+// What `tensor` covers. Empty where it has no elements.
+std::optional<Access> access_to(const at::Tensor& tensor, bool write);
+
+} // namespace torch_ext::sim

@@ -1,0 +1,107 @@
+// What a tool that watches the devices of this process is told: every kernel with the memory that it reads and writes,
+// everything that orders streams, lanes and the host, and the life of memory.
+//
+// Nobody watches by default, which costs one compare for each kernel. Tellers call from the thread that does what they
+// tell, with the GIL or without it, and hold none of their own locks unless said otherwise.
+//
+// Note [Moments]
+// What somebody may wait for is a moment: of a stream, when an event is recorded; of a communication lane, the end of
+// an operation. An observer hands out a moment of its own making and is given it back when a stream or the host has
+// waited for it. Whoever keeps the event or the work keeps the moment. An event that is recorded again has another one.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace torch_ext::sim {
+
+// Memory that a kernel or an operation uses: elements of `type` at the given sizes and strides, counted in elements,
+// from `data` on. Never empty. Valid during the call that tells it.
+struct Access {
+  const void* data;
+  size_t bytes; // from `data` to the end of its last element
+  c10::Device device;
+  c10::ScalarType type;
+  c10::IntArrayRef sizes;
+  c10::IntArrayRef strides;
+  bool write;
+};
+
+using Moment = std::shared_ptr<const void>;
+
+// An operation of a process group.
+struct Launch {
+  std::string_view name;
+  std::string_view group; // its unique name in this process
+  uint64_t sequence;      // of the operation in its group
+  int peer;               // of a transfer: the other rank, in the group; -1 for a collective
+  bool asynchronous;      // whether it belongs to the lane of its group; otherwise to the stream
+  c10::Stream stream;     // that was current
+  c10::ArrayRef<Access> accesses;
+};
+
+// Whatever is told of a call has been told when the call returns. Nothing here may raise.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+
+  // A kernel has run. Its results are among what it has written. Without a device that a tensor names, `stream` is the
+  // current one of the current device.
+  virtual void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept = 0;
+
+  virtual Moment recorded(c10::Stream stream) noexcept = 0;
+  virtual void stream_waits(c10::Stream stream, const Moment& moment) noexcept = 0;
+
+  // The host knows, by waiting or by a query, that something is over.
+  virtual void host_knows(const Moment& moment) noexcept = 0;
+  virtual void host_knows(c10::Stream stream) noexcept = 0;
+  virtual void host_knows(c10::DeviceIndex device) noexcept = 0; // everything on it, lanes included
+
+  virtual void handed_out(c10::Stream stream) noexcept = 0;
+
+  // The moment is the operation's end. Of several that are launched as one, each is told.
+  virtual Moment launched(const Launch& launch) noexcept = 0;
+
+  // `stream` is the current one. Called without the allocator's lock.
+  virtual void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept = 0;
+  virtual void freed(const void* data, c10::DeviceIndex device) noexcept = 0; // before it can be used again
+  virtual void used_on(const void* data, c10::Stream stream) noexcept = 0;    // record_stream
+};
+
+extern std::atomic<Observer*> current_observer;
+
+// Who watches; nullptr by default.
+inline Observer* observer() noexcept {
+  return current_observer.load(std::memory_order_acquire);
+}
+
+template <typename What>
+void tell(What what) {
+  if (auto* to = observer()) {
+    what(*to);
+  }
+}
+
+// Tells about a moment. There is none where nobody watched when it was, or nothing was recorded.
+template <typename What>
+void tell(const Moment& moment, What what) {
+  if (moment != nullptr) {
+    tell(what);
+  }
+}
+
+// Returns who watched before. An observer must stay alive, since other threads may be telling it something.
+inline Observer* set_observer(Observer* next) noexcept {
+  return current_observer.exchange(next, std::memory_order_acq_rel);
+}
+
+} // namespace torch_ext::sim
