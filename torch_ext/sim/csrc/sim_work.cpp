@@ -1,6 +1,7 @@
 #include "sim_work.h"
 
 #include <ATen/core/jit_type.h>
+#include <ATen/record_function.h>
 
 #include <chrono>
 #include <cstdint>
@@ -43,10 +44,24 @@ SimWork::SimWork(
               c10::ListType::create(c10::TensorType::get()), devices_of(outputs_))),
       sequence_(sequence) {}
 
+void SimWork::profile(const char* title, const std::vector<at::Tensor>& inputs) {
+  auto recording = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+  if (!recording->isActive()) {
+    return;
+  }
+  recording->_setAsync(); // it may end on another thread
+  const std::vector<c10::IValue> arguments(inputs.begin(), inputs.end());
+  recording->before(title, c10::ArrayRef<const c10::IValue>(arguments.data(), arguments.size()));
+  recordFunctionEndCallback_ = [recording] { recording->end(); };
+}
+
 void SimWork::complete(const std::exception_ptr& error) {
   std::call_once(completed_once_, [&] {
     if (record_ != nullptr) {
       record_->finish();
+    }
+    if (recordFunctionEndCallback_) {
+      std::exchange(recordFunctionEndCallback_, nullptr)();
     }
     auto failure = error;
     if (hook_) {

@@ -41,6 +41,9 @@ class SimWork : public c10d::Work {
   // Calls `done` once, when the work has completed, whether it succeeded or not.
   void set_hook(std::function<void(std::shared_ptr<c10d::WorkInfo>)> hook) { hook_ = std::move(hook); }
 
+  // Tells profilers, if there are any, that it runs from now until it is over. title: outlives the work.
+  void profile(const char* title, const std::vector<at::Tensor>& inputs);
+
   // Where to write down that it is over.
   void set_record(ProgressPtr record) { record_ = std::move(record); }
 
