@@ -1,9 +1,13 @@
 """What a harness adds to a test: each test creates one process group and calls one barrier.
 
     python benchmarks/harness_overhead.py [--tests 40] [--released-tests 3]
+    python benchmarks/harness_overhead.py --against CHECKOUT [--rounds 9]
 
 Compares the installed torch's classes with ours at world sizes 2, 4 and 8, in one run on one machine. Prints medians
 per test and ratios, each with its isolation level. Every row runs in its own process, so none inherits another's state.
+
+With ``--against``, compares our classes in this tree with those of another checkout. The two take turns, each going
+first in every other round, and what counts is the median over the rounds of the ratio within one.
 """
 
 from __future__ import annotations
@@ -117,10 +121,10 @@ def run_row() -> None:
     print(json.dumps({"tests": result.seconds, "class": whole}))
 
 
-def measure(base: str, world_size: int, tests: int) -> dict[str, float]:
-    """Return the median, worst and amortized milliseconds per test of one row."""
+def measure(base: str, world_size: int, tests: int, tree: Path = REPOSITORY) -> dict[str, float]:
+    """Return the median, worst and amortized milliseconds per test of one row, with our classes taken from ``tree``."""
     row = json.dumps({"base": base, "world_size": world_size, "tests": tests})
-    environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OPENBLAS_NUM_THREADS"] = "1"
     environment["TORCH_EXT_SPARES"] = "0" if base == "ours, nothing ahead" else "1"
     command = [sys.executable, str(Path(__file__).resolve())]
@@ -146,15 +150,39 @@ ROWS = (
 )
 
 
+def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> None:
+    """Print what our rows cost in this tree, as a ratio of what they cost in ``other``."""
+    for world_size in world_sizes:
+        print(f"\nworld size {world_size:<25} {'here':>8} {'there':>8} {'ratio':>8}  ratios of {rounds} rounds")
+        for base in ("ours", "ours, nothing ahead", "ours continuous"):
+            kind = "amortized" if base == "ours continuous" else "median"
+            here, there = [], []
+            for number in range(rounds):
+                turns = [(here, REPOSITORY), (there, other)]
+                for found, tree in turns if number % 2 else reversed(turns):
+                    found.append(measure(base, world_size, tests, tree)[kind])
+            ratios = sorted(one / two for one, two in zip(here, there, strict=True))
+            print(
+                f"  {base:<34} {statistics.median(here):8.1f} {statistics.median(there):8.1f} "
+                f"{statistics.median(ratios):8.3f}  {ratios[0]:.3f} to {ratios[-1]:.3f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", type=int, default=40, help="tests a class, except of the slow row")
     parser.add_argument("--released-tests", type=int, default=3, help="tests of the row that spawns interpreters")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--against", type=Path, help="another checkout to compare this tree with")
+    parser.add_argument("--rounds", type=int, default=9, help="how often the two trees of --against take turns")
     options = parser.parse_args()
     import torch
 
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds per test")
+    if options.against is not None:
+        compare(options.against.resolve(), options.world_sizes, options.tests, options.rounds)
+        return
     for world_size in options.world_sizes:
         print(f"\nworld size {world_size:<25} {'median':>8} {'worst':>8} {'amortized':>10}  isolation")
         found = {}

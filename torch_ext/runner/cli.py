@@ -1,8 +1,9 @@
 """The command ``run_test.py``, and what ``python some_test_file.py`` does: from arguments to an exit code.
 
-Exit codes: 0 everything passed or was skipped with a reason; 1 a test failed, or was planned and has no result, or the
-report could not be written; 2 a usage error (a closed stdout and a working directory that is gone are two), or nothing
-selected; 130 interrupted, by the keyboard or by a reader that closed the pipe.
+Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
+or was planned and has no result, or a report could not be written; 2 a usage error (a closed stdout, a working
+directory that is gone and a report that cannot be opened are three), or nothing selected; 130 interrupted, by the
+keyboard or by a reader that closed the pipe.
 """
 
 from __future__ import annotations
@@ -12,39 +13,34 @@ import functools
 import importlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch_ext import cache
 from torch_ext.compat import untested_torch
+from torch_ext.runner.advice import refuse_own_tests, why_nothing
+from torch_ext.runner.arguments import parse, parse_for_file
+from torch_ext.runner.changed import changed_files
+from torch_ext.runner.choice import Choice
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
+from torch_ext.runner.history import History
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
-from torch_ext.runner.options import Options, default_root, parse, parse_for_file
-from torch_ext.runner.results import (
-    Began,
-    OutputError,
-    Over,
-    Raised,
-    SetupError,
-    Sink,
-    Status,
-    TestName,
-    TestResult,
-    Tick,
-)
+from torch_ext.runner.options import Options, default_root
+from torch_ext.runner.results import Needs, OutputError, SetupError, Sink, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Batch, Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
 if TYPE_CHECKING:
-    from torch_ext.runner.reporters.base import Reporter
+    from torch_ext.runner.rounds import Rounds
 
 __all__ = ["INTERRUPTED", "Executor", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# The folder of our checkout's suites that holds the tests of torch_ext itself.
+OWN_TESTS = "torch_ext"
 
 
 class Executor(Protocol):
@@ -54,12 +50,7 @@ class Executor(Protocol):
         """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
         ...
 
-    def run(
-        self,
-        plan: Plan,
-        sink: Sink,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> None:
+    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
         """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
         is over, and hand it each result as soon as its test has ended. Several classes may run at once.
 
@@ -188,11 +179,20 @@ def _discover_and_run(options: Options) -> int:
     if options.upstream:
         return _select_and_run(options, _upstream_files(options), NameCache(None, None))
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
-    files = find_test_files(options.root, leave_out="torch_ext" if options.root == default_root() else "")
+    leave_out = OWN_TESTS if options.root == default_root() and (options.root / OWN_TESTS / "house").is_dir() else ""
+    files = find_test_files(options.root, leave_out)
     if not files:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
-    device = options.device or os.environ.get("TORCH_EXT_DEVICE", "")
-    return _select_and_run(options, files, NameCache(cache.folder(), surroundings(device), options.environment()))
+    if leave_out:
+        refuse_own_tests(options, leave_out)
+    return _select_and_run(
+        options, files, NameCache(cache.folder(), surroundings(_device(options)), options.environment())
+    )
+
+
+def _device(options: Options) -> str:
+    """The device type that was asked for; empty if the machine decides."""
+    return options.device or os.environ.get("TORCH_EXT_DEVICE", "")
 
 
 def _upstream_files(options: Options) -> list[TestFile]:
@@ -235,7 +235,10 @@ def _select_and_run_with(
     if told := untested_torch():  # before any process starts, which would say it as well
         _complain(f"warning: {told}")
     keywords = _keywords(options)
-    selection = select_files([file.name for file in files], options.include, options.exclude, _prefixes(options))
+    history = History(cache.folder(), options.root, _device(options))
+    choice = Choice(options, history, lambda: changed_files(options.root, options.changed))
+    include = [options.history] if options.history else options.include
+    selection = select_files([file.name for file in files], include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
     collected = collect_names(wanted, names, executor)
     if names.refused:
@@ -243,27 +246,50 @@ def _select_and_run_with(
     broken = {one.file.name: one for one in collected if one.error}
     known = [test for one in collected if not one.error for test in one.tests]
     selected = select_tests(selection, known, broken)
-    tests = [test for test in selected.tests if keywords(test)]
-    failures = [_import_failure(broken[name]) for name in selected.broken]
+    fitting = [test for test in selected.tests if keywords(test)]
+    tests = _said(choice.choose, fitting, collected)
+    failures = [import_failure(name, broken[name].error, broken[name].left) for name in selected.broken]
     if not tests and not failures:
-        return _usage_error(_nothing_selected(options, wanted, selected.tests))
-    if options.list_only:
-        return _list(tests, failures)
+        why = choice.why_none() if fitting else why_nothing(options, wanted, selected.tests)
+        return _usage_error(f"nothing selected: {why}")
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+    if options.history or options.list_only:
+        return _list(options, tests, needs, failures, history)
     judge = _judge(options, wanted, collected)
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
 
-    def renew(found: Collected) -> list[TestName] | None:
-        """Return the tests of a file to run, now that it is imported; None if they are those that were remembered."""
-        if not found.error and set(found.tests) == set(before[found.file.name]):
+    def renewed(found: Collected) -> Plan | None:
+        """Return what of a file runs, now that it is imported; None if it holds the tests that were remembered."""
+        if set(found.tests) == set(before[found.file.name]):
             return None
         names.forget(found.file)
         _tell_difference(found.file, before[found.file.name], found)
-        return [] if found.error else [test for test in fitting_tests(selection, found.tests) if keywords(test)]
+        now = [test for test in fitting_tests(selection, found.tests) if keywords(test)]
+        if options.last_failed or options.shard:  # what was chosen was chosen by name
+            now = [test for test in now if test in set(tests)]
+        needs.update(zip(found.tests, found.needs, strict=False))
+        return make_plan(*choice.arrange([found.file], now), needs, expected_s)
 
-    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
-    return _run(executor, options, make_plan(wanted, tests, needs), failures, renew, judge)
+    def expected_s(test: TestName) -> float:
+        return history.expected_s(test) or 1.0
+
+    from torch_ext.runner.reporters.make import Reporters  # on use: a list pays for none of them
+    from torch_ext.runner.rounds import Rounds
+
+    plan = make_plan(*choice.arrange(wanted, tests), needs, expected_s)
+    reporters = Reporters(plan, options, needs, history.expected_s, choice.notes)
+    skipped = judge.skipped if judge is not None else lambda test: ""
+    rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
+    return _run(executor, options, rounds, failures, history, judge)
+
+
+def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[TestName]:
+    try:
+        return choose(*arguments)
+    except ValueError as error:
+        raise SelectionError(str(error)) from None
 
 
 def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
@@ -296,39 +322,25 @@ def _prefixes(options: Options) -> list[str]:
     return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]
 
 
-def _nothing_selected(options: Options, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
-    if not files:
-        return "nothing selected: -x excludes every file that -i selects"
-    if not tests:
-        return f"nothing selected: no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
-    from torch_ext.runner.nearest import nearest, spellings
+def _list(
+    options: Options,
+    tests: Sequence[TestName],
+    needs: Mapping[TestName, Needs],
+    failures: Sequence[TestResult],
+    history: History,
+) -> int:
+    from torch_ext.runner.listing import list_as_json, list_ids, show_history
 
-    typed = " ".join(options.keywords)
-    near = nearest(typed, spellings((), tests))
-    advice = f"; nearest: {', '.join(near)}" if near else ""
-    return f"nothing selected: none of {len(tests)} tests fits -k {typed!r}{advice}"
-
-
-def _import_failure(collected: Collected) -> TestResult:
-    if collected.left:
-        return TestResult(TestName(collected.file.name), Status.SKIPPED, 0.0, reason=collected.left)
-    trace = collected.error.rstrip()
-    problem = Raised(trace.rpartition("\n")[2], trace)
-    return TestResult(TestName(collected.file.name), Status.FAILED, 0.0, (problem,))
-
-
-def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
-    from torch_ext.world.phrases import printable
-
-    try:
-        sys.stdout.writelines(f"{printable(test.id)}\n" for test in tests)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"the list cannot be written: {error}") from error
-    from torch_ext.runner.reporters.failure import describe_failure
-
+    if options.history:
+        for test in tests:
+            show_history(test, history.records(test.id))
+        return OK
+    if options.json:
+        list_as_json(tests, needs, options.json)
+    else:
+        list_ids(tests)
+    if failures:
+        from torch_ext.runner.reporters.failure import describe_failure
     for failure in failures:
         said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
         _complain(f"{failure.test.id}{said}")
@@ -339,89 +351,31 @@ def _list(tests: Sequence[TestName], failures: Sequence[TestResult]) -> int:
 def _run(
     executor: Callable[[], Executor],
     options: Options,
-    plan: Plan,
+    rounds: Rounds,
     failures: Sequence[TestResult],
-    tests_now: Callable[[Collected], list[TestName] | None],
-    judge: Judge | None = None,
+    history: History,
+    judge: Judge | None,
 ) -> int:
-    from torch_ext.runner.progress import Progress
-    from torch_ext.runner.reporters.ordered import InOrder
-    from torch_ext.runner.reporters.running import Running
-    from torch_ext.runner.reporters.styled import is_live
-    from torch_ext.runner.reporters.text import TextReporter
-    from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
-
-    progress = Progress(plan)
-    stream = sys.stderr if options.json else sys.stdout
-    text = TextReporter(plan, options, stream)
-    live = is_live(stream) and options.verbosity >= 0 and not options.show_output
-    running = Running(plan, lambda test: None, lambda test: 1.0, time.monotonic())
-    watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
-    ordered = InOrder(plan, text, failures_at_once=live)
-    reporters: list[Reporter] = [watch, ordered]
-    if options.coverage:
-        from torch_ext.runner.reporters.coverage import CoverageReporter
-
-        reporters.append(CoverageReporter(plan, sys.stdout, as_json=options.json))
-
-    def take(result: Began | Over | TestResult | Tick) -> None:
-        if isinstance(result, Tick):
-            watch.tick()
-            return
-        if isinstance(result, Over):
-            watch.over(result)
-            ordered.over(result)
-            return
-        if isinstance(result, Began):
-            for reporter in reporters:
-                reporter.begin(result)
-            return
-        result = judge.judged(result) if judge is not None else result
-        progress.add(result)
-        for reporter in reporters:
-            reporter.add(result)
-
-    def renew(found: Collected) -> Sequence[Batch]:
-        nonlocal plan
-        tests = tests_now(found)
-        if found.error:
-            take(_import_failure(found))
-            take(Over(TestName(found.file.name)))
-            return ()
-        if tests is not None:
-            needs = dict(zip(found.tests, found.needs, strict=False))
-            plan = plan.replaced(found.file, make_plan([found.file], tests, needs).batches)
-            progress.replan(plan)
-            for reporter in reporters:
-                reporter.replan(plan)
-        return [batch for batch in plan if batch.file == found.file]
-
     interrupted = False
     for failure in failures:
-        take(failure)
-    to_run = _without_skipped(plan, judge, take)
+        rounds.take(failure)
     try:
-        if to_run.batches and not (options.failfast and any(one.problems for one in failures)):
+        if rounds.plan.batches and not (options.failfast and any(one.problems for one in failures)):
             try:
-                executor().run(to_run, take, renew)
+                rounds.run(executor)
             finally:
                 executor().close()
     except KeyboardInterrupt:
         interrupted = True
     if judge is not None and not interrupted:
-        whole = not (options.include or options.exclude or options.keywords)
-        for stale in judge.out_of_date(plan.tests, whole=whole):
-            take(stale)
-    for reporter in reporters:
-        reporter.finish(interrupted=interrupted)
-    return INTERRUPTED if interrupted else OK if progress.passed else FAILED
-
-
-def _without_skipped(plan: Plan, judge: Judge | None, take: Callable[[TestResult], None]) -> Plan:
-    """Return ``plan`` without what ``judge`` lets not run, and ``take`` that as skipped."""
-    if judge is None:
-        return plan
-    reasons = {test: reason for test in plan.tests if (reason := judge.skipped(test))}
-    for test, reason in reasons.items():
-        take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-    return plan.without(reasons)
+        whole = not (options.include or options.exclude or options.keywords or options.shard or options.last_failed)
+        for stale in judge.out_of_date(rounds.plan.tests, whole=whole):
+            rounds.take(stale)
+    for result in rounds.progress.results:
+        history.add(result)
+    history.save()
+    rounds.finish(interrupted=interrupted)
+    if interrupted:
+        return INTERRUPTED
+    flaky = any(result.status is Status.FLAKY for result in rounds.progress.results)
+    return OK if rounds.progress.passed and not (flaky and options.fail_on_flaky) else FAILED

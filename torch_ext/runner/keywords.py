@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch_ext.runner.results import TestName
 
-__all__ = ["keyword_filter"]
+__all__ = ["keyword_filter", "words_without_match"]
 
 _Filter = Callable[[TestName], bool]
 _OPERATORS = frozenset({"and", "or", "not", "(", ")"})
@@ -18,7 +18,7 @@ def keyword_filter(expressions: Sequence[str]) -> _Filter:
     """Return a function that tells whether a test fits one of ``expressions``; none at all lets every test through.
 
     A word fits as a substring of the id or of unittest's dotted name, and with ``*``, ``?`` or ``[`` as a glob over
-    either of them, the class or the method. Case matters.
+    either of them, the class or the method. Case does not matter.
 
     Raises:
         ValueError: an expression is incomplete.
@@ -31,10 +31,26 @@ def keyword_filter(expressions: Sequence[str]) -> _Filter:
     return lambda test: not filters or any(fits(test) for fits in filters)
 
 
+def words_without_match(expressions: Sequence[str], tests: Iterable[TestName]) -> list[str]:
+    """Return the words of ``expressions``, which are complete, that no name in ``tests`` contains: mistyped, it seems.
+
+    >>> words_without_match(["TestA and not (slwo)"], [TestName("test_m.py", "TestA", "test_1")])
+    ['slwo']
+    """
+    tests = list(tests)
+    words = dict.fromkeys(word for text in expressions for word in _tokens(text) if word not in _OPERATORS)
+    return [word for word in words if not any(map(_word(word), tests))]
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"[()]|[^\s()]+", text)
+
+
 def _word(word: str) -> _Filter:
+    word = word.lower()
     if not any(sign in word for sign in "*?["):
-        return lambda test: word in test.id or word in test.dotted
-    return lambda test: any(fnmatchcase(name, word) for name in (test.id, test.dotted, test.cls, test.method))
+        return lambda test: word in test.id.lower() or word in test.dotted.lower()
+    return lambda test: any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
 
 
 class _Parser:
@@ -42,7 +58,7 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = re.findall(r"[()]|[^\s()]+", text)
+        self.tokens = _tokens(text)
 
     def parse(self) -> _Filter:
         found = self.alternatives()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch_ext.runner.results import TestName
 
-__all__ = ["nearest", "spellings"]
+__all__ = ["nearest", "parts", "spellings"]
 
 # Below this ratio a suggestion has more letters wrong than right.
 _CUTOFF = 0.6
@@ -23,6 +23,16 @@ def spellings(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]
     folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
     classes = dict.fromkeys(test.cls for test in tests)
     return [*sorted(folders), *files, *classes, *dict.fromkeys(f"{test.cls}.{test.method}" for test in tests)]
+
+
+def parts(tests: Iterable[TestName]) -> list[str]:
+    """Return the words that the names of classes and tests are made of.
+
+    >>> parts([TestName("a/test_c.py", "TestStateDict", "test_save_all")])
+    ['Test', 'State', 'Dict', 'test', 'save', 'all']
+    """
+    names = dict.fromkeys(name for test in tests for name in (test.cls, test.method))
+    return list(dict.fromkeys(word for name in names for word in re.findall(r"[A-Z]*[a-z0-9]+", name)))
 
 
 def nearest(text: str, names: Iterable[str], count: int = 5) -> list[str]:

@@ -1,18 +1,22 @@
-"""The command line: what may be typed, and the options that come of it."""
+"""What a user can ask for: the options, and the table of how each is typed. To add one, add a field and a row.
+
+Note [The table of options]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A row says under which flags an option is typed, which key of ``[tool.torch_ext]`` holds it, and which variable. The
+command line, the configuration, ``--show-config`` and ``--help`` are made of the table.
+"""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch_ext
 
-__all__ = ["Options", "default_root", "parse", "parse_for_file"]
+__all__ = ["TABLE", "Options", "Row", "default_root"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,31 @@ class Options:
 
     Attributes:
         root: absolute folder that holds the suites.
-        include: patterns of ``-i``; none: everything.
+        include: patterns of what to run; none: everything.
         exclude: patterns of ``-x``.
         keywords: expressions of ``-k``; a test that fits one of them is selected.
+        changed: git revision; only tests whose code differs from it are selected. Empty: all.
+        last_failed: select what failed in the last run that had it.
+        failed_first: run those first.
+        shard: ``(I, N)``: the I-th of N parts, from 1; None: everything.
+        times: file with the times by which parts are divided, as ``--json`` writes it; empty: all count alike.
+        random_order: seed of a random order; None: the order of the files.
         verbosity: -1 quiet, 0 one line a class, 1 one line a test.
         failfast: stop after the first failure.
+        reruns: how often a failed test runs again in a fresh world.
+        fail_on_flaky: a flaky test fails the command.
+        repeat: how often everything runs; 0: until a failure.
+        until_failure: end after the first round with a failure.
         list_only: print the selected tests and run none.
+        durations: how many of the slowest tests the summary names.
+        junit, json: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with ``coverage`` is the
+            form of that.
+        history: the test whose record to show; empty: none.
+        show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
+        races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
+            ``TORCH_EXT_RACES`` says.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
@@ -38,7 +59,6 @@ class Options:
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
         differences: lists of known differences, besides our own; see ``torch_ext/upstream/differences.py``.
         coverage: sum up how much of what was found passed, and why not.
-        json: write that as JSON on stdout, and all else on stderr.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -47,11 +67,27 @@ class Options:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
+    changed: str = ""
+    last_failed: bool = False
+    failed_first: bool = False
+    shard: tuple[int, int] | None = None
+    times: str = ""
+    random_order: int | None = None
     verbosity: int = 0
     failfast: bool = False
+    reruns: int = 0
+    fail_on_flaky: bool = False
+    repeat: int = 1
+    until_failure: bool = False
     list_only: bool = False
+    durations: int = 0
+    junit: str = ""
+    json: str = ""
+    history: str = ""
+    show_config: bool = False
     device: str = ""
     timeout_s: float | None = None
+    races: str = ""
     start_method: str = "fork"
     show_output: bool = False
     jobs: int | None = None
@@ -61,7 +97,6 @@ class Options:
     cuda_as_sim: bool = False
     differences: tuple[str, ...] = ()
     coverage: bool = False
-    json: bool = False
     script: str = ""
     command: str = "python run_test.py"
 
@@ -72,6 +107,8 @@ class Options:
             environment["TORCH_EXT_DEVICE"] = self.device
         if self.timeout_s is not None:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
+        if self.races:
+            environment["TORCH_EXT_RACES"] = self.races
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.show_output:
@@ -84,120 +121,14 @@ class Options:
 
 
 def default_root() -> Path:
-    """Return the ``test`` folder of the checkout that this package belongs to."""
-    return Path(torch_ext.__file__).resolve().parents[1] / "test"
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Read the arguments of ``run_test.py``.
-
-    Raises:
-        SystemExit: after ``-h`` or ``--version`` (0), or a usage error (2), with its text already printed.
+    """Return the folder of the suites where none is given: ``test`` of the checkout that this package belongs to; of an
+    installed package ``test`` or ``tests`` below the working directory, or that itself.
     """
-    parser = argparse.ArgumentParser(
-        prog=_command().removeprefix("python "),
-        description="Run distributed tests on this machine.",
-        epilog="PATTERN: a folder, a module, a class or a test, spelt as a path, with dots or as an id "
-        "(distributed/fsdp, test_a.py, TestA, TestA.test_b, distributed/test_a.py::TestA::test_b). "
-        "Exit codes: 0 all passed, 1 a test failed, 2 usage or nothing selected, 130 interrupted.",
-    )
-    for flags, text in ((("-i", "--include"), "run these only"), (("-x", "--exclude"), "do not run these")):
-        parser.add_argument(*flags, nargs="+", action="extend", default=[], metavar="PATTERN", help=text)
-    parser.add_argument("--root", default="", metavar="DIR", help="folder of the suites (default: test)")
-    help_text = "run these unmodified test files, or folders of them, of a PyTorch checkout on our harness"
-    parser.add_argument("--upstream", nargs="+", default=[], metavar="PATH", help=help_text)
-    help_text = "in these files CUDA and NCCL mean the simulated accelerator and its backend"
-    parser.add_argument("--cuda-as-sim", action="store_true", help=help_text)
-    help_text = "with --upstream: a list of known differences, besides our own"
-    parser.add_argument("--differences", nargs="+", default=[], metavar="FILE", help=help_text)
-    parser.add_argument("--coverage", action="store_true", help="sum up what was found, run and passed, and why not")
-    parser.add_argument("--json", action="store_true", help="with --coverage: as JSON on stdout, all else on stderr")
-    _add_common(parser)
-    given = parser.parse_args(argv)
-    if given.json and not given.coverage:
-        parser.error("--json is the form of --coverage; give both")
-    if given.upstream:
-        return _upstream_options(parser, given)
-    if given.cuda_as_sim:
-        parser.error("--cuda-as-sim goes with --upstream; our own suites name no device")
-    if given.differences:
-        parser.error("--differences goes with --upstream")
-    root = Path(given.root).resolve() if given.root else default_root()
-    if not root.is_dir():
-        parser.error(f"got the root {root}, which is no folder; give the one that holds the suites with --root DIR")
-    return _options(given, root=root, include=given.include, exclude=given.exclude, typed_root=given.root)
-
-
-def _upstream_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
-    if given.root:
-        parser.error("--upstream brings its own root, the folder that holds all it names; leave --root out")
-    if given.cuda_as_sim:
-        from torch_ext.cuda_as_sim.words import DEVICE
-
-        given.device = given.device or os.environ.get("TORCH_EXT_DEVICE", "") or DEVICE
-        if given.device != DEVICE:
-            parser.error(f"got --cuda-as-sim and the device {given.device}; leave --device out, or give {DEVICE}")
-    folders = []
-    for typed in given.upstream:
-        path = Path(typed).resolve()
-        if not path.exists():
-            parser.error(f"got --upstream {typed}, which does not exist; give test files of a PyTorch checkout")
-        folders.append(path if path.is_dir() else path.parent)
-    root = Path(os.path.commonpath(folders))
-    return _options(
-        given,
-        root=root,
-        include=given.include,
-        exclude=given.exclude,
-        upstream=given.upstream,
-        cuda_as_sim=given.cuda_as_sim,
-    )
-
-
-def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
-    """Read the arguments of the test file ``path`` (absolute), started by itself, in unittest's spellings.
-
-    Raises:
-        SystemExit: as :func:`parse`.
-    """
-    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    parser = argparse.ArgumentParser(prog=shown, description="Run the tests of this file.")
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="run these only: TestClass, TestClass.test_name")
-    _add_common(parser)
-    given = parser.parse_args(argv)
-    root = default_root() if path.is_relative_to(default_root()) else path.parent
-    return _options(given, root=root, include=given.tests, script=shown)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("-k", action="append", default=[], metavar="WORDS", help="of these, run tests whose name fits WORDS: a part of "
-        "it, a glob, or several with and/or/not; given twice, either may fit")  # fmt: skip
-    loudness = parser.add_mutually_exclusive_group()
-    loudness.add_argument("-v", "--verbose", action="store_true", help="print a line for each test")
-    loudness.add_argument("-q", "--quiet", action="store_true", help="print failures and the summary only")
-    add("-f", "--failfast", action="store_true", help="stop after the first failure")
-    add("--list", action="store_true", help="print the ids of the tests and run none")
-    add("--device", default="", metavar="TYPE", help="device type to test, such as cpu (default: TORCH_EXT_DEVICE, or "
-        "the best that this machine has)")  # fmt: skip
-    add("--timeout", type=_seconds, metavar="SECONDS", help="time limit of one test, in place of the tests' own")
-    add("--start-method", choices=("fork", "interpreter"), default="fork", help="how ranks start (default: fork)")
-    add("--show-output", action="store_true", help="show what ranks print, as it comes")
-    add("-j", "--jobs", type=_jobs, metavar="N", help="run at most N classes at a time; auto: as many as there "
-        "are slots for (default: auto, or 1 with --show-output)")  # fmt: skip
-    add("--slots", type=_count, metavar="N", help="how many ranks run at a time (default: the accelerator's "
-        "devices, or four for each core)")  # fmt: skip
-    add("--version", action="version", version=f"torch_ext {torch_ext.__version__}")
-
-
-def _jobs(text: str) -> int | None:
-    return None if text == "auto" else _count(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return int(text)
+    checkout = Path(torch_ext.__file__).resolve().parents[1]
+    if (checkout / "run_test.py").is_file():
+        return checkout / "test"
+    here = Path.cwd()
+    return next((folder for folder in (here / "test", here / "tests") if folder.is_dir()), here)
 
 
 def _seconds(text: str) -> float:
@@ -206,51 +137,139 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
+        raise ValueError(f"got {text!r}, expected a number of seconds above 0")
     return seconds
 
 
-def _options(
-    given: argparse.Namespace,
-    *,
-    root: Path,
-    include: Sequence[str],
-    exclude: Sequence[str] = (),
-    typed_root: str = "",
-    upstream: Sequence[str] = (),
-    cuda_as_sim: bool = False,
-    script: str = "",
-) -> Options:
-    return Options(
-        root=root,
-        include=tuple(include),
-        exclude=tuple(exclude),
-        keywords=tuple(given.k),
-        verbosity=given.verbose - given.quiet,
-        failfast=given.failfast,
-        list_only=given.list,
-        device=given.device,
-        timeout_s=given.timeout,
-        start_method=given.start_method,
-        show_output=given.show_output,
-        jobs=given.jobs,
-        slots=given.slots,
-        typed_root=typed_root,
-        upstream=tuple(upstream),
-        cuda_as_sim=cuda_as_sim,
-        differences=tuple(getattr(given, "differences", ())),
-        coverage=getattr(given, "coverage", False),
-        json=getattr(given, "json", False),
-        script=script,
-        command=_command(),
-    )
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise ValueError(f"got {text!r}, expected a whole number of at least {least}")
+        return int(text)
+
+    return count
 
 
-def _command() -> str:
-    """How this process was started, for the lines that tell users what to type."""
-    started = Path(sys.argv[0])
-    if started.name == "run_test.py":
-        return f"python {os.path.relpath(started)}"
-    if started.name == "__main__.py" and started.parent.name == "torch_ext":
-        return "python -m torch_ext"
-    return "torch_ext" if started.name == "torch_ext" else "python run_test.py"
+def _jobs(text: str) -> int | None:
+    return None if text == "auto" else _count(1)(text)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Read ``I/N``.
+
+    >>> _shard("2/3")
+    (2, 3)
+    """
+    one, _, of = text.partition("/")
+    if not (one.isascii() and of.isascii() and one.isdigit() and of.isdigit() and 1 <= int(one) <= int(of)):
+        raise ValueError(f"got {text!r}, expected I/N with I from 1 to N, such as 1/4")
+    return int(one), int(of)
+
+
+def _device(text: str) -> str:
+    if not text.strip():
+        raise ValueError("got an empty device type, expected one such as cpu")
+    return text
+
+
+@dataclass(frozen=True)
+class Row:
+    """How an option is typed.
+
+    Attributes:
+        field: the attribute of :class:`Options` that it sets.
+        flags: its flags; the last is the long one, whose name is the key of the configuration too.
+        group: the heading of ``--help`` below which it stands.
+        help: what it does, in a few words.
+        metavar: what stands for its value; empty: it takes none, and sets ``const``.
+        read: makes the value of the text. Raises ValueError, with words for users.
+        const: what it sets without a value; with a ``metavar`` too, the value may be left out.
+        many: it takes several values, and may be given again.
+        key: its name in the configuration if not that of the flag; ``-``: it stands in none.
+        variable: the environment variable with the same meaning; whoever obeys it reads it.
+        choices: the values that it takes; empty: any that ``read`` can read.
+        alone: ``python test_file.py`` has it too.
+    """
+
+    field: str
+    flags: tuple[str, ...]
+    group: str
+    help: str
+    metavar: str = ""
+    read: Callable[[str], object] = str
+    const: object = True
+    many: bool = False
+    key: str = ""
+    variable: str = ""
+    choices: tuple[str, ...] = ()
+    alone: bool = True
+
+    @property
+    def name(self) -> str:
+        """The key of the configuration; empty if it has none.
+
+        >>> Row("start_method", ("--start-method",), "", "").name
+        'start-method'
+        """
+        return "" if self.key == "-" else self.key or self.flags[-1].lstrip("-")
+
+
+_WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
+_FILE = "FILE"
+
+TABLE: tuple[Row, ...] = (
+    Row("include", ("-i", "--include"), _WHICH, "run these only; the same as a bare PATTERN", "PATTERN", many=True,
+        alone=False),
+    Row("exclude", ("-x", "--exclude"), _WHICH, "do not run these", "PATTERN", many=True, alone=False),
+    Row("keywords", ("-k",), _WHICH, "of these, run tests whose name fits WORDS: a part of it, a glob, or several with "
+        "and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True, key="keywords"),
+    Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time", key="-"),
+    Row("failed_first", ("--failed-first",), _WHICH, "run what failed last time before the rest"),
+    Row("changed", ("--changed",), _WHICH, "of these, run tests whose file, or a module that it imports, differs from "
+        "REV in git (default: HEAD)", "REV", const="HEAD", key="-", alone=False),
+    Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard, key="-"),
+    Row("times", ("--times",), _WHICH, "the times by which --shard divides: what --json wrote of an earlier run, the "
+        "same FILE for every part", _FILE),
+    Row("typed_root", ("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False),
+    Row("upstream", ("--upstream",), _WHICH, "run these unmodified test files, or folders of them, of a PyTorch "
+        "checkout on our harness", "PATH", many=True, key="-", alone=False),
+    Row("cuda_as_sim", ("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated accelerator and "
+        "its backend", key="-", alone=False),
+    Row("differences", ("--differences",), _WHICH, "with --upstream: a list of known differences, besides our own",
+        _FILE, many=True, key="-", alone=False),
+    Row("device", ("--device",), _HOW, "device type to test, such as cpu (default: the best that this machine has)",
+        "TYPE", _device, variable="TORCH_EXT_DEVICE"),
+    Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
+        variable="TORCH_EXT_TIMEOUT"),
+    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: off)",
+        "WHAT",
+        choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
+    Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
+        choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
+    Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
+        "(default: auto, or 1 with --show-output)", "N", _jobs),
+    Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
+        "each core)", "N", _count(1)),
+    Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
+    Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
+        "is flaky, not passed", "N", _count(0)),
+    Row("fail_on_flaky", ("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"),
+    Row("repeat", ("--repeat",), _HOW, "run everything N times", "N", _count(1), key="-"),
+    Row("until_failure", ("--until-failure",), _HOW, "run everything again until a round has a failure; with --repeat, "
+        "N times at most", key="-"),
+    Row("random_order", ("--random-order",), _HOW, "run files, their classes and their tests in a random order; the "
+        "report begins with its SEED", "SEED", _count(0), const=-1),
+    Row("verbosity", ("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
+    Row("verbosity", ("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
+    Row("show_output", ("--show-output",), _SHOWN, "show what ranks print, as it comes",
+        variable="TORCH_EXT_SHOW_OUTPUT"),
+    Row("durations", ("--durations",), _SHOWN, "name the N slowest tests in the summary", "N", _count(0)),
+    Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none", key="-"),
+    Row("json", ("--json",), _SHOWN, "write what happens to FILE (default: stdout), one JSON object a line; with "
+        "--list, the tests and their needs", _FILE, const="-"),
+    Row("junit", ("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE),
+    Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
+        "on stdout", key="-", alone=False),
+    Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
+    Row("history", ("--history",), _MORE, "show how TEST ended in earlier runs", "TEST", key="-", alone=False),
+)  # fmt: skip

@@ -12,30 +12,45 @@ __all__ = ["Progress", "counts"]
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
-    """Return how many of ``results`` count as passed, failed and skipped."""
+    """Return how many of ``results`` count as passed, failed, skipped and flaky."""
     return Counter(result.status.counted for result in results)
 
 
 class Progress:
-    """The results of one run, in the order in which they came."""
+    """The results of one run, in the order in which they came; of several attempts at a test the last.
+
+    Tests are missed by round: after :meth:`new_round`, the whole plan is expected once more.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.results: list[TestResult] = []
-        self._by_batch: dict[tuple[str, str], list[TestResult]] = {}
+        self._lost: list[TestName] = []  # by the rounds before
+        self._waiting: dict[TestName, None] = {}
+        self.new_round(plan)
+
+    def new_round(self, plan: Plan) -> None:
+        """Expect every test of ``plan``, though it may have run in an earlier round."""
+        self._lost += self._waiting
+        self._places: dict[TestName, int] = {}
+        self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
         self.replan(plan)
 
     def replan(self, plan: Plan) -> None:
         """Count against ``plan`` from now on. Results that have come stay."""
-        told = {result.test for result in self.results}
-        waiting = [test for test in plan.tests if test not in told]
+        waiting = [test for test in plan.tests if test not in self._places]
         self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self._waiting = dict.fromkeys(waiting)
         self._open = Counter((test.file, test.cls) for test in waiting)
 
     def add(self, result: TestResult) -> None:
-        """Count ``result``."""
-        self.results.append(result)
-        self._by_batch.setdefault((result.test.file, result.test.cls), []).append(result)
+        """Count ``result``, in the place of an earlier attempt at the same test."""
+        place = self._places.get(result.test, -1) if result.attempt > 1 else -1
+        if place < 0:
+            place = len(self.results)
+            self.results.append(result)
+        self.results[place] = result
+        self._places[result.test] = place
+        self._by_batch.setdefault((result.test.file, result.test.cls), {})[place] = result
         if result.test in self._waiting:
             del self._waiting[result.test]
             self._open[result.test.file, result.test.cls] -= 1
@@ -45,18 +60,20 @@ class Progress:
         return self._batches.get((test.file, test.cls))
 
     def results_of(self, batch: Batch) -> list[TestResult]:
-        """The results of one class so far, that of its ``setUpClass`` included."""
-        return self._by_batch.get((batch.file.name, batch.cls), [])
+        """The results of one class in this round so far, that of its ``setUpClass`` included."""
+        return list(self._by_batch.get((batch.file.name, batch.cls), {}).values())
 
     def missing(self) -> list[TestName]:
         """The planned tests that have no result."""
-        return list(self._waiting)
+        return [*self._lost, *self._waiting]
 
     def missing_of(self, batch: Batch) -> int:
-        """How many tests of one class have no result."""
+        """How many tests of one class have no result in this round."""
         return self._open[batch.file.name, batch.cls]
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was planned ran, or was skipped with a reason, and nothing failed."""
-        return not self._waiting and not counts(self.results)[Status.FAILED]
+        """Whether everything that was planned ran, or was skipped with a reason, and nothing failed. A test that failed
+        and passed when it ran again is flaky, and no failure.
+        """
+        return not self.missing() and not counts(self.results)[Status.FAILED]

@@ -26,6 +26,7 @@ __all__ = [
     "TestName",
     "TestResult",
     "Tick",
+    "import_failure",
 ]
 
 
@@ -38,17 +39,18 @@ class OutputError(RuntimeError):
 
 
 class Status(Enum):
-    """The five endings of a test. Each counts as passed, failed or skipped."""
+    """The endings of a test. Each counts as passed, failed, skipped or flaky."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
     XFAIL = "expected failure"
     UNEXPECTED_SUCCESS = "unexpected success"
+    FLAKY = "flaky"
 
     @property
     def counted(self) -> Status:
-        """PASSED, FAILED or SKIPPED: the column of the summary in which this ending is counted.
+        """PASSED, FAILED, SKIPPED or FLAKY: the column of the summary in which this ending is counted.
 
         >>> Status.XFAIL.counted, Status.UNEXPECTED_SUCCESS.counted
         (<Status.PASSED: 'passed'>, <Status.FAILED: 'failed'>)
@@ -180,6 +182,8 @@ Problem = Raised | RanksFailed | Died | Remark
 class TestResult:
     """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
 
+    What runs tests fills in ``test`` to ``output``; the rest is known to what counts rounds and attempts.
+
     Attributes:
         test: the test; without a method for a failure of the class, without a class for a failure of the file.
         status: its ending.
@@ -188,6 +192,10 @@ class TestResult:
         reason: why it was skipped, in words that a user can act on.
         warnings: sentences worth repeating in the summary.
         output: what its parent half printed, without hidden frames; empty unless the test failed.
+        round: which of the rounds of the run it belongs to, from 1.
+        attempt: how often the test has run in this round, this time included.
+        again: whether it failed and runs once more, so that this is not its last word.
+        earlier: the attempts before this one, if it is the last; all of them failed.
     """
 
     __test__ = False
@@ -199,6 +207,10 @@ class TestResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     output: str = ""
+    round: int = 1
+    attempt: int = 1
+    again: bool = False
+    earlier: tuple[TestResult, ...] = ()
 
     @property
     def died(self) -> bool:
@@ -208,3 +220,11 @@ class TestResult:
 
 # Takes what happens in a run, as it happens.
 Sink = Callable[[Began | Over | TestResult | Tick], None]
+
+
+def import_failure(file: str, error: str, left: str = "") -> TestResult:
+    """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
+    if left:
+        return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
+    trace = error.rstrip()
+    return TestResult(TestName(file), Status.FAILED, 0.0, (Raised(trace.rpartition("\n")[2], trace),))

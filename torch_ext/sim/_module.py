@@ -11,7 +11,7 @@ from typing import Any
 from torch_ext.sim import _amp as amp
 from torch_ext.sim import _generators as random
 from torch_ext.sim import _memory as memory
-from torch_ext.sim import _native
+from torch_ext.sim import _native, races
 from torch_ext.sim import _streams as streams
 from torch_ext.sim._devices import (
     DeviceGuard,
@@ -94,6 +94,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "races",
     "random",
     "request_devices",
     "reset_accumulated_memory_stats",

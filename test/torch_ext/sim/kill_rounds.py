@@ -64,6 +64,7 @@ def in_rank(rank: int, folder: Path, ready: int) -> None:
         while True:
             for step in todo:
                 step()
+                torch.get_device_module("sim").synchronize()
     except RuntimeError as error:
         (folder / f"told {rank}").write_text(f"{time.monotonic()} {error}")
 

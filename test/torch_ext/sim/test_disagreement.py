@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
+SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 HERE = Path(__file__).name
 
@@ -127,6 +128,7 @@ def _asynchronous(rank: int, world_size: int) -> None:
     assert work is not None
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.wait()
+        SIM.synchronize()
     assert work.is_completed() and not work.is_success()
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.get_future().wait()
@@ -145,8 +147,10 @@ def _unequal_letters(rank: int, world_size: int) -> None:
             RuntimeError, match=rf"rank 0 called send of 3 x Float at .*{HERE}.*recv of 4 x Float at .*{HERE}"
         ):
             dist.recv(_x(4), 0)
+            SIM.synchronize()
         with pytest.raises(RuntimeError, match=r"send of 4 x Int.*recv of 4 x Float"):
             dist.recv(_x(4), 0)
+            SIM.synchronize()
 
 
 def test_receiver_is_told_of_another_size_or_type() -> None:

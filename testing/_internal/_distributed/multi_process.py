@@ -18,6 +18,7 @@ from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import (
     call_with_cleanups,
     chosen_method,
+    expect_no_more,
     parent_half_of,
     take_over,
     waits_or_runs,
@@ -30,7 +31,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.outcome import Outcome
+from torch_ext.world.outcome import EXPECTABLE, Outcome
 from torch_ext.world.phrases import short_command
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
@@ -250,6 +251,8 @@ class MultiProcessTestCase(TestCase):
         except ZygoteLostError:
             provider.forget(self._world.zygote)
             raise
+        if not all(outcome.ending in EXPECTABLE for outcome in self._outcomes):
+            expect_no_more(self)
         self._check_return_codes(fn, time.monotonic() - self._world.started_s)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
@@ -276,7 +279,8 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            call_with_cleanups(self, getattr(self, test_name))
+            with accelerator.race_check():
+                call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             receipt = receipts.receipt_of(error)
             rank = world_rank.current()

@@ -11,14 +11,20 @@ __all__ = ["Reporter"]
 
 
 class Reporter(Protocol):
-    """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places."""
+    """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places.
+
+    Whatever writes raises ``results.OutputError`` where it cannot, in words for users; the run then ends.
+    """
 
     def begin(self, began: Began) -> None:
         """Take note that a class or a test has begun. Several may be under way at once. Must not block either."""
         ...
 
     def add(self, result: TestResult) -> None:
-        """Take one result, as soon as its test has ended. Must not block on anything but its own output."""
+        """Take one result, as soon as its test has ended. Must not block on anything but its own output.
+
+        A result with ``again`` is followed by another of the same test and round, which counts in its place.
+        """
         ...
 
     def replan(self, plan: Plan) -> None:

@@ -32,8 +32,9 @@ class CoverageReporter:
         """A test that begins is not counted before it ends."""
 
     def add(self, result: TestResult) -> None:
-        """Take one result."""
-        self._results.append(result)
+        """Take one result, if it is the last word on its test."""
+        if not result.again:
+            self._results.append(result)
 
     def replan(self, plan: Plan) -> None:
         """Sum up against ``plan`` from now on."""

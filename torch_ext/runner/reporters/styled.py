@@ -31,6 +31,7 @@ class StyledWriter:
     are spelt out, wherever they come from, so that no test commands the terminal.
 
     Attributes:
+        lines: how many lines have been written.
         guard: makes what is entered around each write, such as what takes a live view aside.
         wrote_s: when a line was written last, by ``time.monotonic``.
 
@@ -43,6 +44,7 @@ class StyledWriter:
         self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.wrote_s = time.monotonic()
         self._console: Console | None = None
+        self.lines = 0
         if stream.isatty():
             from rich.console import Console
 
@@ -58,12 +60,14 @@ class StyledWriter:
 
         # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
         # test's name that was cut or broken cannot be copied.
+        self.lines += 1
         with _told(), self._guarded():
             self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
         text = self._encodable(text)
+        self.lines += text.rstrip("\n").count("\n") + 1
         with _told(), self._guarded():
             self._stream.write(text if text.endswith("\n") else f"{text}\n")
             self._stream.flush()

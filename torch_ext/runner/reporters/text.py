@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from torch_ext.runner.options import Options
@@ -12,13 +12,15 @@ from torch_ext.runner.progress import Progress, counts
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.rerun import rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Began, Status, TestResult
+from torch_ext.runner.results import Began, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["TextReporter"]
 
-_COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED)
-_STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow"}
+_COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
+_STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
+# A failure that has scrolled this many lines away is shown again at the end.
+_FAR_LINES = 100
 
 
 class TextReporter:
@@ -28,15 +30,24 @@ class TextReporter:
         plan: what should run; a planned test without a result is shown as not run.
         options: verbosity, and what the rerun lines repeat.
         stream: where to print.
+        notes: sentences to begin with, such as how tests were chosen.
+        announce: print a line when a class begins, unless the report is quiet.
     """
 
-    def __init__(self, plan: Plan, options: Options, stream: TextIO) -> None:
+    def __init__(
+        self, plan: Plan, options: Options, stream: TextIO, notes: Sequence[str] = (), *, announce: bool = True
+    ) -> None:
         self._progress = Progress(plan)
         self._plan = plan
         self._options = options
+        self._announce = announce and options.verbosity >= 0
         self._out = StyledWriter(stream)
+        self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
+        self._failed_at: dict[TestName, int] = {}  # the line on which a failure begins
         self._start_s = time.monotonic()
+        for note in notes:
+            self._out.line(note)
 
     @property
     def writer(self) -> StyledWriter:
@@ -44,14 +55,23 @@ class TextReporter:
         return self._out
 
     def begin(self, began: Began) -> None:
-        """Nothing is printed of it."""
+        """Print a line when a class begins, with its number."""
+        if began.test.method or began.test in self._begun or not self._announce:
+            return
+        self._begun.add(began.test)
+        total = len(self._plan.batches)
+        number = f"[{len(self._begun):>{len(str(total))}}/{total}]"
+        self._out.line((number, "dim"), f" {began.test.id}")
 
     def add(self, result: TestResult) -> None:
         """Take one result. Called on the main thread, as soon as the test has ended; does not block."""
         self._progress.add(result)
         if self._options.verbosity > 0:
             self._test_line(result)
-        if result.status.counted is Status.FAILED:
+        if result.status is Status.FLAKY:
+            self._flaky(result)
+        elif result.status.counted is Status.FAILED:
+            self._failed_at[result.test] = self._out.lines
             self._failure(result)
         batch = self._progress.batch_of(result.test)
         if batch is not None and not self._progress.missing_of(batch):
@@ -63,29 +83,60 @@ class TextReporter:
         self._progress.replan(plan)
 
     def new_round(self, number: int) -> None:
-        """Nothing is printed of it."""
+        """Print the number of the round, and begin to count classes anew."""
+        self._unfinished()
+        self._progress.new_round(self._plan)
+        self._begun.clear()
+        self._printed.clear()
+        of = f" of {self._options.repeat}" if self._options.repeat else ""
+        self._out.line(f"Round {number}{of}")
 
     def finish(self, *, interrupted: bool = False) -> None:
-        """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``."""
+        """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if
+        any is.
+        """
+        self._unfinished()
+        self._skips()
+        self._warnings()
+        self._durations()
+        self._failures_far_away()
+        self._named_again("Flaky:", Status.FLAKY)
+        self._named_again("Failed:", Status.FAILED)
+        self._not_run(interrupted)
+        self._out.line(f"{self._ran()} in {time.monotonic() - self._start_s:.2f} s")
+        found = counts(self._progress.results)
+        columns = [column for column in _COLUMNS if column is not Status.FLAKY or found[column]]
+        self._out.line(*_joined(_columns(self._progress.results, columns)))
+
+    def _unfinished(self) -> None:
         for batch in self._plan:
             if self._progress.results_of(batch):
                 self._batch_line(batch)
-        self._skips()
-        self._warnings()
-        self._failed_again()
-        self._not_run(interrupted)
-        number = len(self._progress.results)
-        self._out.line(f"Ran {_tests(number)} in {time.monotonic() - self._start_s:.2f} s")
-        self._out.line(*_joined(_columns(self._progress.results, _COLUMNS)))
+
+    def _ran(self) -> str:
+        results = self._progress.results
+        said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
+        for number, one, many in (
+            (sum(not result.test.cls for result in results), "file", "files"),
+            (sum(bool(result.test.cls) and not result.test.method for result in results), "class", "classes"),
+        ):
+            if number:
+                said.append(f"{number} {one if number == 1 else many} failed as a whole")
+        return "; ".join(said)
 
     def _test_line(self, result: TestResult) -> None:
         reason = f"  {result.reason}" if result.reason else ""
         word = (result.status.value, _STYLES[result.status.counted])
         self._out.line(result.test.id, "  ", word, f"  {result.duration_s:.2f} s{reason}")
 
+    def _flaky(self, result: TestResult) -> None:
+        times = "once" if len(result.earlier) == 1 else f"{len(result.earlier)} times"
+        self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
+
     def _failure(self, result: TestResult) -> None:
+        attempt = f"  attempt {result.attempt} of {self._options.reruns + 1}" if result.again or result.earlier else ""
         self._out.line()
-        self._out.line(("FAILED", _STYLES[Status.FAILED]), f" {result.test.id}  {result.duration_s:.2f} s")
+        self._out.line(("FAILED", _STYLES[Status.FAILED]), f" {result.test.id}  {result.duration_s:.2f} s{attempt}")
         if text := describe_failure(result):
             self._out.verbatim(text)
         self._out.line(f"rerun: {rerun_command(self._options, result.test)}")
@@ -118,11 +169,28 @@ class TextReporter:
         for text, number in groups:
             self._out.line(f"{number:6}  {text}")
 
-    def _failed_again(self) -> None:
-        failed = [result.test.id for result in self._progress.results if result.status.counted is Status.FAILED]
-        if failed:
-            self._out.line(("Failed:", _STYLES[Status.FAILED]))
-        for name in failed:
+    def _durations(self) -> None:
+        results = [result for result in self._progress.results if result.test.method]
+        slowest = sorted(results, key=lambda result: -result.duration_s)[: self._options.durations]
+        if slowest:
+            self._out.line("Slowest:")
+        for result in slowest:
+            self._out.line(f"{result.duration_s:8.2f} s  {result.test.id}")
+
+    def _failures_far_away(self) -> None:
+        """Show once more the failures that have scrolled away. More than ten would push each other out."""
+        failed = [result for result in self._progress.results if result.status.counted is Status.FAILED]
+        far = [result for result in failed if self._out.lines - self._failed_at[result.test] > _FAR_LINES]
+        for result in far[:10]:
+            self._failure(result)
+        if len(far) > 10:
+            self._out.line(f"{len(far) - 10} more failures stand above.")
+
+    def _named_again(self, title: str, status: Status) -> None:
+        named = [result.test.id for result in self._progress.results if result.status.counted is status]
+        if named:
+            self._out.line((title, _STYLES[status]))
+        for name in named:
             self._out.line(f"  {name}")
 
     def _not_run(self, interrupted: bool) -> None:

@@ -1,0 +1,183 @@
+"""Where options come from: ``[tool.torch_ext]``, then the environment, then flags; and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_ext
+from torch_ext.runner import arguments
+from torch_ext.runner.arguments import parse, parse_for_file
+from torch_ext.runner.options import TABLE, Options, default_root
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("TORCH_EXT_OPTIONS", "TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "suites").mkdir()
+    monkeypatch.chdir(tmp_path / "deep/er")
+    return tmp_path
+
+
+def write(project: Path, text: str) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.other]\nx = 1\n[tool.torch_ext]\n{text}\n")
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+    rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    return {name: (value, source) for name, value, source in rows}
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\ndurations = 3\nverbose = true\ndevice = "sim"')
+    monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --durations 4 -k 'a or b'")
+    monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
+    options = parse(["--reruns", "3"])
+    assert (options.reruns, options.durations, options.timeout_s, options.verbosity) == (3, 4, 2.5, 1)
+    assert options.keywords == ("a or b",)
+    assert options.root == project / "suites"
+    assert options.device == "", "the variable speaks for itself"
+    with pytest.raises(SystemExit) as ended:
+        parse(["--reruns", "3", "--show-config"])
+    assert ended.value.code == 0
+    found = shown(capsys)
+    file = str(project / "pyproject.toml")
+    assert found["reruns"] == ("3", "command line")
+    assert found["durations"] == ("4", "TORCH_EXT_OPTIONS")
+    assert found["device"] == ("cpu", "TORCH_EXT_DEVICE")
+    assert found["timeout"] == ("2.5", file)
+    assert found["root"] == (str(project / "suites"), file)
+    assert found["shard"] == ("-", "default")
+    assert found["verbosity"] == ("1", file)
+
+
+def test_every_option_is_shown_with_its_source(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--root", str(project), "--show-config"])
+    assert len(shown(capsys)) == len({row.field for row in TABLE}) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rerun = 1", "has the key 'rerun', which is no option; nearest: reruns"),
+        ("list = true", "has the key 'list', which is no option"),
+        ("zzz = 1", "has the key 'zzz', which is no option; the options are coverage"),
+        ("reruns = -1", "reruns of [tool.torch_ext]: got '-1', expected a whole number of at least 0"),
+        ("reruns = true", "reruns of [tool.torch_ext]: got true, expected a value"),
+        ('failfast = "yes"', "failfast of [tool.torch_ext]: got 'yes', expected true or false"),
+        ('start_method = "spawn"', "start_method of [tool.torch_ext]: got 'spawn', expected one of fork, interpreter"),
+        ("exclude = [1]", "exclude of [tool.torch_ext]: got [1], expected a list of strings"),
+        ("reruns = ", "cannot be read: "),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    write(project, text)
+    with pytest.raises(SystemExit) as ended:
+        parse([])
+    (line,) = capsys.readouterr().err.splitlines()
+    said = said.replace("; the options are coverage", "; the options are ")
+    assert ended.value.code == 2 and said in line and str(project / "pyproject.toml") in line
+
+
+def test_the_environment_is_read_as_the_command_line_is(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, said in (("--rerun 1", "there is no option --rerun; nearest: --reruns"), ("'", "No closing quotation")):
+        monkeypatch.setenv("TORCH_EXT_OPTIONS", text)
+        with pytest.raises(SystemExit):
+            parse([])
+        assert f"error: TORCH_EXT_OPTIONS: {said}" in capsys.readouterr().err
+
+
+def test_a_file_without_our_section_is_passed_over(project: Path) -> None:
+    write(project, "reruns = 1")
+    (project / "deep/pyproject.toml").write_text("[project]\n")
+    assert parse(["--root", str(project)]).reruns == 1
+
+
+def test_patterns_of_the_file_give_way_to_those_that_are_typed(project: Path) -> None:
+    write(project, 'root = "suites"\ninclude = ["a"]\nexclude = "slow"')
+    assert parse([]).include == ("a",) and parse([]).exclude == ("slow",)
+    assert parse(["b"]).include == ("b",)
+    alone = parse_for_file(project / "suites/test_x.py", [])
+    assert (alone.include, alone.exclude, alone.root) == ((), (), project / "suites")
+
+
+def test_each_option_has_a_field_and_each_key_one_option() -> None:
+    fields = Options.__dataclass_fields__
+    assert [row.field for row in TABLE if row.field not in fields] == []
+    flags = [flag for row in TABLE for flag in row.flags]
+    assert len(flags) == len(set(flags))
+    names = [row.name for row in TABLE if row.name]
+    assert len(names) == len(set(names))
+
+
+def test_help_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert [row.flags[-1] for row in TABLE if row.flags[-1] not in text] == []
+    for part in ("which tests:", "how they run:", "what is told:", "examples:", "Exit codes:"):
+        assert f"\n{part}" in text
+    assert text.startswith("usage: ") and len(text.splitlines()[0]) < 80
+
+
+def test_an_installed_package_takes_the_suites_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert default_root() == CHECKOUT / "test"
+    monkeypatch.setattr(torch_ext, "__file__", str(tmp_path / "site-packages/torch_ext/__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    assert default_root() == tmp_path
+    (tmp_path / "tests").mkdir()
+    assert default_root() == tmp_path / "tests"
+    (tmp_path / "test").mkdir()
+    assert default_root() == tmp_path / "test"
+
+
+def test_options_that_may_stand_alone_take_no_pattern_for_their_value(project: Path) -> None:
+    (project / "deep/er/test_a.py").touch()
+    apart = arguments._values_apart(["--changed", "test_a.py", "--json", "test_a.py", "--random-order", "TestA"])
+    assert apart == ["--changed=", "test_a.py", "--json=", "test_a.py", "--random-order=", "TestA"]
+    kept = ["--changed", "HEAD~1", "--json", "out.jsonl", "--random-order", "7", "--json"]
+    assert arguments._values_apart(kept) == kept
+
+
+def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from torch_ext.runner.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--shrad", "1/2"], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 False\n"
+    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
+
+
+def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:
+    """There the folder ``torch_ext`` is found before the package, and its ``__main__`` is that of the checkout."""
+    clone = tmp_path / "torch_ext"
+    clone.mkdir()
+    for name in ("__main__.py", "run_test.py"):
+        shutil.copy(CHECKOUT / name, clone)
+    (clone / "torch_ext").symlink_to(CHECKOUT / "torch_ext")
+    for command in (["-m", "torch_ext"], ["torch_ext"]):
+        done = subprocess.run(
+            [sys.executable, *command, "--version"], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""}
+        )
+        assert done.stdout == f"torch_ext {torch_ext.__version__}\n", done.stderr

@@ -1,0 +1,251 @@
+"""Reports for machines, of one run of the real command in which everything happens that can: they say what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import xmlschema
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
+
+SUITE = r"""
+import os, signal, time, unittest
+import torch.distributed as dist
+from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
+
+
+class TestRanks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_crashes(self):
+        print("last words of", self.rank, flush=True)
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+
+    def test_fails(self):
+        print(f"\x1b[31mred\x1b[0m \x00 ]]> <&> \ufffe \udcff of {self.rank}", flush=True)
+        self.assertEqual(self.rank, 0, "a \x07 bell")
+
+    def test_flakes(self):
+        mark = os.path.join(os.path.dirname(__file__), f"seen-{self.rank}")
+        if not os.path.exists(mark):
+            open(mark, "w").close()
+            self.fail("the first time")
+
+    def test_hangs(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        if self.rank == 0:
+            dist.barrier()
+
+    def test_passes(self):
+        pass
+
+    @unittest.skip("not today, <b>")
+    def test_skipped(self):
+        pass
+
+
+class TestOthers(unittest.TestCase):
+    @unittest.expectedFailure
+    def test_expected(self):
+        self.fail("as it should")
+
+    @unittest.expectedFailure
+    def test_unexpected(self):
+        pass
+
+    def test_dies(self):
+        os._exit(3)
+
+
+class TestSetUp(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        raise ValueError("no class today")
+
+    def test_never(self):
+        pass
+"""
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+    cases: dict[str, ElementTree.Element]
+    suites: ElementTree.Element
+    events: list[dict[str, Any]]
+
+    def results(self, method: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["event"] == "result" and one["method"] == method]
+
+
+def run(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on ``folder``, with a cache of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(folder / "cache"), **extra}
+    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", "cpu", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_all.py").write_text(SUITE, encoding="utf-8", errors="surrogatepass")
+    (folder / "test_broken.py").write_text("import nothing_of_that_name\n")
+    done = run(folder, "--junit", "out/junit.xml", "--json", "events.jsonl", "--reruns", "1", TORCH_EXT_HANG_AFTER="2")
+    text = (folder / "out/junit.xml").read_text(encoding="utf-8")
+    suites = ElementTree.fromstring(text)
+    cases = {case.attrib["name"]: case for case in suites.iter("testcase")}
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    SCHEMA.validate(text)
+    return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
+
+
+def tags(case: ElementTree.Element) -> list[str]:
+    return [child.tag for child in case]
+
+
+def test_the_text_and_the_exit_code(ran: Ran) -> None:
+    assert ran.code == 1, ran.err
+    assert ran.out.splitlines()[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"
+    assert "Ran 9 tests; 1 file failed as a whole; 1 class failed as a whole in " in ran.out
+    assert "FLAKY test_all.py::TestRanks::test_flakes: it failed once, then passed\n" in ran.out
+    assert "FAILED test_all.py::TestRanks::test_fails" in ran.out and "  attempt 2 of 2\n" in ran.out
+    assert "[1/3] test_all.py::TestOthers\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("test_passes", []),
+        ("test_skipped", ["skipped"]),
+        ("test_expected", ["skipped"]),
+        ("test_unexpected", ["failure", "rerunFailure"]),
+        ("test_fails", ["failure", "rerunFailure", "system-out", "system-out"]),
+        ("test_crashes", ["error", "rerunError", "system-out", "system-out"]),
+        ("test_hangs", ["error", "rerunError", "system-out", "system-out"]),
+        ("test_dies", ["error", "rerunError"]),
+        ("test_flakes", ["flakyFailure"]),
+        ("test_never", ["error"]),
+        ("setUpClass or tearDownClass", ["error"]),
+        ("import", ["error"]),
+    ],
+)
+def test_junit_has_every_ending(ran: Ran, name: str, found: Sequence[str]) -> None:
+    assert tags(ran.cases[name]) == found
+
+
+def test_junit_counts_what_it_holds(ran: Ran) -> None:
+    for suite in (ran.suites, *ran.suites):
+        for name, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            if name in suite.attrib:
+                assert int(suite.attrib[name]) == len(list(suite.iter(tag))), (suite.attrib, tag)
+
+
+def test_junit_says_what_became_of_each_rank(ran: Ran) -> None:
+    case = ran.cases["test_crashes"]
+    zero, one = (each.text or "" for each in case.findall("system-out"))
+    assert zero.startswith("rank 0 was stopped by the harness") and "last words of 0" in zero
+    assert one.startswith("rank 1 was killed by SIGSEGV") and "last words of 1" in one
+    error = case.find("error")
+    assert error is not None and error.attrib["type"] == "rank killed"
+    assert error.attrib["message"] == "rank 1 of 2 was killed by SIGSEGV"
+    assert "What each rank did in" in (error.text or "")
+    hung = ran.cases["test_hangs"].find("error")
+    assert hung is not None and "rank 0" in hung.attrib["message"]
+
+
+def test_junit_spells_out_what_xml_cannot_hold(ran: Ran) -> None:
+    text = "".join(each.text or "" for each in ran.cases["test_fails"].findall("system-out"))
+    assert r"\x1b[31mred\x1b[0m \x00 ]]> <&> \ufffe" in text
+    failure = ran.cases["test_fails"].find("failure")
+    assert failure is not None and r"a \x07 bell" in (failure.text or "")
+
+
+def test_json_lines_begin_and_end(ran: Ran) -> None:
+    start, plan, *_, end = ran.events
+    assert (start["event"], start["version"], start["device"]) == ("start", 1, "cpu")
+    needs = {one["method"]: (one["world_size"], one["processes"]) for one in plan["tests"]}
+    assert needs["test_passes"] == (2, 2) and needs["test_dies"] == (0, 1)
+    assert (end["event"], end["passed"], end["failed"], end["skipped"], end["flaky"]) == ("end", 2, 7, 1, 1)
+    assert end["not_run"] == ["test_all.py::TestSetUp::test_never"] and not end["interrupted"]
+
+
+def test_json_lines_tell_every_attempt_at_a_test_between_its_beginning_and_the_next(ran: Ran) -> None:
+    first, second = ran.results("test_flakes")
+    assert (first["status"], first["attempt"], first["again"]) == ("failed", 1, True)
+    assert (second["status"], second["attempt"], second["again"]) == ("flaky", 2, False)
+    kinds = [one["event"] for one in ran.events if one.get("method") == "test_flakes"]
+    assert kinds == ["begin", "result", "begin", "result"]
+    assert [one["time"] for one in ran.events] == sorted(one["time"] for one in ran.events)
+
+
+def test_json_lines_hold_each_rank(ran: Ran) -> None:
+    problem = ran.results("test_crashes")[0]["problems"][0]
+    assert (problem["kind"], problem["culprits"]) == ("ranks", [1])
+    zero, one = problem["ranks"]
+    assert (zero["ending"], one["ending"], one["exit_code"]) == ("stopped by the harness", "killed", -11)
+    assert "last words of 1" in one["output"]
+    assert ran.results("test_dies")[0]["problems"][0]["summary"].endswith("exited with code 3.")
+
+
+def test_all_reports_tell_the_same(ran: Ran) -> None:
+    last = {one["method"]: one["counts_as"] for one in ran.events if one["event"] == "result" and one["method"]}
+    words = {"failure": "failed", "error": "failed", "flakyFailure": "flaky", "skipped": "skipped"}
+    for method, counted in last.items():
+        found = words.get((tags(ran.cases[method]) or [""])[0], "passed")
+        assert found == counted or method == "test_expected"
+
+
+PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
+
+
+@pytest.mark.parametrize("flag", ["--junit", "--json"])
+def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "test_a.py").write_text(PASSING)
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path, flag, "file/report")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "cannot be written to file/report: " in done.stderr and "Ran" not in done.stdout
+    done = run(tmp_path, f"{flag}=test_a.py")
+    assert done.returncode == 2 and "is no place for a report" in done.stderr
+    assert (tmp_path / "test_a.py").read_text() == PASSING
+
+
+@pytest.mark.parametrize("flag", ["--junit", "--json"])
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "test_a.py").write_text(PASSING)
+    done = run(tmp_path, flag, "/dev/full")
+    assert done.returncode == 1
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("error: the J") and told.endswith("cannot be written to /dev/full: No space left on device")
+
+
+def test_json_takes_no_test_file_for_its_own(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(PASSING)
+    done = run(tmp_path, "--json", "test_a.py")
+    assert done.returncode == 0 and (tmp_path / "test_a.py").read_text() == PASSING
+
+
+def test_json_on_stdout_moves_the_text_to_stderr(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(PASSING)
+    done = run(tmp_path, "--json")
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()][-1] == "end"
+    assert done.stderr.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"

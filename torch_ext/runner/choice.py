@@ -1,0 +1,145 @@
+"""Which of the tests that patterns select run, and in which order: what failed, what changed, a part, at random.
+
+Note [Parts]
+~~~~~~~~~~~~
+``--shard I/N`` runs on N machines that must agree, or tests would be lost in silence. So parts follow from the names of
+the selected tests and from ``--times`` alone, never from what one machine happens to remember, and the report names the
+plan that was divided: parts of one run show the same name. Classes stay whole, since their tests share fixtures. The
+class that takes longest goes to the part with the least to do so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.history import History
+from torch_ext.runner.names import Collected
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import TestName
+
+__all__ = ["Choice", "divide", "read_times"]
+
+
+class Choice:
+    """Applies the options that choose and order.
+
+    Args:
+        options: what was asked for.
+        history: what earlier runs told.
+        changed: the files that differ from ``options.changed``.
+
+    Attributes:
+        notes: what the user should know of the choice, in sentences.
+    """
+
+    def __init__(self, options: Options, history: History, changed: Callable[[], frozenset[Path]]) -> None:
+        self._options = options
+        self._history = history
+        self._changed = changed
+        self.notes: list[str] = []
+
+    def choose(self, tests: Sequence[TestName], collected: Iterable[Collected]) -> list[TestName]:
+        """Return those of ``tests`` that run.
+
+        Raises:
+            ValueError: an option has nothing to go by; the message is for users.
+        """
+        chosen = list(tests)
+        if self._options.changed:
+            files = self._changed()
+            affected = {one.file.name for one in collected if _depends(one, files)}
+            chosen = [test for test in chosen if test.file in affected]
+        if self._options.last_failed:
+            chosen = [test for test in chosen if self._history.failed(test)]
+        if self._options.shard:
+            chosen = self._part(chosen, *self._options.shard)
+        return chosen
+
+    def why_none(self) -> str:
+        """Say why nothing is left to run."""
+        if self._options.shard:
+            return "this part has no tests; divide by fewer"
+        if self._options.last_failed:
+            return "none of these tests failed when it last ran"
+        return f"no test's file, nor a module that one imports, differs from {self._options.changed}"
+
+    def arrange(
+        self, files: Sequence[TestFile], tests: Sequence[TestName]
+    ) -> tuple[Sequence[TestFile], Sequence[TestName]]:
+        """Return files and tests in the order in which they run."""
+        if (seed := self._options.random_order) is not None:
+            files = sorted(files, key=lambda file: _random(seed, file.name))
+            tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
+        if self._options.failed_first:
+            failed = {test for test in tests if self._history.failed(test)}
+            in_file, in_class = {test.file for test in failed}, {(test.file, test.cls) for test in failed}
+            files = sorted(files, key=lambda file: file.name not in in_file)
+            tests = sorted(tests, key=lambda test: ((test.file, test.cls) not in in_class, test not in failed))
+        return files, tests
+
+    def _part(self, tests: Sequence[TestName], part: int, parts: int) -> list[TestName]:
+        times = read_times(self._options.times) if self._options.times else {}
+        known = [times[test.id] for test in tests if test.id in times]
+        usual = statistics.median(known) if known else 1.0
+        weights = {test: times.get(test.id, usual) for test in tests}
+        chosen = divide(weights, parts)[part - 1]
+        plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
+        about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
+        self.notes.append(f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}.")
+        return chosen
+
+
+def _depends(collected: Collected, files: frozenset[Path]) -> bool:
+    paths = {str(collected.file.path), *collected.imported}
+    return bool(collected.error) or any(Path(path).resolve() in files for path in paths)
+
+
+def _random(seed: int, name: str) -> bytes:
+    """A number for ``name`` that depends on nothing else, so that a selection keeps the order of the whole."""
+    return hashlib.sha256(f"{seed}:{name}".encode()).digest()
+
+
+def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]]:
+    """Divide tests into ``parts`` of about equal weight, each in the order given, without dividing a class.
+
+    >>> tests = {TestName("a.py", cls, "test_1"): weight for cls, weight in (("A", 3), ("B", 2), ("C", 1.5))}
+    >>> [[test.cls for test in part] for part in divide(tests, 2)]
+    [['A'], ['B', 'C']]
+    """
+    classes: dict[tuple[str, str], float] = {}
+    for test, weight in weights.items():
+        classes[test.file, test.cls] = classes.get((test.file, test.cls), 0.0) + weight
+    sums = [0.0] * parts
+    place: dict[tuple[str, str], int] = {}
+    for cls in sorted(classes, key=lambda cls: (-classes[cls], cls)):
+        place[cls] = min(range(parts), key=lambda part: sums[part])
+        sums[place[cls]] += classes[cls]
+    divided: list[list[TestName]] = [[] for _ in range(parts)]
+    for test in weights:
+        divided[place[test.file, test.cls]].append(test)
+    return divided
+
+
+def read_times(path: str) -> dict[str, float]:
+    """Return the seconds of each test in a file that ``--json`` wrote, by id; of several results the last.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no result.
+    """
+    times: dict[str, float] = {}
+    try:
+        with open(path, encoding="utf-8") as stream:
+            for line in stream:
+                event = json.loads(line)
+                if event.get("event") == "result" and event["method"] and event["status"] != "skipped":
+                    times[event["test"]] = float(event["duration_s"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"got --times {path}, which is no file that --json wrote: {error}") from None
+    if not times:
+        raise ValueError(f"got --times {path}, which holds no result of a test")
+    return times

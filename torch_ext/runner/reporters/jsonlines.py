@@ -1,0 +1,144 @@
+"""What happens in a run, as it happens: one JSON object a line. docs/events.md has the schema."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch_ext
+from torch_ext.runner.options import Options
+from torch_ext.runner.progress import Progress, counts
+from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+from torch_ext.world.outcome import Outcome
+
+__all__ = ["VERSION", "JsonReporter", "describe_test"]
+
+# Of the schema. A new event or field leaves it as it is; a field that goes, or changes its meaning, raises it.
+VERSION = 1
+
+
+class JsonReporter:
+    """Writes each event to ``file`` as it happens.
+
+    Args:
+        plan: what should run.
+        options: what was asked for.
+        file: where to write.
+        needs: what the tests of the plan ask for, as far as it is known.
+    """
+
+    def __init__(self, plan: Plan, options: Options, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
+        self._progress = Progress(plan)
+        self._file = file
+        self._needs = needs
+        self._start_s = time.monotonic()
+        self._round = 1
+        shard = "/".join(map(str, options.shard)) if options.shard else None
+        self._tell("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
+                   device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
+        self._tell_plan(plan)
+
+    def _tell_plan(self, plan: Plan) -> None:
+        self._tell("plan", tests=[describe_test(test, self._needs.get(test)) for test in plan.tests])
+
+    def begin(self, began: Began) -> None:
+        """Write a ``begin``."""
+        self._tell("begin", round=self._round, **_address(began.test))
+
+    def add(self, result: TestResult) -> None:
+        """Write a ``result``."""
+        self._progress.add(result)
+        self._tell(
+            "result",
+            **_address(result.test),
+            status=result.status.value,
+            counts_as=result.status.counted.value,
+            duration_s=round(result.duration_s, 6),
+            round=result.round,
+            attempt=result.attempt,
+            again=result.again,
+            reason=result.reason,
+            warnings=list(result.warnings),
+            text=describe_failure(result) if result.status.counted is Status.FAILED else "",
+            problems=[_problem(problem) for problem in result.problems],
+            output=result.output,
+        )
+
+    def replan(self, plan: Plan) -> None:
+        """Write another ``plan``."""
+        self._progress.replan(plan)
+        self._tell_plan(plan)
+
+    def new_round(self, number: int) -> None:
+        """Number what follows."""
+        self._round = number
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Write the ``end``."""
+        found = counts(self._progress.results)
+        self._tell(
+            "end",
+            interrupted=interrupted,
+            **{status.value: found[status] for status in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)},
+            not_run=[test.id for test in self._progress.missing()],
+            duration_s=round(time.monotonic() - self._start_s, 6),
+        )
+        self._file.close()
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, "time": round(time.time(), 6), **fields}) + "\n")
+
+
+def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
+    """Return one test of a plan or a list, with what it asks for if that is known.
+
+    >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
+    4
+    """
+    asked = {} if needs is None else {
+        "world_size": needs.world_size, "processes": needs.processes, "devices": needs.devices
+    }  # fmt: skip
+    return {**_address(test), **asked}
+
+
+def _address(test: TestName) -> dict[str, str]:
+    return {"test": test.id, "file": test.file, "class": test.cls, "method": test.method}
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    if isinstance(problem, Raised):
+        return {"kind": "raised", "summary": problem.error, "trace": problem.trace, "where": problem.where}
+    if isinstance(problem, RanksFailed):
+        verdict = problem.report.verdict
+        return {
+            "kind": "ranks",
+            "summary": verdict.summary,
+            "where": problem.where,
+            "culprits": list(verdict.culprits),
+            "victims": list(verdict.victims),
+            "took_s": round(problem.report.took_s, 6),
+            "details": list(problem.report.details),
+            "ranks": [_rank(outcome) for outcome in problem.report.outcomes],
+        }
+    if isinstance(problem, Died):
+        return {"kind": "died", "summary": problem.sentence, "stacks": problem.stacks}
+    return {"kind": "remark", "summary": problem.sentence}
+
+
+def _rank(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "rank": outcome.rank,
+        "ending": outcome.ending.value,
+        "says": outcome.describe(),
+        "exit_code": outcome.exit_code,
+        "trace": outcome.receipt.trace if outcome.receipt else "",
+        "stacks": outcome.stacks,
+        "waits": [wait.words for wait in outcome.waits],
+        "output": outcome.output,
+        "left_behind": list(outcome.left_behind),
+    }

@@ -1,0 +1,211 @@
+"""JUnit XML, as Jenkins, GitLab, Azure and Maven's tools read it, with what became of each rank.
+
+====================================  ==================================================================
+what became of a test                 what stands in its ``testcase``
+====================================  ==================================================================
+passed                                nothing
+failed                                ``failure``
+its process died, its ranks hung      ``error``; so do a file's import and a class's ``setUpClass``
+skipped, failed as it is expected to  ``skipped``
+flaky                                 ``flakyFailure`` or ``flakyError`` for each attempt that failed
+failed in every attempt               ``failure`` or ``error`` of the first, ``rerunFailure`` of the others
+planned, without a result             ``error``; ``skipped`` if the run was stopped before it
+====================================  ==================================================================
+
+A test that failed in its ranks has one ``system-out`` for each: how it ended, and what it printed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import time
+from collections.abc import Iterable
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from torch_ext.runner.options import Options
+from torch_ext.runner.progress import Progress
+from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.results import Began, Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+from torch_ext.world.outcome import Ending
+from torch_ext.world.phrases import printable
+
+__all__ = ["JUnitReporter"]
+
+# What stands for the name of a test where a class or a file failed.
+_CLASS, _FILE = "setUpClass or tearDownClass", "import"
+# What XML 1.0 cannot hold and ``printable`` lets pass.
+_NO_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
+# A rank that ended so is no failed assertion.
+_ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending.HUNG)
+
+
+class JUnitReporter:
+    """Writes the report to ``file`` when the run is over. Every class is a ``testsuite``, in every round."""
+
+    def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
+        self._progress = Progress(plan)
+        self._options = options
+        self._file = file
+        self._start_s = time.time()
+
+    def begin(self, began: Began) -> None:
+        """Nothing is written of it."""
+
+    def add(self, result: TestResult) -> None:
+        """Keep ``result`` for :meth:`finish`."""
+        self._progress.add(result)
+
+    def replan(self, plan: Plan) -> None:
+        """Miss what ``plan`` has and what has no result."""
+        self._progress.replan(plan)
+
+    def new_round(self, number: int) -> None:
+        """Results bring the number of their round along."""
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Write the report."""
+        stopped = interrupted or self._options.failfast
+        cases: dict[tuple[int, str, str], list[Element]] = {}
+        for result in self._progress.results:
+            place = result.round, result.test.file, result.test.cls
+            cases.setdefault(place, []).append(_case(result))
+        last = max((result.round for result in self._progress.results), default=1)
+        for test in self._progress.missing():
+            cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
+        root = Element("testsuites", name="torch_ext")
+        for (number, file, cls), found in cases.items():
+            name = "::".join(part for part in (file, cls) if part)
+            root.append(self._suite(name if number == 1 else f"{name} (round {number})", found))
+        _count(root, [case for found in cases.values() for case in found], skipped=False)
+        ElementTree.indent(root)
+        self._file.write(ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n")
+        self._file.close()
+
+    def _suite(self, name: str, cases: Iterable[Element]) -> Element:
+        suite = Element("testsuite", name=_clean(name))
+        started = datetime.datetime.fromtimestamp(self._start_s, datetime.timezone.utc)
+        suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
+        suite.set("hostname", _clean(platform.node()))
+        if self._options.random_order is not None:
+            properties = SubElement(suite, "properties")
+            SubElement(properties, "property", name="random-order", value=str(self._options.random_order))
+        suite.extend(cases)
+        _count(suite, list(cases), skipped=True)
+        return suite
+
+
+def _count(element: Element, cases: list[Element], *, skipped: bool) -> None:
+    element.set("tests", str(len(cases)))
+    element.set("failures", str(sum(case.find("failure") is not None for case in cases)))
+    element.set("errors", str(sum(case.find("error") is not None for case in cases)))
+    if skipped:
+        element.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
+    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
+
+
+def _case(result: TestResult) -> Element:
+    attempts = (*result.earlier, result)
+    case = _named(result.test, sum(each.duration_s for each in attempts))
+    if result.status is Status.SKIPPED:
+        SubElement(case, "skipped", message=_clean(result.reason or "no reason given"))
+    elif result.status is Status.XFAIL:
+        SubElement(case, "skipped", type="expected failure", message="failed, as it is expected to")
+    elif result.status is Status.FLAKY:
+        for earlier in result.earlier:
+            _attempt(case, "flaky", earlier)
+    elif result.status.counted is Status.FAILED:
+        _failure(case, attempts[0])
+        for later in attempts[1:]:
+            _attempt(case, "rerun", later)
+        for text in _outputs(attempts[0]):
+            SubElement(case, "system-out").text = text
+    return case
+
+
+def _named(test: TestName, duration_s: float) -> Element:
+    module = test.file.removesuffix(".py").replace("/", ".")
+    classname = f"{module}.{test.cls}" if test.cls else module
+    name = test.method or (_CLASS if test.cls else _FILE)
+    return Element("testcase", classname=_clean(classname), name=_clean(name), time=f"{duration_s:.3f}")
+
+
+def _missing(test: TestName, stopped: bool) -> Element:
+    case = _named(test, 0.0)
+    if stopped:
+        SubElement(case, "skipped", message="not run: the run was stopped before it")
+    else:
+        SubElement(case, "error", type="not run", message="it was planned and has no result")
+    return case
+
+
+def _failure(case: Element, result: TestResult) -> None:
+    element = SubElement(
+        case, "error" if _is_error(result) else "failure", type=_type(result), message=_message(result)
+    )
+    element.text = _clean(describe_failure(result))
+
+
+def _attempt(case: Element, kind: str, result: TestResult) -> None:
+    tag = f"{kind}{'Error' if _is_error(result) else 'Failure'}"
+    element = SubElement(case, tag, type=_type(result), message=_message(result))
+    SubElement(element, "stackTrace").text = _clean(describe_failure(result))
+    if outputs := _outputs(result):
+        SubElement(element, "system-out").text = "\n".join(outputs)
+
+
+def _is_error(result: TestResult) -> bool:
+    if not result.test.method or result.died:
+        return True
+    reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
+    return any(outcome.ending in _ERRORS for report in reports for outcome in report.outcomes)
+
+
+def _type(result: TestResult) -> str:
+    if not result.problems:
+        return result.status.value
+    problem = result.problems[0]
+    if isinstance(problem, Raised):
+        return _clean(problem.error.partition(":")[0])
+    if isinstance(problem, RanksFailed):
+        culprits = problem.report.verdict.culprits
+        endings = [each.ending.value for each in problem.report.outcomes if each.rank in culprits[:1]]
+        return f"rank {endings[0]}" if endings else "ranks failed"
+    return "process died" if isinstance(problem, Died) else result.status.value
+
+
+def _message(result: TestResult) -> str:
+    words = [_summary(problem) for problem in result.problems]
+    return _clean("; ".join(words) or result.status.value)
+
+
+def _summary(problem: Problem) -> str:
+    if isinstance(problem, Raised):
+        return problem.error
+    return problem.report.verdict.summary if isinstance(problem, RanksFailed) else problem.sentence
+
+
+def _outputs(result: TestResult) -> list[str]:
+    """What each rank did and printed, then what the parent half printed."""
+    reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
+    texts = [
+        f"rank {outcome.rank} {outcome.describe()}\n{outcome.output}"
+        for report in reports
+        for outcome in sorted(report.outcomes, key=lambda outcome: outcome.rank)
+    ]
+    if result.output:
+        texts.append(f"parent half\n{result.output}")
+    return [_clean(text) for text in texts]
+
+
+def _clean(text: str) -> str:
+    r"""Spell out what XML cannot hold.
+
+    >>> _clean("\x1b[1m \ud800 \uffff")
+    '\\x1b[1m \\ud800 \\uffff'
+    """
+    return _NO_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", printable(text))

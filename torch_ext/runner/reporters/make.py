@@ -1,0 +1,93 @@
+"""The reporters of a run, by its options, as one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch_ext.runner.options import Options
+from torch_ext.runner.reporters.base import Reporter
+from torch_ext.runner.reporters.ordered import InOrder
+from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.reporters.running import Running
+from torch_ext.runner.reporters.styled import is_live
+from torch_ext.runner.reporters.text import TextReporter
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.results import Began, Needs, Over, TestName, TestResult, Tick
+from torch_ext.runner.schedule import Plan
+
+__all__ = ["Reporters"]
+
+
+class Reporters:
+    """Every reporter that ``options`` ask for. The text goes to stderr where JSON takes stdout.
+
+    Args:
+        plan: what should run.
+        options: what was asked for.
+        needs: what the tests ask for, as far as that is known.
+        expected_s: how long a test should take, if that is known.
+        notes: sentences to begin with.
+
+    Raises:
+        SetupError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        needs: Mapping[TestName, Needs] = {},
+        expected_s: Callable[[TestName], float | None] = lambda test: None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        files: list[Reporter] = []
+        if options.json and not options.coverage:
+            from torch_ext.runner.reporters.jsonlines import JsonReporter
+
+            files.append(JsonReporter(plan, options, ReportFile(options.json, "the JSON report"), needs))
+        if options.junit:
+            from torch_ext.runner.reporters.junit import JUnitReporter
+
+            files.append(JUnitReporter(plan, options, ReportFile(options.junit, "the JUnit report")))
+        if options.coverage:
+            from torch_ext.runner.reporters.coverage import CoverageReporter
+
+            files.append(CoverageReporter(plan, sys.stdout, as_json=bool(options.json)))
+        stream = sys.stderr if options.json == "-" else sys.stdout
+        if (seed := options.random_order) is not None:
+            notes = [*notes, f"Random order of seed {seed}; --random-order={seed} repeats it."]
+        live = is_live(stream) and options.verbosity >= 0 and not options.show_output
+        text = TextReporter(plan, options, stream, notes, announce=not live)
+        running = Running(plan, expected_s, lambda test: expected_s(test) or 1.0, time.monotonic())
+        self._watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
+        self._ordered = InOrder(plan, text, failures_at_once=live)
+        self._all: list[Reporter] = [self._watch, self._ordered, *files]
+
+    def take(self, event: Began | Over | TestResult | Tick) -> None:
+        """Hand ``event`` to whom it concerns."""
+        if isinstance(event, Tick):
+            self._watch.tick()
+        elif isinstance(event, Over):
+            self._watch.over(event)
+            self._ordered.over(event)
+        else:
+            for reporter in self._all:
+                if isinstance(event, Began):
+                    reporter.begin(event)
+                else:
+                    reporter.add(event)
+
+    def replan(self, plan: Plan) -> None:
+        """See :class:`Reporter`, as for what follows."""
+        for reporter in self._all:
+            reporter.replan(plan)
+
+    def new_round(self, number: int) -> None:
+        for reporter in self._all:
+            reporter.new_round(number)
+
+    def finish(self, *, interrupted: bool) -> None:
+        for reporter in self._all:
+            reporter.finish(interrupted=interrupted)

@@ -1,0 +1,147 @@
+"""A run of the plan: as many rounds as were asked for, and in each the failed tests once more, in fresh worlds.
+
+Note [Reruns]
+~~~~~~~~~~~~~
+A test that failed runs again when its round is through, in a class process and ranks of its own. If it passes then, it
+is flaky: not passed, for the same code has failed, and no failure. What is skipped when it runs again has told nothing,
+so its failure stands. A file that cannot be imported and a class whose fixture raises are not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch_ext.runner.names import Collected
+from torch_ext.runner.options import Options
+from torch_ext.runner.progress import Progress
+from torch_ext.runner.reporters.make import Reporters
+from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick, import_failure
+from torch_ext.runner.schedule import Batch, Plan
+
+__all__ = ["Rounds", "Runner"]
+
+
+class Runner(Protocol):
+    """Runs a plan once."""
+
+    def run(
+        self,
+        plan: Plan,
+        sink: Sink,
+        renew: Callable[[Collected], Sequence[Batch]],
+    ) -> None:
+        """See ``cli.Executor``."""
+        ...
+
+
+class Rounds:
+    """Runs ``plan`` and tells the reporters.
+
+    Args:
+        plan: what runs.
+        options: how often.
+        reporters: who is told; they see only results whose round and attempt are filled in.
+        judged: returns what counts in the place of a result.
+        skipped: why a test must not run, by test.
+        renewed: returns the plan of a file that was imported only now; None if it holds what was planned.
+
+    Attributes:
+        progress: what has come of the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        reporters: Reporters,
+        renewed: Callable[[Collected], Plan | None],
+        judged: Callable[[TestResult], TestResult] = lambda result: result,
+        skipped: Callable[[TestName], str] = lambda test: "",
+    ) -> None:
+        self.progress = Progress(plan)
+        self._plan = plan
+        self._options = options
+        self._reporters = reporters
+        self._renewed = renewed
+        self._judged = judged
+        self._skipped = skipped
+        self._round = 1
+        self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
+        self._again: list[TestName] = []
+
+    @property
+    def plan(self) -> Plan:
+        """What runs in each round."""
+        return self._plan
+
+    def take(self, event: Began | Over | TestResult | Tick) -> None:
+        """Count a result, and tell the reporters of it or of what else happens."""
+        if isinstance(event, TestResult):
+            event = self._numbered(self._judged(event))
+            self.progress.add(event)
+        self._reporters.take(event)
+
+    def _numbered(self, result: TestResult) -> TestResult:
+        earlier = self._earlier.get(result.test, ())
+        failed = result.status.counted is Status.FAILED
+        again = failed and bool(result.test.method) and len(earlier) < self._options.reruns
+        attempt = len(earlier) + 1
+        if earlier and result.status is Status.SKIPPED:
+            result, earlier = replace(earlier[-1], warnings=result.warnings), earlier[:-1]
+        elif earlier and not failed:
+            result = replace(result, status=Status.FLAKY)
+        result = replace(result, round=self._round, attempt=attempt, again=again, earlier=earlier)
+        if again:
+            self._earlier[result.test] = (*earlier, replace(result, earlier=()))
+            self._again.append(result.test)
+        return result
+
+    def run(self, runner: Callable[[], Runner]) -> None:
+        """Run every round. An interrupt passes through."""
+        while True:
+            self._one_round(runner)
+            failed = not self.progress.passed
+            enough = self._round == self._options.repeat
+            if enough or (failed and (self._options.until_failure or self._options.failfast)):
+                return
+            self._round += 1
+            self._earlier.clear()
+            self.progress.new_round(self._plan)
+            self._reporters.new_round(self._round)
+
+    def finish(self, *, interrupted: bool) -> None:
+        """Tell the reporters that no more results come."""
+        self._reporters.finish(interrupted=interrupted)
+
+    def _one_round(self, runner: Callable[[], Runner]) -> None:
+        reasons = {test: reason for test in self._plan.tests if (reason := self._skipped(test))}
+        for test, reason in reasons.items():
+            self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+        plan, left = self._plan.without(reasons), len(self._plan.tests) + 1
+        # A run that stops at the first failure goes on if that turns out to be a flake.
+        while plan.batches and len(plan.tests) < left:
+            left = len(plan.tests)
+            runner().run(plan, self.take, self._renew)
+            while self._again:
+                tests, self._again = self._again, []
+                runner().run(self._part(tests), self.take, self._renew)
+            if not self._options.failfast or any(one.status.counted is Status.FAILED for one in self.progress.results):
+                return
+            plan = self._part(self.progress.missing())
+
+    def _part(self, tests: Iterable[TestName]) -> Plan:
+        return self._plan.without(set(self._plan.tests) - set(tests))
+
+    def _renew(self, found: Collected) -> Sequence[Batch]:
+        if found.error:
+            self.take(import_failure(found.file.name, found.error, found.left))
+            self.take(Over(TestName(found.file.name)))
+            return ()
+        plan = self._renewed(found)
+        if plan is not None:
+            self._plan = self._plan.replaced(found.file, plan.batches)
+            self.progress.replan(self._plan)
+            self._reporters.replan(self._plan)
+        return [batch for batch in self._plan if batch.file == found.file]
