@@ -85,7 +85,8 @@ def _complete_groups() -> None:
         if _has_simccl(made[0]):
             made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         elif isinstance(made[0], dist.ProcessGroup):
-            _other_backends.serve_gloo(*made, _for_gloo)
+            group, store = made
+            _other_backends.serve_gloo(group, store, _for_gloo)
         return made
 
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it

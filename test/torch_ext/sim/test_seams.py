@@ -101,6 +101,19 @@ def test_corrupt_of_what_a_rank_sends() -> None:
     ranks.run(2, _check_corrupt)
 
 
+def _check_corrupt_root(rank: int, world_size: int) -> None:
+    if rank == 0:
+        faults.corrupt(at=1)
+    x = _x(2.0)
+    dist.broadcast(x, 0)
+    assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
+
+
+@pytest.mark.usefixtures("transport")
+def test_corrupt_of_what_a_root_sends() -> None:
+    ranks.run(2, _check_corrupt_root)
+
+
 def _check_corrupt_receipt(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.corrupt(at=1)

@@ -145,7 +145,7 @@ TransferPtr Gloo::start_letter(Call call) {
   std::vector<std::shared_ptr<GlooLetter>> earlier;
   std::erase_if(receiving_, [&](const auto& weak) {
     const auto letter = weak.lock();
-    if (letter == nullptr || letter->is_over()) {
+    if (letter == nullptr || letter->advance()) {
       return true;
     }
     if (letter->competes_with(call)) {

@@ -166,7 +166,7 @@ GlooWorks begin_on_gloo(c10d::Backend& gloo, Call& call) {
   }
   switch (call.kind) {
     case OpType::BROADCAST: {
-      Tensors tensors{known(call.outputs.front())};
+      Tensors tensors{known(call.inputs.empty() ? call.outputs.front() : call.inputs.front())};
       return {{gloo.broadcast(tensors, with_root<c10d::BroadcastOptions>(call, call.root))}};
     }
     case OpType::ALLREDUCE:

@@ -67,22 +67,19 @@ GlooLetter::GlooLetter(
   Tensors envelope{envelope_};
   if (call_.kind == OpType::SEND) {
     works_.push_back(gloo_->send(envelope, call_.root, tag));
-    data_ = bytes_of(call_.inputs.front());
-    Tensors data{data_};
+    Tensors data{bytes_of(call_.inputs.front())};
     works_.push_back(gloo_->send(data, call_.root, tag + 1));
-    opened_ = true;
   } else if (call_.kind == OpType::RECV) {
     works_.push_back(gloo_->recv(envelope, call_.root, tag));
   } else {
     works_.push_back(gloo_->recvAnysource(envelope, tag));
   }
+  thread_ = std::thread([this] { run(); });
 }
 
 GlooLetter::~GlooLetter() {
-  if (watcher_.joinable()) {
-    abort(std::make_exception_ptr(std::runtime_error("simccl: " + call_.name + " was given up.")));
-    watcher_.join();
-  }
+  abort(std::make_exception_ptr(std::runtime_error("simccl: " + call_.name + " was given up.")));
+  thread_.join();
 }
 
 bool GlooLetter::competes_with(const Call& other) const {
@@ -97,16 +94,23 @@ bool GlooLetter::is_over() {
 }
 
 bool GlooLetter::advance() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!over_ && !watcher_.joinable()) {
-    watcher_ = std::thread([this] { wait_for_peer(kNoTimeout); });
-  }
-  return over_;
+  return is_over();
 }
 
 void GlooLetter::finish(std::chrono::milliseconds timeout) {
-  wait_for_peer(timeout);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto is_over = [this] { return over_; };
+  if (timeout == kNoTimeout) {
+    changed_.wait(lock, is_over); // gloo has a time limit of its own
+  } else if (!changed_.wait_for(lock, timeout, is_over)) {
+    lock.unlock();
+    abort(failure(
+        called_(gloo_->getRank()),
+        c10::str(
+            call_.name, call_.site.empty() ? "" : " at " + call_.site, " timed out: it was not over after ",
+            timeout.count(), " ms.")));
+    lock.lock();
+  }
   if (why_) {
     std::rethrow_exception(why_);
   }
@@ -122,84 +126,87 @@ void GlooLetter::abort(const std::exception_ptr& why) {
     over_ = true;
     why_ = why;
     works = works_;
+    changed_.notify_all();
   }
   for (const auto& work : works) {
     work->abort();
   }
 }
 
-void GlooLetter::wait_for(const Work& work, std::chrono::milliseconds timeout) const {
-  if (!work->wait(timeout)) {
+void GlooLetter::end(const std::exception_ptr& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!over_) {
+    over_ = true;
+    why_ = why;
+  }
+  changed_.notify_all();
+}
+
+void GlooLetter::wait_for(const Work& work) const {
+  if (!work->wait(kNoTimeout)) {
     throw std::runtime_error("simccl: " + call_.name + " was aborted.");
   }
 }
 
-void GlooLetter::remember(Work work) {
+void GlooLetter::remember(const Work& work) {
   std::lock_guard<std::mutex> lock(mutex_);
   works_.push_back(work);
+  asked_ = true;
+  changed_.notify_all();
   if (over_) {
     work->abort();
   }
 }
 
-void GlooLetter::open(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> only_one(opening_);
-  if (opened_) {
-    return;
-  }
+void GlooLetter::wait_for_earlier() {
+  constexpr std::chrono::milliseconds kSlice{20}; // after which to look whether this one was given up
   for (const auto& earlier : std::exchange(earlier_, {})) {
-    try {
-      earlier->open(timeout);
-    } catch (...) {
-      // Whoever waits for that one is told what became of it.
+    std::unique_lock<std::mutex> lock(earlier->mutex_);
+    while (!earlier->changed_.wait_for(lock, kSlice, [&] { return earlier->asked_ || earlier->over_; })) {
+      lock.unlock();
+      if (is_over()) {
+        return;
+      }
+      lock.lock();
     }
   }
+}
+
+void GlooLetter::receive() {
   const auto envelope = works_.front();
-  wait_for(envelope, timeout);
-  opened_ = true;
+  wait_for_earlier();
+  wait_for(envelope);
   source_ = call_.kind == OpType::RECV ? call_.root : envelope->sourceRank();
   const auto& sent = *reinterpret_cast<const Envelope*>(envelope_.const_data_ptr<uint8_t>());
   const auto type = static_cast<at::ScalarType>(sent.type);
   const auto& to = call_.outputs.front();
   const bool agrees = sent.elements == to.numel() && type == to.scalar_type();
   // What does not fit is received all the same: the next letter lies behind it.
-  const auto unwanted =
-      at::empty({agrees ? 0 : sent.elements * static_cast<int64_t>(c10::elementSize(type))}, at::kByte);
+  Tensors data{
+      agrees ? bytes_of(to) : at::empty({sent.elements * static_cast<int64_t>(c10::elementSize(type))}, at::kByte)};
+  const Work work = gloo_->recv(data, source_, 2 * call_.tag + 1);
+  remember(work);
+  wait_for(work);
   if (!agrees) {
-    disagreement_ = failure(
-        called_(gloo_->getRank()),
-        unequal_letter(called_(source_), sent.elements, sent.type, sent.site, called_(gloo_->getRank()), call_));
+    const auto me = called_(gloo_->getRank());
+    std::rethrow_exception(
+        failure(me, unequal_letter(called_(source_), sent.elements, sent.type, sent.site, me, call_)));
   }
-  data_ = agrees ? bytes_of(to) : unwanted;
-  Tensors data{data_};
-  remember(gloo_->recv(data, source_, 2 * call_.tag + 1));
 }
 
-void GlooLetter::wait_for_peer(std::chrono::milliseconds timeout) {
+void GlooLetter::run() {
   at::AutoDispatchBelowADInplaceOrView below; // see GlooCollective::end
-  std::lock_guard<std::mutex> only_one(waiting_);
-  if (is_over()) {
-    return;
-  }
-  std::exception_ptr why;
   try {
-    open(timeout);
-    std::vector<Work> works;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      works = works_;
+    if (call_.kind == OpType::SEND) {
+      wait_for(works_[0]);
+      wait_for(works_[1]);
+    } else {
+      receive();
     }
-    // gloo would wait for a second envelope if it were asked again.
-    for (size_t i = call_.kind == OpType::SEND ? 0 : 1; i < works.size(); ++i) {
-      wait_for(works[i], timeout);
-    }
-    why = disagreement_;
+    end(nullptr);
   } catch (...) {
-    why = std::current_exception();
+    end(std::current_exception());
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  why_ = over_ ? why_ : why;
-  over_ = true;
 }
 
 } // namespace torch_ext::sim

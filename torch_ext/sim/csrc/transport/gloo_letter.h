@@ -9,6 +9,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,8 +22,8 @@
 
 namespace torch_ext::sim {
 
-// gloo has no thread for a transfer: it completes when somebody waits, so one is started when somebody polls, and not
-// before.
+// Has a thread of its own from its start to its end: gloo has none for a transfer, and a peer's send ends only when the
+// receiver has asked for the data.
 class GlooLetter final : public Transfer {
  public:
   // earlier: receives that were started before this one and may take the same letter. called: a rank's name, for
@@ -37,34 +39,33 @@ class GlooLetter final : public Transfer {
   int source() const override { return source_; }
 
   bool competes_with(const Call& other) const;
-  bool is_over();
 
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
 
-  void wait_for_peer(std::chrono::milliseconds timeout);
-  void open(std::chrono::milliseconds timeout);
-  void wait_for(const Work& work, std::chrono::milliseconds timeout) const;
-  void remember(Work work);
+  void run();
+  void wait_for_earlier();
+  // Reads the envelope and asks for the data; raises what the ranks disagree in once it has come.
+  void receive();
+  void wait_for(const Work& work) const;
+  void remember(const Work& work);
+  void end(const std::exception_ptr& why);
+  bool is_over();
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const Call call_; // holds the tensors
   const std::function<std::string(int)> called_;
   const at::Tensor envelope_;
-  int source_ = -1;
+  std::vector<std::shared_ptr<GlooLetter>> earlier_; // the thread's
 
-  std::mutex opening_; // held by the one thread that waits for the envelope
-  std::vector<std::shared_ptr<GlooLetter>> earlier_;
-  bool opened_ = false;
-  std::exception_ptr disagreement_;
-
-  std::mutex waiting_; // held by the one thread that waits for the peer
-  std::mutex mutex_;   // guards what follows
-  std::vector<Work> works_;
-  at::Tensor data_;
+  std::mutex mutex_; // guards what follows
+  std::condition_variable changed_;
+  std::vector<Work> works_; // the envelope's first
+  bool asked_ = false;      // a receive has asked for its data
   bool over_ = false;
   std::exception_ptr why_;
-  std::thread watcher_;
+  std::atomic<int> source_{-1};
+  std::thread thread_;
 };
 
 } // namespace torch_ext::sim
