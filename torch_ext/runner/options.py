@@ -52,8 +52,10 @@ class Options:
             ``TORCH_EXT_RACES`` says.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        audit_order: find tests that depend on those before them, instead of a usual run.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
         slots: how many ranks run at a time; None: the machine decides.
+        reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -90,6 +92,8 @@ class Options:
     races: str = ""
     start_method: str = "fork"
     show_output: bool = False
+    reuse: str = ""
+    audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
     typed_root: str = ""
@@ -111,6 +115,8 @@ class Options:
             environment["TORCH_EXT_RACES"] = self.races
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
+        if self.reuse:
+            environment["TORCH_EXT_REUSE"] = self.reuse
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
         if self.cuda_as_sim:
@@ -250,6 +256,10 @@ TABLE: tuple[Row, ...] = (
         "(default: auto, or 1 with --show-output)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
+    Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
+        "fresh ones for each test)", "WHAT", choices=("class",)),
+    Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
+        "name each test that depends on another, with that one", key="-", alone=False),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),

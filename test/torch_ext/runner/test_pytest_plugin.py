@@ -65,7 +65,7 @@ def test_function(tmp_path):
     pass
 """
 ENDINGS = {
-    "test_meets_the_other": "passed", "test_fails": "failed", "test_dies": "failed", "test_skips": "skipped",
+    "test_meets_the_other": "passed", "test_fails": "failed", "test_dies": "failed",
     "test_uses_a_fixture": "passed", "test_function": "passed",
 }  # fmt: skip
 
@@ -75,6 +75,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
     xml = tmp_path / "report.xml"
     run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
     assert run.code == 1 and run.status == ENDINGS, run
+    assert re.search(r"^SKIPPED \[1\] test_suite.py:\d+: .*no reason", run.out, re.M), run
     assert "ranks 1 of 2 failed" in run.out or "rank 1 of 2 failed with ValueError: this is rank 1" in run.out
     assert "rerun: python -m pytest test_suite.py::TestB::test_fails" in run.out and "SIGSEGV" in run.out
     assert "site-packages/_pytest" not in run.out and "1 xfailed" in run.out

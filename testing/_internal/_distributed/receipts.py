@@ -27,6 +27,7 @@ __all__ = [
     "receipt_of",
     "run_rank",
     "skipped",
+    "take_wish_to_end_group",
 ]
 
 # The exit code of a rank whose test raised, as upstream has it.
@@ -99,6 +100,13 @@ def body_passed() -> None:
     """Note that the test method has run to its end, whatever the class's ``_run`` does afterwards."""
     global _body_has_passed
     _body_has_passed = True
+
+
+def take_wish_to_end_group() -> bool:
+    """Return whether the process groups are to be destroyed now that a test is over, and forget it."""
+    global _wants_group_ended
+    wanted, _wants_group_ended = _wants_group_ended, False
+    return wanted
 
 
 def end_group_unless_released() -> None:

@@ -1,10 +1,14 @@
 #include "launcher.h"
 
+#include <ATen/record_function.h>
+
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -38,6 +42,32 @@ bool is_set(const char* variable) {
   const char* text = std::getenv(variable);
   return text != nullptr && std::string_view(text) == "1";
 }
+
+// What profilers call an operation. Kept, because they refer to it after the operation.
+const char* title_of(const char* name) {
+  static auto* made = new std::map<std::string, std::string>();
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  return made->try_emplace(name, std::string("simccl:") + name).first->second.c_str();
+}
+
+// Tells profilers, if there are any, of a launch that lasts as long as the object, as NCCL does.
+class Told {
+ public:
+  explicit Told(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
+    if (!event_.isActive()) {
+      return;
+    }
+    event_._setAsync(); // what is launched goes on
+    const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
+    arguments_.assign(shown.begin(), shown.end());
+    event_.before(title_of(operation.name), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
+  }
+
+ private:
+  std::vector<c10::IValue> arguments_; // outlives the event
+  at::RecordFunction event_;
+};
 
 } // namespace
 
@@ -188,6 +218,7 @@ WorkPtr Launcher::launch(Operation operation) {
   WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
   const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };
+  const Told told(operation);
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
     // A process that sees one device only cannot tell it from its peers' by a number.

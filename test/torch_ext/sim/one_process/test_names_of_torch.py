@@ -82,3 +82,21 @@ def test_causal_attention_of_dtensors_matches_that_of_tensors(world_of_one: None
         assert sharded.grad is not None
     with pytest.raises(RuntimeError, match="mixed"):  # elsewhere plain tensors are refused as before
         sharded + whole
+
+
+def test_profilers_see_collectives_with_their_shapes(world_of_one: None) -> None:
+    tensor = torch.ones(3, 2, device="sim")
+    with torch.autograd.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+    events = [event for event in profiler.function_events if event.name == "simccl:all_reduce"]
+    assert [(event.is_async, event.input_shapes) for event in events] == [(True, [[3, 2]])] * 2
+
+
+def test_ddp_logs_times_of_the_device(world_of_one: None) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="sim"), device_ids=[0])
+    for _ in range(3):  # it begins to log with the second
+        model(torch.ones(1, 2, device="sim")).sum().backward()
+    logged = model._get_ddp_logging_data()
+    assert logged["avg_forward_compute_time"] > 0
+    assert logged["avg_backward_compute_time"] > 0
