@@ -117,7 +117,9 @@ def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
 def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
     # As in pytorch#152534.
     x = on.tensor()
-    raw = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)  # earlier: all_reduce
+    group = dist.group.WORLD
+    assert group is not None
+    raw = torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)  # earlier: all_reduce
     if fixed:
         raw = torch.ops._c10d_functional.wait_tensor(raw)
     raw.mul(3)  # later: mul

@@ -31,41 +31,38 @@
 namespace torch_ext::sim::races {
 namespace {
 
-Region region_of(const sim::Access &access, const void *start) {
-  const auto begin =
-      static_cast<uint64_t>(static_cast<const char *>(access.data) -
-                            static_cast<const char *>(start));
-  return {begin, c10::elementSize(access.type),
-          std::span(access.sizes.data(), access.sizes.size()),
-          std::span(access.strides.data(), access.strides.size())};
+Region region_of(const sim::Access& access, const void* start) {
+  const auto begin = static_cast<uint64_t>(static_cast<const char*>(access.data) - static_cast<const char*>(start));
+  return {
+      begin, c10::elementSize(access.type), std::span(access.sizes.data(), access.sizes.size()),
+      std::span(access.strides.data(), access.strides.size())};
 }
 
 std::string stream_name(c10::Stream stream) {
-  const std::string device =
-      "sim:" + std::to_string(static_cast<int>(stream.device_index()));
+  const std::string device = "sim:" + std::to_string(static_cast<int>(stream.device_index()));
   return stream.id() == 0
-             ? "the default stream of " + device
-             : "stream " + std::to_string(stream.id()) + " of " + device;
+      ? "the default stream of " + device
+      : "stream " + std::to_string(stream.id()) + " of " + device;
 }
 
-const Clock &clock_of(const Moment &moment) {
-  return *static_cast<const Clock *>(moment.get());
+const Clock& clock_of(const Moment& moment) {
+  return *static_cast<const Clock*>(moment.get());
 }
 
 } // namespace
 
 Stack current_stack() {
-  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false,
-                                          /*cpp=*/false);
+  return torch::CapturedTraceback::gather(
+      /*python=*/true, /*script=*/false,
+      /*cpp=*/false);
 }
 
-Watch &watch() {
-  static auto *made = new Watch();
+Watch& watch() {
+  static auto* made = new Watch();
   return *made;
 }
 
-void Watch::kernel(std::string_view name, c10::Stream stream,
-                   c10::ArrayRef<sim::Access> accesses) noexcept {
+void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept {
   if (accesses.empty()) {
     return;
   }
@@ -75,8 +72,7 @@ void Watch::kernel(std::string_view name, c10::Stream stream,
   access_all(lane, accesses, operation(name, lane, std::move(stack)));
 }
 
-void Watch::host_used(std::string_view name,
-                      c10::ArrayRef<sim::Access> accesses) noexcept {
+void Watch::host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept {
   auto stack = current_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   access_all(kHost, accesses, operation(name, kHost, std::move(stack)));
@@ -84,18 +80,17 @@ void Watch::host_used(std::string_view name,
 
 Moment Watch::recorded(c10::Stream stream) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::make_shared<const Clock>(
-      checker_.lanes().record(lane_of(stream)));
+  return std::make_shared<const Clock>(checker_.lanes().record(lane_of(stream)));
 }
 
-void Watch::stream_waits(c10::Stream stream, const Moment &moment) noexcept {
+void Watch::stream_waits(c10::Stream stream, const Moment& moment) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
   checker_.lanes().launch(lane);
   checker_.lanes().wait(lane, clock_of(moment));
 }
 
-void Watch::host_knows(const Moment &moment) noexcept {
+void Watch::host_knows(const Moment& moment) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   checker_.lanes().wait(kHost, clock_of(moment));
 }
@@ -120,10 +115,10 @@ void Watch::handed_out(c10::Stream stream) noexcept {
   facts_[lane_of(stream)].handed_out = std::move(stack);
 }
 
-Moment Watch::launched(const Launch &launch) noexcept {
+Moment Watch::launched(const Launch& launch) noexcept {
   auto stack = current_stack();
   std::lock_guard<std::mutex> lock(mutex_);
-  auto &lanes = checker_.lanes();
+  auto& lanes = checker_.lanes();
   const Lane stream = lane_of(launch.stream);
   const Lane lane = launch.asynchronous ? lane_of(launch) : stream;
   if (lane != stream) {
@@ -137,15 +132,14 @@ Moment Watch::launched(const Launch &launch) noexcept {
 
 Moment Watch::joined(c10::ArrayRef<Moment> moments) noexcept {
   auto all = std::make_shared<Clock>();
-  for (const auto &moment : moments) {
+  for (const auto& moment : moments) {
     all->join(clock_of(moment));
   }
   return all;
 }
 
-void Watch::allocated(const void *data, size_t /*bytes*/,
-                      c10::Stream stream) noexcept {
-  const Block *block = block_at(data);
+void Watch::allocated(const void* data, size_t /*bytes*/, c10::Stream stream) noexcept {
+  const Block* block = block_at(data);
   if (block == nullptr) {
     return;
   }
@@ -153,35 +147,31 @@ void Watch::allocated(const void *data, size_t /*bytes*/,
   // over.
   auto stack = in_kernel() ? nullptr : current_stack();
   std::lock_guard<std::mutex> lock(mutex_);
-  auto &owned = blocks_[block->serial];
+  auto& owned = blocks_[block->serial];
   owned.users.clear();
   owned.memory.is_unnamed = stack == nullptr;
-  owned.memory.allocated =
-      stack ? operation("allocation", lane_of(stream), std::move(stack))
-            : nullptr;
+  owned.memory.allocated = stack ? operation("allocation", lane_of(stream), std::move(stack)) : nullptr;
 }
 
-void Watch::freed(const void *data, c10::DeviceIndex device) noexcept {
-  const Block *block = block_at(data);
+void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
+  const Block* block = block_at(data);
   if (block == nullptr) {
     return;
   }
-  const auto home =
-      c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), block->home);
+  const auto home = c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), block->home);
   // Where everything is ordered nobody will ask who freed it.
   auto stack = is_dangerous(data, home) ? current_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = blocks_.find(block->serial);
   if (found != blocks_.end()) {
-    auto &owned = found->second;
-    checker_.free(owned.memory, owned.users,
-                  stack ? operation("free", kHost, std::move(stack)) : nullptr);
+    auto& owned = found->second;
+    checker_.free(owned.memory, owned.users, stack ? operation("free", kHost, std::move(stack)) : nullptr);
     owned.users.clear();
   }
 }
 
-void Watch::used_on(const void *data, c10::Stream stream) noexcept {
-  const Block *block = block_at(data);
+void Watch::used_on(const void* data, c10::Stream stream) noexcept {
+  const Block* block = block_at(data);
   if (block == nullptr) {
     return;
   }
@@ -189,13 +179,11 @@ void Watch::used_on(const void *data, c10::Stream stream) noexcept {
   blocks_[block->serial].users.push_back(lane_of(stream));
 }
 
-bool Watch::is_dangerous(const void *data, c10::Stream stream) noexcept {
-  const Block *block = block_at(data);
+bool Watch::is_dangerous(const void* data, c10::Stream stream) noexcept {
+  const Block* block = block_at(data);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found =
-      block == nullptr ? blocks_.end() : blocks_.find(block->serial);
-  return found != blocks_.end() &&
-         checker_.is_dangerous(found->second.memory, lane_of(stream));
+  const auto found = block == nullptr ? blocks_.end() : blocks_.find(block->serial);
+  return found != blocks_.end() && checker_.is_dangerous(found->second.memory, lane_of(stream));
 }
 
 void Watch::forget() {
@@ -208,9 +196,8 @@ void Watch::forget() {
 std::pair<std::vector<Finding>, uint64_t> Watch::take() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Finding> findings;
-  for (const auto &race : checker_.races()) {
-    findings.push_back(
-        {race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane]});
+  for (const auto& race : checker_.races()) {
+    findings.push_back({race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane]});
   }
   const uint64_t more = checker_.unkept();
   checker_.clear_races();
@@ -218,26 +205,20 @@ std::pair<std::vector<Finding>, uint64_t> Watch::take() {
 }
 
 Lane Watch::lane_of(c10::Stream stream) {
-  Lane &lane = streams_[stream.device_index()][stream.id()];
+  Lane& lane = streams_[stream.device_index()][stream.id()];
   if (lane == kHost) {
-    lane =
-        new_lane({stream_name(stream), stream.device_index(), true, nullptr});
+    lane = new_lane({stream_name(stream), stream.device_index(), true, nullptr});
   }
   return lane;
 }
 
-Lane Watch::lane_of(const Launch &launch) {
+Lane Watch::lane_of(const Launch& launch) {
   const auto device = launch.stream.device_index();
-  auto [found, is_new] = communication_.try_emplace(
-      {std::string(launch.group), launch.peer, device}, kHost);
+  auto [found, is_new] = communication_.try_emplace({std::string(launch.group), launch.peer, device}, kHost);
   if (is_new) {
-    const std::string group = "group " + std::string(launch.group) +
-                              " on sim:" + std::to_string(device);
-    const std::string kind =
-        launch.peer < 0 ? "collectives"
-                        : "transfers with rank " + std::to_string(launch.peer);
-    found->second =
-        new_lane({"the " + kind + " of " + group, device, false, nullptr});
+    const std::string group = "group " + std::string(launch.group) + " on sim:" + std::to_string(device);
+    const std::string kind = launch.peer < 0 ? "collectives" : "transfers with rank " + std::to_string(launch.peer);
+    found->second = new_lane({"the " + kind + " of " + group, device, false, nullptr});
   }
   return found->second;
 }
@@ -247,45 +228,40 @@ Lane Watch::new_lane(LaneFacts facts) {
   return checker_.lanes().add();
 }
 
-std::pair<Memory *, const void *> Watch::memory_of(const sim::Access &access) {
+std::pair<Memory*, const void*> Watch::memory_of(const sim::Access& access) {
   if (access.device.type() != kSim) {
     const auto pinned = pinned_block_at(access.data);
     if (!pinned.has_value()) {
       return {nullptr, nullptr};
     }
-    auto &memory = pinned_[pinned->serial];
+    auto& memory = pinned_[pinned->serial];
     memory.is_pinned = true;
     return {&memory, pinned->start};
   }
-  const Block *block = block_at(access.data);
+  const Block* block = block_at(access.data);
   if (block == nullptr) {
     return {nullptr, nullptr};
   }
   return {&blocks_[block->serial].memory, block->data()};
 }
 
-std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane,
-                                            Stack stack) {
+std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, Stack stack) {
   auto known = names_.find(name);
   if (known == names_.end()) {
     known = names_.emplace(std::string(name), names_.size()).first;
   }
   const uint64_t alike = (known->second << 16U) | lane;
-  auto made =
-      std::make_shared<Operation>(alike, known->first, std::move(stack));
+  auto made = std::make_shared<Operation>(alike, known->first, std::move(stack));
   made->node = current_autograd_node();
   return made;
 }
 
 // Reads first: what an operator writes it may have read, and reading comes
 // before writing.
-void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses,
-                       const std::shared_ptr<Operation> &by) {
+void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by) {
   checker_.lanes().launch(lane);
-  for (const auto &access : accesses) {
-    by->operands.push_back(
-        {access.type, c10::SmallVector<int64_t, 4>(access.sizes.begin(),
-                                                   access.sizes.end())});
+  for (const auto& access : accesses) {
+    by->operands.push_back({access.type, c10::SmallVector<int64_t, 4>(access.sizes.begin(), access.sizes.end())});
   }
   const OriginPtr origin = by;
   for (const bool write : {false, true}) {
@@ -297,8 +273,7 @@ void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses,
   }
 }
 
-void Watch::access_one(Lane lane, const sim::Access &access, uint32_t operand,
-                       const OriginPtr &by) {
+void Watch::access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by) {
   const auto [memory, start] = memory_of(access);
   if (memory != nullptr) {
     const auto kind = access.write ? Kind::kWrite : Kind::kRead;

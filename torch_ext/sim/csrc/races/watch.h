@@ -53,29 +53,26 @@ struct Finding {
 };
 
 class Watch final : public Observer {
-public:
-  void kernel(std::string_view name, c10::Stream stream,
-              c10::ArrayRef<sim::Access> accesses) noexcept override;
+ public:
+  void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept override;
   Moment recorded(c10::Stream stream) noexcept override;
-  void stream_waits(c10::Stream stream, const Moment &moment) noexcept override;
-  void host_knows(const Moment &moment) noexcept override;
+  void stream_waits(c10::Stream stream, const Moment& moment) noexcept override;
+  void host_knows(const Moment& moment) noexcept override;
   void host_knows(c10::Stream stream) noexcept override;
   void host_knows(c10::DeviceIndex device) noexcept override;
   void handed_out(c10::Stream stream) noexcept override;
-  Moment launched(const Launch &launch) noexcept override;
+  Moment launched(const Launch& launch) noexcept override;
   Moment joined(c10::ArrayRef<Moment> moments) noexcept override;
-  void allocated(const void *data, size_t bytes,
-                 c10::Stream stream) noexcept override;
-  void freed(const void *data, c10::DeviceIndex device) noexcept override;
-  void used_on(const void *data, c10::Stream stream) noexcept override;
+  void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override;
+  void freed(const void* data, c10::DeviceIndex device) noexcept override;
+  void used_on(const void* data, c10::Stream stream) noexcept override;
 
   // A host operator has read or written pinned memory.
-  void host_used(std::string_view name,
-                 c10::ArrayRef<sim::Access> accesses) noexcept;
+  void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
 
   // Whether work of an earlier owner of the block at `data` could meet an
   // owner's on `stream`.
-  bool is_dangerous(const void *data, c10::Stream stream) noexcept;
+  bool is_dangerous(const void* data, c10::Stream stream) noexcept;
 
   // Forgets all accesses, but no edge: what is checked from now on is complete
   // in itself.
@@ -85,7 +82,7 @@ public:
   // them.
   std::pair<std::vector<Finding>, uint64_t> take();
 
-private:
+ private:
   struct Owned {
     Memory memory;
     std::vector<Lane> users;
@@ -93,22 +90,18 @@ private:
 
   // All of these require the lock.
   Lane lane_of(c10::Stream stream);
-  Lane lane_of(const Launch &launch);
+  Lane lane_of(const Launch& launch);
   Lane new_lane(LaneFacts facts);
   // What is known of the memory that `access` is to, and where that starts;
   // nullptr for ordinary memory of the host.
-  std::pair<Memory *, const void *> memory_of(const sim::Access &access);
-  std::shared_ptr<Operation> operation(std::string_view name, Lane lane,
-                                       Stack stack);
-  void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses,
-                  const std::shared_ptr<Operation> &by);
-  void access_one(Lane lane, const sim::Access &access, uint32_t operand,
-                  const OriginPtr &by);
+  std::pair<Memory*, const void*> memory_of(const sim::Access& access);
+  std::shared_ptr<Operation> operation(std::string_view name, Lane lane, Stack stack);
+  void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by);
+  void access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
 
   std::mutex mutex_;
   Checker checker_;
-  std::array<std::array<Lane, kStreamIds>, kMaxDevices>
-      streams_{}; // 0 (the host): not met yet
+  std::array<std::array<Lane, kStreamIds>, kMaxDevices> streams_{}; // 0 (the host): not met yet
   std::map<std::tuple<std::string, int, c10::DeviceIndex>, Lane> communication_;
   std::vector<LaneFacts> facts_{{"the host", -1, false, nullptr}}; // by lane
   std::unordered_map<uint64_t, Owned> blocks_;                     // by serial
@@ -117,6 +110,6 @@ private:
 };
 
 // The one of this process. Never freed: threads may be telling it something.
-Watch &watch();
+Watch& watch();
 
 } // namespace torch_ext::sim::races
