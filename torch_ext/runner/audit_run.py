@@ -6,19 +6,23 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch_ext.runner.audit import Dependence, find_culprits, suspects
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
+from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Plan
 
-if TYPE_CHECKING:
-    from torch_ext.runner.cli import Executor
-
 __all__ = ["audit_order"]
+
+
+class Executor(Protocol):
+    """What the audit needs of ``cli.Executor``."""
+
+    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None: ...
+    def close(self) -> None: ...
 
 
 class _Runs:
