@@ -31,6 +31,10 @@ setup(
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],
     },
-    entry_points={"console_scripts": ["torch_ext=torch_ext.__main__:main"]},
+    entry_points={
+        "console_scripts": ["torch_ext=torch_ext.__main__:main"],
+        # Called what it is, so that a conftest that names it as well does not load it twice.
+        "pytest11": ["torch_ext.runner.pytest_plugin=torch_ext.runner.pytest_plugin"],
+    },
     zip_safe=False,
 )

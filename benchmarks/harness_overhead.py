@@ -1,9 +1,16 @@
 """What a harness adds to a test: each test creates one process group and calls one barrier.
 
     python benchmarks/harness_overhead.py [--tests 40] [--released-tests 3]
+    python benchmarks/harness_overhead.py --device-rounds 5 --world-sizes 2
+    python benchmarks/harness_overhead.py --against CHECKOUT [--rounds 9]
 
 Compares the installed torch's classes with ours at world sizes 2, 4 and 8, in one run on one machine. Prints medians
 per test and ratios, each with its isolation level. Every row runs in its own process, so none inherits another's state.
+With ``--device-rounds`` it compares a test of ours on the simulated accelerator with the same over gloo on the host
+instead, in turns, and prints the ratio of the medians.
+
+With ``--against``, compares our classes in this tree with those of another checkout. The two take turns, each going
+first in every other round, and what counts is the median over the rounds of the ratio within one.
 """
 
 from __future__ import annotations
@@ -26,6 +33,9 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
     """Return a test case class with ``tests`` identical tests on the named harness."""
     import torch.distributed as dist
 
+    from torch_ext import accelerator
+
+    backend = accelerator.backend() if base == "ours on sim" else "gloo"
     if base.startswith("ours"):
         from torch_ext.testing._internal import common_distributed as harness
     else:
@@ -33,8 +43,10 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
 
     def group_and_barrier(self: unittest.TestCase) -> None:
         store = dist.FileStore(self.file_name, world_size)
-        dist.init_process_group("gloo", rank=self.rank, world_size=world_size, store=store)
-        dist.barrier()
+        if backend != "gloo":
+            accelerator.set_device_index(self.rank)
+        dist.init_process_group(backend, rank=self.rank, world_size=world_size, store=store)
+        dist.barrier(device_ids=None if backend == "gloo" else [self.rank])
 
     def new_group_and_barrier(self: unittest.TestCase) -> None:
         group = dist.new_group()
@@ -117,11 +129,12 @@ def run_row() -> None:
     print(json.dumps({"tests": result.seconds, "class": whole}))
 
 
-def measure(base: str, world_size: int, tests: int) -> dict[str, float]:
-    """Return the median, worst and amortized milliseconds per test of one row."""
+def measure(base: str, world_size: int, tests: int, tree: Path = REPOSITORY) -> dict[str, float]:
+    """Return the median, worst and amortized milliseconds per test of one row, with our classes taken from ``tree``."""
     row = json.dumps({"base": base, "world_size": world_size, "tests": tests})
-    environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OPENBLAS_NUM_THREADS"] = "1"
+    environment["TORCH_EXT_DEVICE"] = "sim" if base == "ours on sim" else "cpu"
     environment["TORCH_EXT_SPARES"] = "0" if base == "ours, nothing ahead" else "1"
     command = [sys.executable, str(Path(__file__).resolve())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -146,16 +159,56 @@ ROWS = (
 )
 
 
+def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> None:
+    """Print what our rows cost in this tree, as a ratio of what they cost in ``other``."""
+    for world_size in world_sizes:
+        print(f"\nworld size {world_size:<25} {'here':>8} {'there':>8} {'ratio':>8}  ratios of {rounds} rounds")
+        for base in ("ours", "ours, nothing ahead", "ours continuous"):
+            kind = "amortized" if base == "ours continuous" else "median"
+            here, there = [], []
+            for number in range(rounds):
+                turns = [(here, REPOSITORY), (there, other)]
+                for found, tree in turns if number % 2 else reversed(turns):
+                    found.append(measure(base, world_size, tests, tree)[kind])
+            ratios = sorted(one / two for one, two in zip(here, there, strict=True))
+            print(
+                f"  {base:<34} {statistics.median(here):8.1f} {statistics.median(there):8.1f} "
+                f"{statistics.median(ratios):8.3f}  {ratios[0]:.3f} to {ratios[-1]:.3f}",
+                flush=True,
+            )
+
+
+def compare_devices(world_size: int, tests: int, rounds: int) -> None:
+    """Print what a test costs on the simulated accelerator and over gloo on the host, measured in turns."""
+    medians: dict[str, list[float]] = {"ours": [], "ours on sim": []}
+    for _ in range(rounds):
+        for base, found in medians.items():
+            found.append(measure(base, world_size, tests)["median"])
+    host, sim = (statistics.median(found) for found in medians.values())
+    ratios = [b / a for a, b in zip(*medians.values(), strict=True)]
+    print(f"\nworld size {world_size}: gloo on the host {host:.1f} ms, on sim {sim:.1f} ms, ratio {sim / host:.2f}")
+    print(f"  by round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", type=int, default=40, help="tests a class, except of the slow row")
     parser.add_argument("--released-tests", type=int, default=3, help="tests of the row that spawns interpreters")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--against", type=Path, help="another checkout to compare this tree with")
+    parser.add_argument("--rounds", type=int, default=9, help="how often the two trees of --against take turns")
+    parser.add_argument("--device-rounds", type=int, help="compare the simulated accelerator with gloo on the host")
     options = parser.parse_args()
     import torch
 
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds per test")
+    if options.against is not None:
+        compare(options.against.resolve(), options.world_sizes, options.tests, options.rounds)
+        return
     for world_size in options.world_sizes:
+        if options.device_rounds:
+            compare_devices(world_size, options.tests, options.device_rounds)
+            continue
         print(f"\nworld size {world_size:<25} {'median':>8} {'worst':>8} {'amortized':>10}  isolation")
         found = {}
         for base, isolation in ROWS:

@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -39,6 +40,7 @@ __all__ = [
     "has_backend",
     "initialize",
     "is_accelerator",
+    "race_check",
     "request_devices",
     "set_device_index",
     "visible_devices_variable",
@@ -129,8 +131,8 @@ def _what_the_machine_has() -> str:
         importlib.import_module(_PROVIDERS[_SIMULATED])
     except (ImportError, OSError, RuntimeError) as error:
         print(
-            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error} "
-            "Until then, tests that need an accelerator are skipped; the summary of a run counts them.",
+            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error} Until "
+            "then, tests that need an accelerator are skipped; the summary of a run counts them.",
             file=sys.stderr,
             flush=True,
         )
@@ -160,6 +162,14 @@ def request_devices(count: int) -> None:
     ask = _ask_for_devices()
     if ask is not None:
         ask(count)
+
+
+def race_check() -> AbstractContextManager[None]:
+    """Return a context in which the body of a test is checked for races if the device can do that and
+    ``TORCH_EXT_RACES`` asks for it, as ``torch.sim.races.check`` does.
+    """
+    races = sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
+    return nullcontext() if races is None else races.check_body()
 
 
 def _ask_for_devices() -> Callable[[int], None] | None:

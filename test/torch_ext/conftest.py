@@ -22,6 +22,7 @@ def _asked_for(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
+    parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config: pytest.Config) -> None:

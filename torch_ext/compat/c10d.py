@@ -11,13 +11,14 @@ from torch_ext.compat._lookup import lazy_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+    from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group, _get_default_store
 
     # Missing from torch's stubs.
     _dump_fr_trace_json: Callable[[bool, bool], bytes]
     _set_thread_isolation_mode: Callable[[bool], None]
 
 __all__ = [
+    "_coalescing_manager",
     "_dump_fr_trace_json",
     "_get_default_group",
     "_get_default_store",
@@ -77,6 +78,7 @@ def bind_gloo(interface: str, address: str) -> None:
 __getattr__ = lazy_names(
     __name__,
     {
+        "_coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager",),
         "_dump_fr_trace_json": ("torch._C._distributed_c10d:_dump_fr_trace_json",),
         "_get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),
         "_get_default_store": ("torch.distributed.distributed_c10d:_get_default_store",),

@@ -33,9 +33,10 @@ from torch_ext.world import _os, frames, provider
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
-from torch_ext.world.outcome import Ending
+from torch_ext.world.outcome import EXPECTABLE
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
+from torch_ext.world.settling import ExitFunctions, UnfinishedWorkError
 
 __all__ = ["main"]
 
@@ -43,9 +44,6 @@ frames.hide(r"/runner/class_process\.py", "main", outwards=True)
 frames.hide(r"/runner/class_process\.py", "call_and_check")
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
-
-# How the ranks of a test may end that is expected to fail.
-_EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 # Functions of unittest's, and what of a class or module they call.
 _FIXTURES = {
@@ -72,6 +70,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
+    exit_functions = ExitFunctions()
     result = _Result(Channel.from_descriptor(channel), order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = unittest.TestSuite(), set[type[unittest.TestCase]]()
@@ -88,6 +87,8 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
         check_its_fixtures(cls)
     try:
         suite.run(result)
+        for where, error in exit_functions.call():
+            raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
     except BaseException as error:
         result.tell(ClassLeft(None if error is result.told else _escaped(error)))
     else:
@@ -236,7 +237,7 @@ class _Result(unittest.TestResult):
 
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
-        if isinstance(error, WorldFailure) and not all(outcome.ending in _EXPECTABLE for outcome in error.outcomes):
+        if isinstance(error, WorldFailure) and not all(outcome.ending in EXPECTABLE for outcome in error.outcomes):
             self._fail(_problem(err))  # a test may be expected to fail, but not to hang or to die
         else:
             self._status = Status.XFAIL

@@ -279,10 +279,19 @@ def _select_and_run_with(
     from torch_ext.runner.rounds import Rounds
 
     plan = make_plan(*choice.arrange(wanted, tests), needs, expected_s)
+    if options.audit_order:
+        return _audit(options, plan)
     reporters = Reporters(plan, options, needs, history.expected_s, choice.notes)
     skipped = judge.skipped if judge is not None else lambda test: ""
     rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
     return _run(executor, options, rounds, failures, history, judge)
+
+
+def _audit(options: Options, plan: Plan) -> int:
+    from torch_ext.runner.audit_run import audit_order
+    from torch_ext.runner.reporters.styled import StyledWriter
+
+    return OK if audit_order(_open_executor, options, plan, StyledWriter(sys.stdout)) else FAILED
 
 
 def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[TestName]:

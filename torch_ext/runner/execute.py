@@ -225,9 +225,14 @@ class RunExecutor:
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
         """See ``cli.Executor``."""
+        if not plan.batches:
+            return
         machine = self._machine(plan)
         slots = Slots(machine.slots)
-        queue = Queue(plan, Packed(self._options.jobs or slots.number) if self._packs else Serial(), slots)
+        # Whoever asks for an order wants that one.
+        in_order = self._options.random_order is not None or self._options.failed_first
+        packed = Packed(self._options.jobs or slots.number, in_order=in_order)
+        queue = Queue(plan, packed if self._packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:

@@ -49,10 +49,14 @@ class Options:
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
+        races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
+            ``TORCH_EXT_RACES`` says.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        audit_order: find tests that depend on those before them, instead of a usual run.
         jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
         slots: how many ranks run at a time; None: the machine decides.
+        reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -89,8 +93,11 @@ class Options:
     show_config: bool = False
     device: str = ""
     timeout_s: float | None = None
+    races: str = ""
     start_method: str = "fork"
     show_output: bool = False
+    reuse: str = ""
+    audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
     typed_root: str = ""
@@ -108,8 +115,12 @@ class Options:
             environment["TORCH_EXT_DEVICE"] = self.device
         if self.timeout_s is not None:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
+        if self.races:
+            environment["TORCH_EXT_RACES"] = self.races
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
+        if self.reuse:
+            environment["TORCH_EXT_REUSE"] = self.reuse
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
         if self.cuda_as_sim:
@@ -240,12 +251,19 @@ TABLE: tuple[Row, ...] = (
         "TYPE", _device, variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
+    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: off)",
+        "WHAT",
+        choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
     Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
         "(default: auto, or 1 with --show-output)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
+    Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
+        "fresh ones for each test)", "WHAT", choices=("class",)),
+    Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
+        "name each test that depends on another, with that one", key="-", alone=False),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),

@@ -9,6 +9,8 @@ Which backends a group gets:
 ``backend="cpu:gloo,sim:simccl"``                         as written
 ========================================================  =======================
 
+Other backends' names: see :mod:`torch_ext.sim._other_backends`.
+
 A group that is bound to a device is device-only, because torch takes the backend of the device for it, as on CUDA.
 
 What carries the bytes of a group (``TORCH_EXT_SIM_TRANSPORT``):
@@ -33,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _flight_record, _native
+from torch_ext.sim import _flight_record, _native, _other_backends
 from torch_ext.sim._name import NAME
 
 BACKEND = "simccl"
@@ -48,9 +50,9 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
     _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
-    _join_threaded_group()
+    _other_backends.join_threads_and_fakes()
     _pair_with_gloo()
-    _lead_groups()
+    _complete_groups()
 
 
 def _pair_with_gloo() -> None:
@@ -69,8 +71,8 @@ def _pair_with_gloo() -> None:
     setattr(config, "__init__", __init__)  # noqa: B010 - mypy refuses to assign a method
 
 
-def _lead_groups() -> None:
-    """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is.
+def _complete_groups() -> None:
+    """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is; and serve gloo's.
 
     The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
     the default backend for sequence numbers, but knows how to ask its own backends only.
@@ -82,6 +84,9 @@ def _lead_groups() -> None:
         made = helper(*args, **kwargs)
         if _has_simccl(made[0]):
             made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        elif isinstance(made[0], dist.ProcessGroup):
+            group, store = made
+            _other_backends.serve_gloo(group, store, _for_gloo)
         return made
 
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
@@ -104,26 +109,6 @@ def _of_simccl(name: str, original: Any) -> Any:
     return method
 
 
-def _join_threaded_group() -> None:
-    # Torch's threaded group registers itself for "cpu" and "cuda" when its module is imported, which overwrites any
-    # entry made before; the registration is wrapped so that `sim` joins whenever that happens.
-    registered = dist.Backend.register_backend
-
-    def register_backend(
-        name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None, **private: Any
-    ) -> None:
-        if name == "threaded" and isinstance(devices, list):
-            devices = [*devices, NAME]
-        registered(
-            name, func, extended_api, devices, **private
-        )  # since 2.15 torch says there what its own backends are
-
-    setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
-    threaded = dist.Backend.backend_capability.get("threaded")
-    if threaded is not None and NAME not in threaded:
-        threaded.append(NAME)
-
-
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     """Make a group's backend. Torch calls this for every group that is not split from another."""
     timeout = options.timeout
@@ -133,6 +118,10 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     store = c10d.PrefixStore(f"{BACKEND}/", options.store)
     return _native.ProcessGroupSimCCL(store, options.group_rank, global_ranks, timeout)
+
+
+def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
+    return _native.ProcessGroupSimCCL(c10d.PrefixStore(f"{BACKEND}/", store), rank, ranks, timeout, any_device=True)
 
 
 def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:

@@ -95,6 +95,28 @@ class device:
         _native.set_device(self.prev_idx)
 
 
+def exchange_device(index: int) -> int:
+    """Make the device ``index`` current and return the one before; a negative index changes nothing."""
+    previous = current_device()
+    if index >= 0:
+        _native.set_device(index)
+    return previous
+
+
+class DeviceGuard:
+    """Context manager that makes the device of an index current, which torch's modules use for their own devices."""
+
+    def __init__(self, index: int) -> None:
+        self.idx = index
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = exchange_device(self.idx)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.idx = exchange_device(self.prev_idx)
+
+
 class device_of(device):
     """Context manager that makes the device of a tensor current; changes nothing for tensors elsewhere."""
 

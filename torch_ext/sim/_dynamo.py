@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
 
 _INTERFACES = "torch._dynamo.device_interface"
@@ -18,38 +15,7 @@ _INTERFACES = "torch._dynamo.device_interface"
 
 def register() -> None:
     """Register the interface now if Dynamo is loaded, else when it is: importing it costs half a second."""
-    if _INTERFACES in sys.modules:
-        _register_interface(sys.modules[_INTERFACES])
-    else:
-        sys.meta_path.insert(0, _OnImport())
-
-
-class _OnImport(importlib.abc.MetaPathFinder):
-    """Finds Dynamo's interface module as usual, and registers ours once it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _INTERFACES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader)
-        return spec
-
-
-class _Registering(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _register_interface(module)
+    when_imported(_INTERFACES, _register_interface)
 
 
 def _register_interface(interfaces: ModuleType) -> None:

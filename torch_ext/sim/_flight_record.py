@@ -1,10 +1,8 @@
 """What torch's flight recorder shows of ``simccl``: the operations that a program called, not what carried their bytes.
 
-See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are. Of ``simccl`` over gloo the
-recorder has the transport's transfers; an operation takes the place of its first one and is over when all of them are.
-Over shared memory it has nothing, and entries are made here. An operation's group is described as the group's ``sim``
-half, because a group with a backend for host tensors too counts those apart. Transfers between two ranks are not
-recorded.
+See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are; those of the gloo that
+carries ``simccl`` are left out. An operation's group is described as the group's ``sim`` half, because a group with a
+backend for host tensors too counts those apart. Transfers between two ranks are not recorded, nor are stacks.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch_ext.sim._name import NAME
 __all__ = ["RecordedOperation", "install", "translate"]
 
 Entry = dict[str, Any]
+_TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/flight_record.h
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,6 @@ class RecordedOperation:
     """An operation of ``simccl``.
 
     Attributes:
-        transport: what the transport that carried it calls itself, in place of a group's description; empty where the
-            recorder knows nothing of it.
-        first: the first of its transfers, by the transport's count.
-        last: the last one.
         name: such as ``"all_reduce"``, as NCCL's entries have it.
         group: name of its group.
         description: of its group; empty or ``"undefined"`` without one.
@@ -43,9 +38,6 @@ class RecordedOperation:
         finished_ns: when it was over on this rank, be it by an error; 0 if it is not.
     """
 
-    transport: str
-    first: int
-    last: int
     name: str
     group: str
     description: str
@@ -54,30 +46,25 @@ class RecordedOperation:
     input_dtypes: list[str]
     output_sizes: list[list[int]]
     output_dtypes: list[str]
-    begun_ns: int = 0
-    finished_ns: int = 0
+    begun_ns: int
+    finished_ns: int
 
     def as_entry(self) -> Entry:
-        """Return what an entry of the recorder says of this operation."""
+        """Return an entry as the recorder has them."""
         described = self.description not in ("", "undefined")
+        over = self.finished_ns > 0
         return {
+            "frames": [],
+            "record_id": self.sequence,
+            "pg_id": 0,
             "process_group": (self.group, f"{self.description}, {NAME}" if described else NAME),
-            "profiling_name": f"simccl:{self.name}",
             "collective_seq_id": self.sequence,
+            "op_id": self.sequence,
+            "profiling_name": f"simccl:{self.name}",
             "input_sizes": self.input_sizes,
             "input_dtypes": self.input_dtypes,
             "output_sizes": self.output_sizes,
             "output_dtypes": self.output_dtypes,
-        }
-
-    def as_new_entry(self) -> Entry:
-        """Return an entry for what the recorder knows nothing of. Threads and stacks are not kept."""
-        over = self.finished_ns > 0
-        return {
-            "frames": [],
-            "record_id": self.first,
-            "pg_id": 0,
-            "op_id": self.sequence,
             "p2p_seq_id": 0,
             "is_p2p": False,
             "state": "completed" if over else "scheduled",
@@ -88,7 +75,6 @@ class RecordedOperation:
             "timeout_ms": 0,
             "thread_id": "",
             "thread_name": "",
-            **self.as_entry(),
         }
 
 
@@ -101,30 +87,10 @@ def install() -> None:
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[RecordedOperation]) -> list[Entry]:
-    """Return the entries, oldest first, with transfers replaced by the operations that they belong to."""
-    operations = list(operations)
-    owners = {
-        (operation.transport, number): operation
-        for operation in operations
-        if operation.transport
-        for number in range(operation.first, operation.last + 1)
-    }
-    shown: dict[int, Entry] = {}
-    translated = []
-    for entry in entries:
-        operation = owners.get((entry["process_group"][1], entry["op_id"]))
-        if operation is None:
-            translated.append(entry)
-        elif id(operation) not in shown:
-            shown[id(operation)] = {**entry, **operation.as_entry()}
-            translated.append(shown[id(operation)])
-        elif not entry["retired"]:
-            shown[id(operation)].update({name: value for name, value in entry.items() if name in _PROGRESS})
-    alone = [operation.as_new_entry() for operation in operations if not operation.transport]
-    return sorted([*translated, *alone], key=lambda entry: int(entry["time_created_ns"])) if alone else translated
-
-
-_PROGRESS = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
+    """Return the entries in order of time, with operations in the place of what carried them."""
+    others = [entry for entry in entries if entry["process_group"][1] != _TRANSPORT]
+    made = [operation.as_entry() for operation in operations]
+    return sorted([*others, *made], key=lambda entry: int(entry["time_created_ns"]))
 
 
 def _translating(

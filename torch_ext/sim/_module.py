@@ -8,12 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torch_ext.sim import _native
+from torch_ext.sim import _amp as amp
+from torch_ext.sim import _generators as random
+from torch_ext.sim import _memory as memory
+from torch_ext.sim import _native, races
+from torch_ext.sim import _streams as streams
 from torch_ext.sim._devices import (
+    DeviceGuard,
     current_device,
     device,
     device_count,
     device_of,
+    exchange_device,
     get_amp_supported_dtype,
     get_device_capability,
     get_device_name,
@@ -59,6 +65,7 @@ from torch_ext.sim._streams import Event, Stream, current_stream, default_stream
 __all__ = [
     "Event",
     "Stream",
+    "amp",
     "current_device",
     "current_stream",
     "default_stream",
@@ -82,10 +89,13 @@ __all__ = [
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
+    "memory",
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "races",
+    "random",
     "request_devices",
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
@@ -98,10 +108,13 @@ __all__ = [
     "set_rng_state_all",
     "set_stream",
     "stream",
+    "streams",
     "synchronize",
 ]
 
 # Private names by which torch and its tests look for these.
+_DeviceGuard = DeviceGuard
+_exchange_device = _maybe_exchange_device = exchange_device
 _get_generator = generator_of
 _is_in_bad_fork = is_in_bad_fork
 _lazy_init = init

@@ -34,13 +34,15 @@ __all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
-_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
+# Torch is built with NDEBUG, without which its headers give some classes further members.
+_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra", "-Wno-unused-parameter")
 # Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
-    {"autocast", "bindings", "flight_record", "generated", "launcher"}
-    | {"observer_log", "reduction", "sim_work", "simccl", "races/trace"}
-    | {f"transport/{name}" for name in ("call_site", "fingerprint", "gloo", "group", "lane", "mailbox", "rendezvous")}
+    {"autocast", "bindings", "flight_record", "generated", "launcher", "observer_log", "reduction", "running"}
+    | {"sim_work", "simccl", "races/autograd_node", "races/report", "races/trace"}
+    | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
+    | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
     | {"transport/shared_memory", "transport/wait_page"}
 )
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}

@@ -63,7 +63,7 @@ def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
     missing = THROUGH if _resolves_through(mine) else MISSING
     listed = [each for each in ours.public_names(our_name) if not each.startswith("__")]
     listed += [each for each in upstream.definitions if each not in listed and ours.find(our_name, each)]
-    entries = []
+    entries: list[Entry] = []
     for each in listed:
         here, there = ours.find(our_name, each), theirs.find(their_name, each)
         entries += [Entry(name, each, NEW)] if there is None else _both(name, each, ours, here, theirs, there)

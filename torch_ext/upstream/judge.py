@@ -32,7 +32,7 @@ class Judge:
     """
 
     def __init__(self, paths: Iterable[Path], lists: Sequence[str], surroundings: Mapping[str, str]) -> None:
-        self._releases = Releases(paths)
+        self._releases = Releases(paths, cuda_as_sim=surroundings.get("cuda_as_sim") == "true")
         self.told = self._releases.told
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]

@@ -8,7 +8,8 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import Problem, Raised, RanksFailed, Status, TestResult
+from torch_ext.runner.results import Status, TestResult
+from torch_ext.upstream.reasons import errors, reason_of
 
 __all__ = ["Releases", "release_of_checkout"]
 
@@ -45,12 +46,14 @@ class Releases:
 
     Args:
         paths: the files of the run.
+        cuda_as_sim: whether CUDA means the simulated accelerator in them.
 
     Attributes:
         told: a sentence to begin with if the checkout is newer; else empty.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
+        self._cuda_as_sim = cuda_as_sim
         try:
             self._installed = metadata.version("torch")
         except metadata.PackageNotFoundError:
@@ -66,15 +69,17 @@ class Releases:
             )
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return ``result``, or a skip if all that went wrong is that the installed torch lacks a name."""
+        """Return ``result``, or a skip if it failed only for what torch or this machine lacks."""
         if result.status is not Status.FAILED:
             return result
-        reasons = {self._reason(error) for problem in result.problems for error in _errors(problem)}
+        reasons = {self._reason(error) for problem in result.problems for error in errors(problem)}
         if len(reasons) != 1 or not (reason := reasons.pop()):
             return result
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
 
     def _reason(self, error: str) -> str:
+        if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
+            return reason
         found = next((found for pattern in _MISSING if (found := pattern.search(error))), None)
         if found is None:
             return ""
@@ -86,15 +91,3 @@ class Releases:
             return ""
         major, minor = _key(self._checkout)
         return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"
-
-
-def _errors(problem: Problem) -> list[str]:
-    """Return the last line of each exception that ``problem`` is; an empty text for what is no exception."""
-    if isinstance(problem, Raised):
-        return [problem.error]
-    if isinstance(problem, RanksFailed):
-        receipts = [outcome.receipt for outcome in problem.report.outcomes if not outcome.ok]
-        # A rank whose peer is gone fails or hangs because of it.
-        own = [receipt.reason for receipt in receipts if receipt is not None and not receipt.transport]
-        return own or [""]
-    return [""]

@@ -21,7 +21,7 @@ from enum import Enum
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, Receipt, Wait
 
-__all__ = ["Ending", "Outcome"]
+__all__ = ["EXPECTABLE", "Ending", "Outcome"]
 
 
 class Ending(Enum):
@@ -36,6 +36,10 @@ class Ending(Enum):
     TIMED_OUT = "timed out"
     HUNG = "hung"
     STOPPED = "stopped by the harness"
+
+
+# How the ranks of a test may end that is expected to fail: it may not hang or die.
+EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
 @dataclass

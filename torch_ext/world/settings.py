@@ -10,6 +10,7 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_TEARDOWN``           ``full``: destroy process groups in every rank, as upstream does
 ``TORCH_EXT_TIMEOUT``            seconds that every test may take, in place of the tests' own limits
 ``TORCH_EXT_HANG_AFTER``         seconds after which a provable hang ends, default 10; ``0``: only time limits end tests
+``TORCH_EXT_REUSE``              ``class``: the ranks of a class serve all its tests, until one fails
 ``TORCH_EXT_OWNER``              set, not read, for the processes that a test starts; see Note [Leftovers]
 ``TORCH_EXT_WAIT_PAGE``          set, not read, for the device's backend; see Note [The page of waits]
 ``TORCH_EXT_ADDRESS``            set, not read, in ranks; see Note [An address for each world]
@@ -31,6 +32,7 @@ __all__ = [
     "huge_pages",
     "interpreter_wanted",
     "read_at_load",
+    "reuse_within_class",
     "show_output",
     "spares_wanted",
     "thread_origin_s",
@@ -62,6 +64,11 @@ def threads_per_rank(world_size: int) -> int:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, world_size))
+
+
+def reuse_within_class() -> bool:
+    """Whether the ranks of a class that starts fresh ones for every test serve all its tests instead."""
+    return os.environ.get("TORCH_EXT_REUSE") == "class"
 
 
 def show_output() -> bool:

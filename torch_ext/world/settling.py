@@ -16,11 +16,13 @@ import atexit
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing import util
+from types import TracebackType
 from typing import Any
 
-__all__ = ["Debts", "UnfinishedWorkError", "unfinalized_globals"]
+__all__ = ["Debts", "ExitFunctions", "UnfinishedWorkError", "unfinalized_globals"]
 
 _Hook = Callable[..., Any]
 
@@ -29,12 +31,47 @@ class UnfinishedWorkError(RuntimeError):
     """A body that passed left work behind that failed."""
 
 
+class ExitFunctions:
+    """What a test has registered to be called at the end of its process, by ``atexit`` or ``weakref.finalize``.
+
+    Make it before the test runs: what is registered by then was inherited from a zygote, and is not this process's to
+    call.
+    """
+
+    def __init__(self) -> None:
+        atexit._clear()
+        finalize: Any = weakref.finalize
+        for inherited in list(finalize._registry):
+            inherited.atexit = False
+        finalize._registered_with_atexit = False  # else the next one believes that atexit knows of it
+        self._errors: list[tuple[str, BaseException]] = []
+
+    def call(self) -> list[tuple[str, BaseException]]:
+        """Call them, the last first; return what they raised, each with where."""
+        hooks = sys.unraisablehook, sys.excepthook
+        sys.unraisablehook, sys.excepthook = self._note, self._note_finalizer
+        try:
+            atexit._run_exitfuncs()
+        except BaseException as error:  # a SystemExit, on some releases of Python
+            self._errors.append(("a function registered with atexit raised", error))
+        finally:
+            sys.unraisablehook, sys.excepthook = hooks
+        errors, self._errors = self._errors, []
+        return errors
+
+    def _note(self, raised: Any) -> None:
+        if raised.exc_value is not None:
+            self._errors.append(("a function registered with atexit raised", raised.exc_value))
+
+    def _note_finalizer(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+        self._errors.append(("a finalizer registered with weakref raised", error))
+
+
 class Debts:
     """What the body of this rank leaves to be done. Make it before the body runs."""
 
     def __init__(self) -> None:
-        # Inherited from a zygote, they are not this process's to call.
-        atexit._clear()
+        self._exit_functions = ExitFunctions()
         self._errors: list[tuple[str, BaseException]] = []
         self._before = set(threading.enumerate())
         self._hook: _Hook = threading.excepthook
@@ -47,7 +84,7 @@ class Debts:
             UnfinishedWorkError: an exception escaped from one of them, or from a thread before.
         """
         self._join_threads()
-        self._call_exit_functions()
+        self._errors += self._exit_functions.call()
         self._finalize()
         self.check()
 
@@ -70,16 +107,6 @@ class Debts:
             if thread not in self._before and not thread.daemon and thread is not threading.current_thread():
                 thread.join()
 
-    def _call_exit_functions(self) -> None:
-        hook = sys.unraisablehook
-        sys.unraisablehook = self._note_exit_function
-        try:
-            atexit._run_exitfuncs()
-        except BaseException as error:  # a SystemExit, on some releases of Python
-            self._errors.append(("a function registered with atexit raised", error))
-        finally:
-            sys.unraisablehook = hook
-
     def _finalize(self) -> None:
         """Call multiprocessing's finalizers, which otherwise print what they raise and go on."""
         registry = util._finalizer_registry  # type: ignore[attr-defined]
@@ -96,10 +123,6 @@ class Debts:
             name = raised.thread.name if raised.thread is not None else "?"
             self._errors.append((f"thread {name!r} of the test ended with an exception", raised.exc_value))
         self._hook(raised)
-
-    def _note_exit_function(self, raised: Any) -> None:
-        if raised.exc_value is not None:
-            self._errors.append(("a function registered with atexit raised", raised.exc_value))
 
 
 def unfinalized_globals(module: str) -> list[str]:

@@ -86,6 +86,11 @@ def test_the_longest_goes_first_and_what_does_not_fit_waits() -> None:
     ]  # fmt: skip
 
 
+def test_an_order_that_was_asked_for_is_kept() -> None:
+    spans = simulate(plan([(1, 4, 0), (5, 4, 0), (3, 4, 1)]), Packed(9, in_order=True), 4)
+    assert [span.batch.cls for span in spans] == ["C0_0", "C1_0", "C2_0"]
+
+
 def test_few_files_are_open_at_a_time_and_each_once() -> None:
     queue = Queue(plan([(1, 4, where) for where in range(9)]), Packed(1), Slots(4))
     opened = queue.files_to_open()

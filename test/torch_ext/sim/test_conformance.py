@@ -1,15 +1,21 @@
-"""``simccl`` over both transports, and gloo, on the suite that every c10d backend is held to."""
+"""``simccl`` over both transports, gloo and the threaded group, on the suite that every c10d backend is held to."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import torch_ext.sim  # noqa: F401 - registers the device
-from torch_ext.testing._internal.common_distributed import DistributedTestBase
+from torch_ext.sim import faults
+from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiThreadedTestCase
 from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
 
 TRANSPORT = "TORCH_EXT_SIM_TRANSPORT"
@@ -32,21 +38,23 @@ class _OnSim(BackendConformance):
 
 class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
     transport = "shared"
-    names_disagreement = True
 
 
 class TestSimcclOverGloo(_OnSim, DistributedTestBase):
     transport = "gloo"
-    sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
     # Of int16 and the like it is what simccl makes of them that is tested, in test_collectives.py.
 
 
 class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
-    sizes = (1, 13, 1 << 20)
+    sizes = (1, 13, 1 << 20)  # it reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
-    unequal_lists = False
+    lacks = {"coalescing": "gloo has none"}
+    avoids = {
+        "lists of unequal sizes": "ends the process, or mixes up bytes",
+        "disagreement is named": "ends the process, or mixes up bytes",
+    }
 
     @property
     def world_size(self) -> int:  # type: ignore[override]
@@ -54,3 +62,109 @@ class TestGloo(BackendConformance, DistributedTestBase):
 
     def reductions(self, dtype: torch.dtype) -> list[Any]:
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG]
+
+
+# Its ranks run in pytest's process, where torch's notes on newer names would be errors.
+@pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
+    device_type = "cpu"
+    backend_name = "threaded"
+    lacks = {
+        "reduce": "not written",
+        "send and recv": "there are no transfers",
+        "batch_isend_irecv": "there are no transfers",
+        "coalescing": "not written",
+    }
+    avoids = {
+        "reduce_scatter_tensor": "knows SUM and AVG alone, which it tells one rank while the others wait",
+        "messages in order": "there are no transfers, which ranks that take no part do not notice",
+        "recv from any rank": "likewise",
+        "disagreement is named": "tells one rank while the others wait",
+    }
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return 3
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def start_group(self) -> None:
+        """The threads have one already."""
+
+    def reductions(self, dtype: torch.dtype) -> list[Any]:
+        # It takes the mean of numbers with a point alone.
+        return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
+
+
+# --- a backend of somebody else's ---
+
+OUT_OF_TREE = """
+from torch import distributed as dist
+from torch_ext.testing._internal.common_distributed import DistributedTestBase
+from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
+
+def make(store, rank, size, timeout):
+    return BACKEND(store, rank, size, timeout)
+
+dist.Backend.register_backend("mine", make, devices=["cpu"])
+
+class TestMine(BackendConformance, DistributedTestBase):
+    device_type, backend_name, world_size, sizes = "cpu", "mine", 2, (1, 13)
+    lacks = LACKS
+
+    def reductions(self, dtype):
+        return [dist.ReduceOp.SUM]
+
+if __name__ == "__main__":
+    run_tests()
+"""
+GLOO = "dist.ProcessGroupGloo"
+
+
+def _run_out_of_tree(
+    folder: Path, test: str, backend: str = GLOO, lacks: str = "{}"
+) -> subprocess.CompletedProcess[str]:
+    file = folder / "test_mine.py"
+    file.write_text(OUT_OF_TREE.replace("BACKEND", backend).replace("LACKS", lacks))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_EXT_DEVICE": "cpu"}
+    command = [sys.executable, str(file), f"TestMine.{test}"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_suite_runs_on_a_backend_of_somebody_elses(tmp_path: Path) -> None:
+    ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("lacks", "told"),
+    [
+        ('{"scatter": "not written yet"}', "scatter works; take it off `lacks`, which says: not written yet"),
+        ('{"scater": "not written yet"}', "names unknown features: ['scater']"),
+    ],
+)
+def test_what_a_backend_is_said_to_lack_must_be_true(lacks: str, told: str, tmp_path: Path) -> None:
+    ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one", lacks=lacks)
+    assert ran.returncode == 1 and told in ran.stderr + ran.stdout, ran.stderr
+
+
+class _Corrupted(_OnSim, DistributedTestBase):
+    __test__ = False  # pytest's; the test below runs it
+    transport = "shared"
+    sizes = (1, 13)
+
+    def start_group(self) -> None:
+        super().start_group()
+        if self.rank == 1:
+            faults.corrupt(at=1)
+
+
+@pytest.mark.parametrize("test", ["test_reductions", "test_all_gather", "test_one_to_all_and_all_to_one"])
+def test_one_flipped_bit_fails_the_suite(test: str) -> None:
+    result = unittest.TestResult()
+    _Corrupted(test).run(result)
+    assert len(result.failures) + len(result.errors) == 1, result
+    assert "expected" in str(result.failures + result.errors)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
+SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 HERE = Path(__file__).name
 
@@ -98,6 +99,13 @@ def _swapped(told: str) -> str:
     return f"{head}{other}.*; {mine}"
 
 
+@pytest.fixture(params=["shared", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("name", [name for name in PLANTED if name != "two swapped"])
 def test_each_rank_is_told_what_both_called(name: str) -> None:
     ranks.run(2, _disagree, name, backend="simccl")
@@ -109,6 +117,7 @@ def _disagree_twice(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
+@pytest.mark.usefixtures("transport")
 def test_two_swapped_collectives_are_told() -> None:
     ranks.run(2, _disagree_twice)
 
@@ -118,6 +127,7 @@ def _one_of_three(rank: int, world_size: int) -> None:
         dist.all_reduce(_x(), OPS.MAX if rank == 2 else OPS.SUM)
 
 
+@pytest.mark.usefixtures("transport")
 def test_everybody_is_told_who_was_different() -> None:
     ranks.run(3, _one_of_three)
 
@@ -127,11 +137,13 @@ def _asynchronous(rank: int, world_size: int) -> None:
     assert work is not None
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.wait()
+        SIM.synchronize()
     assert work.is_completed() and not work.is_success()
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.get_future().wait()
 
 
+@pytest.mark.usefixtures("transport")
 def test_an_asynchronous_one_is_told_at_the_wait() -> None:
     ranks.run(2, _asynchronous)
 
@@ -145,10 +157,13 @@ def _unequal_letters(rank: int, world_size: int) -> None:
             RuntimeError, match=rf"rank 0 called send of 3 x Float at .*{HERE}.*recv of 4 x Float at .*{HERE}"
         ):
             dist.recv(_x(4), 0)
+            SIM.synchronize()
         with pytest.raises(RuntimeError, match=r"send of 4 x Int.*recv of 4 x Float"):
             dist.recv(_x(4), 0)
+            SIM.synchronize()
 
 
+@pytest.mark.usefixtures("transport")
 def test_receiver_is_told_of_another_size_or_type() -> None:
     ranks.run(2, _unequal_letters)
 
@@ -159,6 +174,7 @@ def _one_device(rank: int, world_size: int) -> None:
         dist.all_reduce(_x())
 
 
+@pytest.mark.usefixtures("transport")
 def test_two_ranks_on_one_device_are_refused() -> None:
     ranks.run(2, _one_device)
 

@@ -50,6 +50,7 @@ def _die_inside(rank: int, world_size: int, name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
         IN_WHAT[name]()
+        SIM.synchronize()  # where waiting orders a stream, the error comes with the result
     ranks.leave()
 
 
@@ -158,6 +159,7 @@ class _Waiter(threading.Thread):
         self.begun.set()
         try:
             self.work.wait()
+            SIM.current_stream().synchronize()
         except BaseException as error:
             self.error = error
         del self.work

@@ -85,7 +85,9 @@ def _check_every_collective(rank: int, world_size: int) -> None:
             assert entry["input_dtypes"] == ["Float"] * len(inputs)
 
 
-def test_every_collective_has_one_entry_of_its_own() -> None:
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_every_collective_has_one_entry_of_its_own(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
     ranks.run(2, _check_every_collective, backend="simccl")
 
 
@@ -122,23 +124,19 @@ def test_no_more_is_kept_than_by_the_recorder(size: int, monkeypatch: pytest.Mon
     ranks.run(1, _check_capacity, size)
 
 
-def _entry(transport: str, number: int, *, retired: bool) -> Entry:
-    return {"process_group": ["0", transport], "op_id": number, "profiling_name": "gloo:reduce", "retired": retired}
+def _entry(description: str, name: str, created_ns: int) -> Entry:
+    return {"process_group": ["0", description], "profiling_name": f"gloo:{name}", "time_created_ns": created_ns}
 
 
-def test_an_operation_is_over_when_all_its_transfers_are() -> None:
-    # simccl/0 carried two operations, of two transfers and of one; another transport has the same numbers.
+def test_operations_take_the_place_of_what_carried_them() -> None:
     operations = [
-        RecordedOperation(transport, first, last, name, "0", "undefined", 4, [], [], [], [])
-        for transport, first, last, name in (("simccl/0", 1, 2, "a"), ("simccl/0", 3, 3, "b"), ("simccl/1", 1, 2, "c"))
+        RecordedOperation(name, "0", "undefined", 4, [], [], [], [], begun_ns, finished_ns)
+        for name, begun_ns, finished_ns in (("a", 10, 30), ("b", 40, 0))
     ]
     entries = [
-        _entry("simccl/0", 1, retired=True),
-        _entry("simccl/1", 1, retired=True),
-        _entry("default_pg", 1, retired=False),
-        _entry("simccl/1", 2, retired=True),
-        _entry("simccl/0", 2, retired=False),
-        _entry("simccl/0", 3, retired=True),
+        _entry("simccl/transport", "allgather", 11),
+        _entry("default_pg", "reduce", 12),
+        _entry("simccl/transport", "allreduce", 13),
     ]
-    shown = [(entry["profiling_name"], entry["retired"]) for entry in translate(entries, operations)]
-    assert shown == [("simccl:a", False), ("simccl:c", True), ("gloo:reduce", False), ("simccl:b", True)]
+    shown = [(entry["profiling_name"], entry.get("retired")) for entry in translate(entries, operations)]
+    assert shown == [("simccl:a", True), ("gloo:reduce", None), ("simccl:b", False)]

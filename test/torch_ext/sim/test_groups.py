@@ -1,10 +1,8 @@
-"""Groups of ``simccl``: which backends they get, how they split, count, call back, and serve threads."""
+"""Groups of ``simccl``: which backends they get, how they split, count and call back."""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
@@ -293,44 +290,3 @@ def _rejoin_in_detail(rank: int, world_size: int, store: str) -> None:
 
 def test_detail_mode_finds_ranks_that_call_differently(tmp_path: Path) -> None:
     ranks.run(2, _rejoin_in_detail, str(tmp_path / "store"))
-
-
-# --- torch's threaded group ---
-
-
-def _check_threaded(rank: int, world_size: int) -> None:
-    class Threads(MultiThreadedTestCase):
-        world_size = 2
-
-        def setUp(self) -> None:
-            super().setUp()
-            self._spawn_threads()
-
-        def test_collectives(self) -> None:
-            SIM.set_device(self.rank)
-            here = torch.device("sim", self.rank)
-            mine = torch.full((2,), float(self.rank + 1), device="sim")
-            assert mine.device == here
-
-            total = mine.clone()
-            dist.all_reduce(total)
-            whole, part = torch.empty(4, device="sim"), torch.empty(1, device="sim")
-            dist.all_gather_into_tensor(whole, mine)
-            dist.reduce_scatter_tensor(part, mine)
-            sent = mine.clone()
-            dist.broadcast(sent, 1)
-            exchanged = torch.empty(2, device="sim")
-            dist.all_to_all_single(exchanged, mine)
-            assert total.tolist() == [3.0, 3.0] and whole.tolist() == [1.0, 1.0, 2.0, 2.0] and part.item() == 3.0
-            assert sent.tolist() == [2.0, 2.0] and exchanged.tolist() == [1.0, 2.0]
-            assert {one.device for one in (total, whole, part, sent, exchanged)} == {here}
-
-    dist.destroy_process_group()
-
-    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_collectives"))
-    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
-    ranks.leave()
-
-
-def test_threaded_group_serves_each_thread_its_device() -> None:
-    ranks.run(1, _check_threaded)

@@ -345,8 +345,8 @@ def test_ranks_may_be_threads_of_one_process() -> None:
     ranks.run(1, _check_threads)
 
 
-def test_peers_of_a_killed_rank_are_told_whenever_it_dies() -> None:
-    rounds = os.environ.get("TORCH_EXT_KILL_ROUNDS", "20")
+def test_peers_of_a_killed_rank_are_told_whenever_it_dies(request: pytest.FixtureRequest) -> None:
+    rounds = "1000" if request.config.getoption("--long", default=False) else "12"
     command = [sys.executable, "-m", "test.torch_ext.sim.kill_rounds", "--rounds", rounds]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * int(rounds), check=False)
     assert finished.returncode == 0, finished.stderr

@@ -136,6 +136,17 @@ def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> No
     assert anywhere.judged(compiles) is compiles
 
 
+def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
+    names_cuda = failing_with("AssertionError: Torch not compiled with CUDA enabled")
+    told = releases.Releases([]).judged(names_cuda)
+    assert told.status is Status.SKIPPED and "--cuda-as-sim" in told.reason
+    assert releases.Releases([], cuda_as_sim=True).judged(names_cuda) is names_cuda
+    needs_triton = failing_with("ModuleNotFoundError: No module named 'triton'")
+    assert releases.Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
+    said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
+    assert releases.Releases([]).judged(said_elsewhere) is said_elsewhere
+
+
 def summed_up(results: list[TestResult], *, as_json: bool) -> str:
     out = io.StringIO()
     reporter = CoverageReporter(Plan(()), out, as_json=as_json)

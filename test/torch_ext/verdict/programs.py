@@ -21,10 +21,12 @@ from typing import Any
 from test.torch_ext.world.faults import marked_processes
 from test.torch_ext.world.suites import CHECKOUT, Run, Suite, parse_pytest, parse_unittest
 
-__all__ = ["BASES", "PREAMBLE", "Programs", "first_line", "named_first", "programs", "tells_of_a_hang"]
+__all__ = ["BASES", "PATIENCE", "PREAMBLE", "Programs", "first_line", "named_first", "programs", "tells_of_a_hang"]
 
+# In the environment: how much longer than on a quiet machine a run may take.
+PATIENCE = "VERDICT_PATIENCE"
 # Far above what any run takes, and below the limits that a run must not wait for.
-DEADLINE_S = 60
+DEADLINE_S = 60 * float(os.environ.get(PATIENCE, "1"))
 
 PREAMBLE = '''
 import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, os, signal, subprocess, sys
@@ -151,6 +153,7 @@ class Programs(Suite):
         deadline_s: float = DEADLINE_S,
     ) -> Run:
         """Wait for the end. A run that takes for ever is ended with all it started, and has no exit code of its own."""
+        deadline_s = max(deadline_s, DEADLINE_S)
         start_s = time.monotonic()
         late = ""
         try:

@@ -20,7 +20,13 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.methods import call_with_cleanups, chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import (
+    call_with_cleanups,
+    chosen_method,
+    expect_no_more,
+    take_over,
+    waits_or_runs,
+)
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -29,7 +35,7 @@ from torch_ext.world import provider, scratch, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.outcome import Outcome
+from torch_ext.world.outcome import EXPECTABLE, Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
 from torch_ext.world.watch import Limits
@@ -176,6 +182,7 @@ class MultiProcContinuousTest(TestCase):
             cls.__qualname__,
         )
         cls.processes = cls._world.processes
+        cls.addClassCleanup(cls._end_ranks)  # for a tearDownClass() that does not call ours
 
     @classmethod
     def _end_ranks(cls) -> None:
@@ -210,6 +217,8 @@ class MultiProcContinuousTest(TestCase):
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()
+        if not all(outcome.ending in EXPECTABLE for outcome in outcomes):
+            expect_no_more(self)
         raise_verdict(outcomes, time.monotonic() - world.started_s)
 
     @classmethod
@@ -261,7 +270,8 @@ class MultiProcContinuousTest(TestCase):
             try:
                 if no_group is not None:
                     raise no_group
-                cls._run_test_given_id(ticket.test)
+                with accelerator.race_check():
+                    cls._run_test_given_id(ticket.test)
             except BaseException as error:
                 receipt = receipts.receipt_of(error)
                 if receipt is None:

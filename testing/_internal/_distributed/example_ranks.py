@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
+from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import call_with_cleanups
 from torch_ext.testing._internal.common_utils import set_rng_seed
@@ -92,7 +93,8 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     """
     args, kwargs = pickle.loads(example)
     try:
-        call_with_cleanups(case, functools.partial(_call_body, body, case, args, kwargs))
+        with accelerator.race_check():
+            call_with_cleanups(case, functools.partial(_call_body, body, case, args, kwargs))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:

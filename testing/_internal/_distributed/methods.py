@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 import types
 import unittest
@@ -17,10 +18,20 @@ from torch_ext.world.calls import check_ran
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
 
-__all__ = ["call_with_cleanups", "chosen_method", "parent_half_of", "set_parent_half", "take_over", "waits_or_runs"]
+__all__ = [
+    "body_has_ended",
+    "call_with_cleanups",
+    "chosen_method",
+    "expect_no_more",
+    "parent_half_of",
+    "set_parent_half",
+    "take_over",
+    "waits_or_runs",
+]
 
 _DEFAULT = "runTest"
 _PARENT_HALF = "_torch_ext_parent_half"
+_ended_bodies: set[int] = set()
 
 
 def chosen_method(method_name: str, methodName: str) -> str:
@@ -61,19 +72,27 @@ def _run_body(case: Any, method: Callable[[], Any]) -> None:
     if isinstance(case, IsolatedAsyncioTestCase) and inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     check_ran(returned, getattr(method, "__name__", "the test"))
+    _ended_bodies.add(os.getpid())
+
+
+def body_has_ended() -> bool:
+    """Whether a test method has run to its end in this rank, whoever called it."""
+    return os.getpid() in _ended_bodies
 
 
 def call_with_cleanups(case: Any, body: Callable[[], Any]) -> None:
     """Call ``body``, then what it has registered with ``addCleanup`` or ``enterContext``, the last first.
 
     Raises:
-        Exception: what the body raised, with a note for each cleanup that failed too; else what the first cleanup to
-            fail raised.
+        Exception: what the body raised, with a note for each cleanup that failed too; what the first cleanup to fail
+            raised, if the body had passed or skipped.
     """
     try:
         body()
     except BaseException as error:
         for failed in _clean_up(case):
+            if isinstance(error, (unittest.SkipTest, SystemExit)):
+                raise failed from None  # a skip must not hide it
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"a cleanup failed as well: {type(failed).__name__}: {failed}")
         raise
@@ -90,6 +109,13 @@ def _clean_up(case: Any) -> list[BaseException]:
         except BaseException as error:
             failed.append(error)
     return failed
+
+
+def expect_no_more(case: unittest.TestCase) -> None:
+    """Have what ``case`` is about to raise count as a failure also if it was expected to fail: not in this way."""
+    outcome = getattr(case, "_outcome", None)
+    if outcome is not None:
+        outcome.expecting_failure = False
 
 
 def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:

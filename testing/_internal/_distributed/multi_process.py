@@ -11,17 +11,19 @@ import time
 import unittest
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import (
     call_with_cleanups,
     chosen_method,
+    expect_no_more,
     parent_half_of,
     take_over,
     waits_or_runs,
 )
+from torch_ext.testing._internal._distributed.reuse import Conditions, Kept, in_reused_rank, run_tests_in_rank
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
@@ -30,7 +32,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.outcome import Outcome
+from torch_ext.world.outcome import EXPECTABLE, Outcome
 from torch_ext.world.phrases import short_command
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
@@ -150,6 +152,7 @@ class MultiProcessTestCase(TestCase):
     pid_to_pipe: dict[int, Connection]
     special_return_code_checks: dict[Any, int]
     skip_return_code_checks: list[Any]
+    _kept_ranks: ClassVar[Kept]
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = chosen_method(method_name, methodName)
@@ -199,6 +202,8 @@ class MultiProcessTestCase(TestCase):
         self.pid_to_pipe = {}
         self.rank = self.MAIN_PROCESS_RANK
         self._world: World | None = None
+        self._conditions: Conditions | None = None  # set if the ranks may serve more than this test
+        self._is_kept = False
         descriptor, self.file_name = tempfile.mkstemp(dir=scratch.folder())
         os.close(descriptor)
         self.addCleanup(self._clean_up, self.file_name)
@@ -210,11 +215,12 @@ class MultiProcessTestCase(TestCase):
     def _clean_up(self, file_name: str) -> None:
         # Needed when a subclass's tearDown does not call ours, or setUp raised.
         self._end_world()
-        if os.path.exists(file_name):
+        # A group that ranks keep goes on using the file of the test that made it; its folder goes with the class.
+        if not self._is_kept and os.path.exists(file_name):
             os.remove(file_name)
 
     def _end_world(self) -> None:
-        if self._world is not None:
+        if self._world is not None and not self._is_kept:
             self._world.close()
         self._world, self.processes, self.pid_to_pipe = None, [], {}
 
@@ -222,9 +228,40 @@ class MultiProcessTestCase(TestCase):
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
         name, size = self._current_test_name(), int(self.world_size)
+        kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
+        if settings.reuse_within_class():
+            self._take_ranks_of_class(name, size, kwargs)
+        else:
+            self._start_fresh_ranks(name, size, kwargs)
+        world = self._world
+        if world is None:
+            raise AssertionError("no ranks were started")
+        self.processes = world.processes
+        self.pid_to_pipe = {
+            process.pid: process.connections[0] for process in self.processes if process.pid is not None
+        }
+
+    def _take_ranks_of_class(self, name: str, size: int, kwargs: Mapping[str, Any]) -> None:
+        """See Note [Reused ranks]."""
+        cls = type(self)
+        if "_kept_ranks" not in vars(cls):
+            cls._kept_ranks = Kept()
+            cls.addClassCleanup(cls._kept_ranks.end)
+        self._is_kept = False
+        self._conditions = Conditions.now(size, dict(kwargs))
+        self._world = cls._kept_ranks.take(self._conditions, self.id(), name, self.file_name)
+        if self._world is None:
+            arguments = (name, self.file_name, Inherited(0), Inherited(1))
+            devices = max(size, devices_asked_for(cls))
+            tasks = [
+                RankTask(run_tests_in_rank, (devices, cls._run, rank, *arguments), kwargs, connections=2)
+                for rank in range(size)
+            ]
+            self._world = start_ranks(cls.__module__, tasks, self.id())
+
+    def _start_fresh_ranks(self, name: str, size: int, kwargs: Mapping[str, Any]) -> None:
         devices = max(size, devices_asked_for(type(self), name))
         arguments = (name, self.file_name, Inherited(0))
-        kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         self._world = start_ranks(
             type(self).__module__,
             [
@@ -233,10 +270,6 @@ class MultiProcessTestCase(TestCase):
             ],
             self.id(),
         )
-        self.processes = self._world.processes
-        self.pid_to_pipe = {
-            process.pid: process.connections[0] for process in self.processes if process.pid is not None
-        }
 
     def _join_processes(self, fn: Any) -> None:
         if self._world is None:
@@ -248,10 +281,15 @@ class MultiProcessTestCase(TestCase):
                 Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()),
                 self.special_return_code_checks.get(fn),
                 fn in self.skip_return_code_checks,
+                keep=self._conditions is not None,
             )
         except ZygoteLostError:
             provider.forget(self._world.zygote)
             raise
+        if not all(outcome.ending in EXPECTABLE for outcome in self._outcomes):
+            expect_no_more(self)
+        if self._conditions is not None:
+            self._is_kept = type(self)._kept_ranks.keep(self._world, self._conditions, self._outcomes)
         self._check_return_codes(fn, time.monotonic() - self._world.started_s)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
@@ -278,11 +316,12 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            call_with_cleanups(self, getattr(self, test_name))
+            with accelerator.race_check():
+                call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             receipt = receipts.receipt_of(error)
             rank = world_rank.current()
-            if receipt is None or rank is None:
+            if receipt is None or rank is None or in_reused_rank():
                 raise
             if receipt.said is Said.FAILED:
                 _send_trace(parent_pipe, receipt.trace)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from torch_ext import accelerator
+from torch_ext.testing._internal._distributed.methods import body_has_ended
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings
@@ -26,6 +27,7 @@ __all__ = [
     "receipt_of",
     "run_rank",
     "skipped",
+    "take_wish_to_end_group",
 ]
 
 # The exit code of a rank whose test raised, as upstream has it.
@@ -69,7 +71,8 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         raise AssertionError("run_rank() runs in a rank only")
     accelerator.request_devices(devices)
     try:
-        run(*args, **kwargs)
+        with accelerator.race_check():
+            run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:
             raise
@@ -81,6 +84,10 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
             sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
     if rank.handed_in:
         return
+    if not body_has_ended():
+        unrun = "the class's _run() returned, but the test method has not run to its end in this rank"
+        rank.hand_in(Receipt(Said.FAILED, time.monotonic(), unrun, unrun))
+        sys.exit(TEST_ERROR_EXIT_CODE)
     rank.tell_of_globals(getattr(getattr(run, "__self__", None), "__module__", ""))
     if settings.full_teardown():
         end_group()
@@ -93,6 +100,13 @@ def body_passed() -> None:
     """Note that the test method has run to its end, whatever the class's ``_run`` does afterwards."""
     global _body_has_passed
     _body_has_passed = True
+
+
+def take_wish_to_end_group() -> bool:
+    """Return whether the process groups are to be destroyed now that a test is over, and forget it."""
+    global _wants_group_ended
+    wanted, _wants_group_ended = _wants_group_ended, False
+    return wanted
 
 
 def end_group_unless_released() -> None:

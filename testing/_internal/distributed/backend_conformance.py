@@ -8,22 +8,56 @@
         run_tests()
 
 Each test runs on ``world_size`` ranks and compares what a collective gives with a value computed in one process, for
-every type, reduction and size of the class; what a backend lacks is said in its class, as data. Values are small whole
-numbers, exact in every type, so results are compared exactly whatever the order of reduction.
+every type, reduction and size of the class. Values are small whole numbers, exact in every type, so results are
+compared exactly whatever the order of reduction.
+
+What a backend does otherwise is data of its class: ``lacks`` names features of ``FEATURES`` that raise an error or give
+another result, each with the reason. They are run all the same, and one that works after all is a failure, so the list
+stays true. ``avoids`` names those that would hang or end the process, which are not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["BackendConformance"]
+from torch_ext.compat.c10d import _coalescing_manager, _get_default_store
+
+__all__ = ["FEATURES", "BackendConformance"]
 
 OPS = dist.ReduceOp
 Reduction = Any  # dist.ReduceOp.RedOpType, which mypy does not know
+
+FEATURES = {
+    "all_reduce": "for each type, reduction and size",
+    "reduce": "to a rank other than 0, likewise",
+    "reduce_scatter_tensor": "likewise; the input stays as it was",
+    "all_gather_into_tensor": "for each type and size",
+    "all_gather_into_tensor in place": "where the input is a part of the output",
+    "all_gather": "for each type and size",
+    "broadcast": "from each rank, for each type and size",
+    "gather": "to each rank, likewise",
+    "scatter": "from each rank, likewise",
+    "all_to_all_single": "for each type and size",
+    "all_to_all_single with splits": "of unequal sizes, 0 among them",
+    "lists of unequal sizes": "all_gather and reduce_scatter, as NCCL has them",
+    "dense tensors in another order than row-major": "as long as all ranks have the same",
+    "parts of a larger tensor": "of which nothing else is read or written",
+    "send and recv": "around a ring, for each type and size",
+    "messages in order": "by tag, received in another order than sent",
+    "recv from any rank": "says which one it was",
+    "batch_isend_irecv": "both ways at once",
+    "groups of some ranks": "which share ranks and do not mix",
+    "asynchronous order": "works that are waited for in the opposite order",
+    "futures": "have the result, and callbacks can use it",
+    "coalescing": "several all_reduces in one",
+    "barrier": "that nobody leaves before all have come",
+    "objects": "all_gather_object and broadcast_object_list",
+    "disagreement is named": "ranks of different sizes are told, with both calls, and go on",
+}
 
 
 class BackendConformance:
@@ -32,10 +66,10 @@ class BackendConformance:
     Attributes:
         device_type: of the tensors.
         backend_name: as ``init_process_group`` takes it.
-        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of 16 MiB in all.
+        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of 4 MiB.
         types: element types.
-        unequal_lists: whether lists of tensors of unequal sizes are served, as NCCL does.
-        names_disagreement: whether ranks that call different things are told, with both calls.
+        lacks: features that fail, with the reason.
+        avoids: features that are not run, with the reason.
     """
 
     device_type: ClassVar[str]
@@ -44,8 +78,8 @@ class BackendConformance:
     types: ClassVar[tuple[torch.dtype, ...]] = (
         torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
     )  # fmt: skip
-    unequal_lists: ClassVar[bool] = True
-    names_disagreement: ClassVar[bool] = False
+    lacks: ClassVar[Mapping[str, str]] = {}
+    avoids: ClassVar[Mapping[str, str]] = {}
 
     rank: int
     world_size: int
@@ -64,24 +98,85 @@ class BackendConformance:
         yield from ((dtype, size) for dtype in self.types for size in smaller)
         yield self.types[0], largest
 
+    def start_group(self) -> None:
+        """Make the default group on a rank. Override it where the class that starts ranks does."""
+        self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
+
     # --- collectives ---
 
-    def test_all_reduce_and_reduce(self) -> None:
-        self._start()
+    def test_reductions(self) -> None:
+        self._hold_to({
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "reduce_scatter_tensor": self._reduce_scatter,
+        })  # fmt: skip
+
+    def test_all_gather(self) -> None:
+        self._hold_to({
+            "all_gather_into_tensor": self._all_gather_into_tensor,
+            "all_gather_into_tensor in place": self._all_gather_in_place,
+            "all_gather": self._all_gather,
+        })  # fmt: skip
+
+    def test_one_to_all_and_all_to_one(self) -> None:
+        self._hold_to({"broadcast": self._broadcast, "gather": self._gather, "scatter": self._scatter})
+
+    def test_all_to_all(self) -> None:
+        self._hold_to({"all_to_all_single": self._all_to_all, "all_to_all_single with splits": self._all_to_all_splits})
+
+    def test_layouts(self) -> None:
+        self._hold_to({
+            "lists of unequal sizes": self._unequal_lists,
+            "dense tensors in another order than row-major": self._column_major,
+            "parts of a larger tensor": self._parts,
+        })  # fmt: skip
+
+    # --- transfers, groups, order ---
+
+    def test_transfers(self) -> None:
+        self._hold_to({
+            "send and recv": self._send_and_recv,
+            "messages in order": self._messages,
+            "recv from any rank": self._recv_any,
+            "batch_isend_irecv": self._batch,
+        })  # fmt: skip
+
+    def test_groups_and_order(self) -> None:
+        self._hold_to({
+            "groups of some ranks": self._groups,
+            "asynchronous order": self._asynchronous,
+            "futures": self._futures,
+            "coalescing": self._coalescing,
+            "barrier": self._barrier,
+            "objects": self._objects,
+        })  # fmt: skip
+
+    # --- errors ---
+
+    def test_disagreement_is_named_and_survived(self) -> None:
+        self._hold_to({"disagreement is named": self._disagreement})
+
+    # --- features ---
+
+    def _all_reduce(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size)
             for op in self.reductions(dtype):
-                expected = _reduced(rows, op)
                 mine = self._to_device(rows[self.rank])
                 dist.all_reduce(mine, op)
-                self._check(mine, expected, dtype, size, op)
-                mine = self._to_device(rows[self.rank])
-                dist.reduce(mine, 1, op)
-                if self.rank == 1:
-                    self._check(mine, expected, dtype, size, op)
+                self._check(mine, _reduced(rows, op), dtype, size, op)
 
-    def test_reduce_scatter(self) -> None:
-        self._start()
+    def _reduce(self) -> None:
+        root = self.world_size - 1
+        for dtype, size in self.grid():
+            rows = self._rows(dtype, size)
+            for op in self.reductions(dtype):
+                mine = self._to_device(rows[self.rank])
+                dist.reduce(mine, root, op)
+                if self.rank == root:
+                    self._check(mine, _reduced(rows, op), dtype, size, op)
+
+    def _reduce_scatter(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size * self.world_size)
             for op in self.reductions(dtype):
@@ -91,74 +186,95 @@ class BackendConformance:
                 self._check(out, expected, dtype, size, op)
                 self._check(mine, rows[self.rank], "input", dtype, size, op)
 
-    def test_all_gather(self) -> None:
-        self._start()
+    def _all_gather_into_tensor(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size)
-            mine, whole = self._to_device(rows[self.rank]), self._empty(size * self.world_size, dtype)
-            dist.all_gather_into_tensor(whole, mine)
+            whole = self._empty(size * self.world_size, dtype)
+            dist.all_gather_into_tensor(whole, self._to_device(rows[self.rank]))
             self._check(whole, rows.flatten(), dtype, size)
-            parts = [self._empty(size, dtype) for _ in range(self.world_size)]
-            dist.all_gather(parts, mine)
-            self._check(torch.stack(parts), rows, dtype, size)
-            whole.zero_()
-            whole[self.rank * size : (self.rank + 1) * size] = mine
-            dist.all_gather_into_tensor(whole, whole[self.rank * size : (self.rank + 1) * size])  # in place
-            self._check(whole, rows.flatten(), "in place", dtype, size)
 
-    def test_one_to_all_and_all_to_one(self) -> None:
-        self._start()
+    def _all_gather_in_place(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size)
-            for root in range(self.world_size):
-                mine = self._to_device(rows[self.rank])
-                dist.broadcast(mine, root)
-                self._check(mine, rows[root], "broadcast", dtype, size, root)
-                is_root, mine = self.rank == root, self._to_device(rows[self.rank])
-                gathered = [self._empty(size, dtype) for _ in range(self.world_size)] if is_root else None
-                dist.gather(mine, gathered, root)
-                if gathered is not None:
-                    self._check(torch.stack(gathered), rows, "gather", dtype, size, root)
-                out = self._empty(size, dtype)
-                dist.scatter(out, [self._to_device(row) for row in rows] if is_root else None, root)
-                self._check(out, rows[self.rank], "scatter", dtype, size, root)
+            whole = self._empty(size * self.world_size, dtype)
+            part = whole[self.rank * size : (self.rank + 1) * size]
+            part.copy_(rows[self.rank])
+            dist.all_gather_into_tensor(whole, part)
+            self._check(whole, rows.flatten(), dtype, size)
 
-    def test_all_to_all(self) -> None:
-        self._start()
+    def _all_gather(self) -> None:
+        for dtype, size in self.grid():
+            rows = self._rows(dtype, size)
+            parts = [self._empty(size, dtype) for _ in range(self.world_size)]
+            dist.all_gather(parts, self._to_device(rows[self.rank]))
+            self._check(torch.stack(parts), rows, dtype, size)
+
+    def _broadcast(self) -> None:
+        for dtype, size, root in self._grid_and_roots():
+            rows = self._rows(dtype, size)
+            mine = self._to_device(rows[self.rank])
+            dist.broadcast(mine, root)
+            self._check(mine, rows[root], dtype, size, root)
+
+    def _gather(self) -> None:
+        for dtype, size, root in self._grid_and_roots():
+            rows = self._rows(dtype, size)
+            gathered = [self._empty(size, dtype) for _ in range(self.world_size)] if self.rank == root else None
+            dist.gather(self._to_device(rows[self.rank]), gathered, root)
+            if gathered is not None:
+                self._check(torch.stack(gathered), rows, dtype, size, root)
+
+    def _scatter(self) -> None:
+        for dtype, size, root in self._grid_and_roots():
+            rows, out = self._rows(dtype, size), self._empty(size, dtype)
+            dist.scatter(out, [self._to_device(row) for row in rows] if self.rank == root else None, root)
+            self._check(out, rows[self.rank], dtype, size, root)
+
+    def _all_to_all(self) -> None:
         for dtype, size in self.grid():
             table = self._rows(dtype, size * self.world_size).view(self.world_size, self.world_size, size)
             out = self._empty(size * self.world_size, dtype)
             dist.all_to_all_single(out, self._to_device(table[self.rank].flatten()))
             self._check(out, table[:, self.rank].flatten(), dtype, size)
-        counts = [
-            [(sender + 2 * receiver) % 3 for receiver in range(self.world_size)] for sender in range(self.world_size)
-        ]
+
+    def _all_to_all_splits(self) -> None:
+        members = range(self.world_size)
+        counts = [[(sender + 2 * receiver) % 3 for receiver in members] for sender in members]
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         out = torch.empty(sum(received), 2, device=self.device_type)
-        dist.all_to_all_single(
-            out, torch.full((sum(sent), 2), float(self.rank), device=self.device_type), received, sent
-        )
+        mine = torch.full((sum(sent), 2), float(self.rank), device=self.device_type)
+        dist.all_to_all_single(out, mine, received, sent)
         expected = [float(sender) for sender, count in enumerate(received) for _ in range(count)]
-        self._check(out[:, 0], torch.tensor(expected), "splits", sent, received)
+        self._check(out[:, 0], torch.tensor(expected), sent, received)
 
-    def test_lists_of_unequal_sizes(self) -> None:
-        self._start()
-        if not self.unequal_lists:
-            return
-        mine = torch.full((self.rank,), float(self.rank), device=self.device_type)
+    def _unequal_lists(self) -> None:
         outs = [torch.empty(rank, device=self.device_type) for rank in range(self.world_size)]
-        dist.all_gather(outs, mine)
+        dist.all_gather(outs, self._full(float(self.rank), self.rank))
         for rank, out in enumerate(outs):
             self._check(out, torch.full((rank,), float(rank)), "all_gather", rank)
-        parts = [torch.full((rank,), 1.0, device=self.device_type) for rank in range(self.world_size)]
         out = torch.empty(self.rank, device=self.device_type)
-        dist.reduce_scatter(out, parts)
+        dist.reduce_scatter(out, [self._full(1.0, rank) for rank in range(self.world_size)])
         self._check(out, torch.full((self.rank,), float(self.world_size)), "reduce_scatter")
 
-    # --- transfers, groups, order ---
+    def _column_major(self) -> None:
+        rows = self._rows(torch.float32, 12)
+        mine = self._to_device(rows[self.rank]).view(3, 4).t()
+        dist.all_reduce(mine)
+        self._check(mine, _reduced(rows, OPS.SUM).view(3, 4).t(), "all_reduce")
+        dist.broadcast(mine, 0)
+        self._check(mine, _reduced(rows, OPS.SUM).view(3, 4).t(), "broadcast")
 
-    def test_transfers(self) -> None:
-        self._start()
+    def _parts(self) -> None:
+        whole = self._full(7.0, 9)
+        part = whole[3:6]
+        part.fill_(self.rank)
+        dist.all_reduce(part)
+        total = float(sum(range(self.world_size)))
+        self._check(whole, torch.tensor([7.0] * 3 + [total] * 3 + [7.0] * 3))
+        dist.broadcast(whole[0], 0)  # of no dimension
+        self._check(whole[0], torch.tensor(7.0))
+
+    def _send_and_recv(self) -> None:
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         for dtype, size in self.grid():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
@@ -167,40 +283,86 @@ class BackendConformance:
             work.wait()
             self._check(out, rows[before], dtype, size)
 
-    def test_groups_of_some_ranks_do_not_mix(self) -> None:
-        self._start()
+    def _messages(self) -> None:
+        if self.rank == 0:
+            works = [_started(dist.isend(self._full(float(i)), 1, tag=i % 2)) for i in range(6)]
+            for work in works:
+                work.wait()
+        elif self.rank == 1:
+            for i in (1, 3, 0, 5, 2, 4):
+                out = self._full(-1.0)
+                dist.recv(out, 0, tag=i % 2)
+                self._check(out, torch.full((3,), float(i)), i)
+
+    def _recv_any(self) -> None:
+        if self.rank == 0:
+            seen = set()
+            for _ in range(1, self.world_size):
+                out = self._full(-1.0)
+                source = dist.recv(out, tag=9)
+                self._check(out, torch.full((3,), float(source)), source)
+                seen.add(source)
+            if seen != set(range(1, self.world_size)):
+                raise AssertionError(f"messages came from {seen}")
+        else:
+            dist.send(self._full(float(self.rank)), 0, tag=9)
+
+    def _batch(self) -> None:
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        out = self._full(-1.0)
+        sent = self._full(float(self.rank))
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)]):
+            work.wait()
+        self._check(out, torch.full((3,), float(before)))
+
+    def _groups(self) -> None:
         pairs = [dist.new_group([first, first + 1]) for first in range(self.world_size - 1)]
         for first, pair in enumerate(pairs):
-            x = torch.full((3,), float(self.rank), device=self.device_type)
+            x = self._full(float(self.rank))
             if self.rank in (first, first + 1):
                 dist.all_reduce(x, group=pair)
-                self._check(x, torch.full((3,), 2.0 * first + 1), "pair", first)
+                self._check(x, torch.full((3,), 2.0 * first + 1), first)
 
-    def test_asynchronous_operations_of_a_group_keep_their_order(self) -> None:
-        self._start()
-        tensors = [torch.full((3,), float(i), device=self.device_type) for i in range(20)]
+    def _asynchronous(self) -> None:
+        tensors = [self._full(float(i)) for i in range(20)]
         works = [_started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
         for work in reversed(works):
             work.wait()
         for i, tensor in enumerate(tensors):
             self._check(tensor, torch.full((3,), float(i * self.world_size)), i)
 
-    def test_future_has_the_result(self) -> None:
-        self._start()
-        x = torch.ones(3, device=self.device_type)
-        work = _started(dist.all_reduce(x, async_op=True))
+    def _futures(self) -> None:
+        work = _started(dist.all_reduce(self._full(1.0), async_op=True))
         doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
-        self._check(doubled, torch.full((3,), 2.0 * self.world_size), "then")
+        self._check(doubled, torch.full((3,), 2.0 * self.world_size))
 
-    # --- errors ---
+    def _coalescing(self) -> None:
+        tensors = [self._full(float(i)) for i in range(3)]
+        with _coalescing_manager(device=torch.device(self.device_type)):
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        for i, tensor in enumerate(tensors):
+            self._check(tensor, torch.full((3,), float(i * self.world_size)), i)
 
-    def test_disagreement_is_named_and_survived(self) -> None:
-        self._start()
-        if not self.names_disagreement:
-            return
-        x = torch.ones(3 + self.rank % 2, device=self.device_type)
+    def _barrier(self) -> None:
+        store = _get_default_store()
+        store.set(f"came to the barrier: {self.rank}", "")
+        dist.barrier()
+        missing = [rank for rank in range(self.world_size) if not store.check([f"came to the barrier: {rank}"])]
+        if missing:
+            raise AssertionError(f"passed the barrier without ranks {missing}")
+
+    def _objects(self) -> None:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, {"rank": self.rank})
+        objects = [f"from {self.rank}"]
+        dist.broadcast_object_list(objects, 0)
+        if gathered != [{"rank": rank} for rank in range(self.world_size)] or objects != ["from 0"]:
+            raise AssertionError(f"got {gathered} and {objects}")
+
+    def _disagreement(self) -> None:
         try:
-            dist.all_reduce(x)
+            dist.all_reduce(self._full(1.0, 3 + self.rank % 2))
         except RuntimeError as error:
             told = str(error)
         else:
@@ -208,14 +370,34 @@ class BackendConformance:
         for part in ("all_reduce", "3", "4", f"rank {self.rank}"):
             if part not in told:
                 raise AssertionError(f"expected {part!r} in: {told}")
-        x = torch.ones(3, device=self.device_type)
+        x = self._full(1.0)
         dist.all_reduce(x)
         self._check(x, torch.full((3,), float(self.world_size)), "after a disagreement")
 
     # --- helpers ---
 
-    def _start(self) -> None:
-        self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
+    def _hold_to(self, features: Mapping[str, Callable[[], None]]) -> None:
+        unknown = {*self.lacks, *self.avoids} - FEATURES.keys()
+        if unknown:
+            raise ValueError(f"{type(self).__name__} names unknown features: {sorted(unknown)}")
+        self.start_group()
+        for name, check in features.items():
+            if name in self.avoids:
+                continue
+            if name not in self.lacks:
+                check()
+                continue
+            try:
+                check()
+            except Exception:
+                continue
+            raise AssertionError(f"{name} works; take it off `lacks`, which says: {self.lacks[name]}")
+
+    def _grid_and_roots(self) -> Iterator[tuple[torch.dtype, int, int]]:
+        yield from ((dtype, size, root) for dtype, size in self.grid() for root in range(self.world_size))
+
+    def _full(self, value: float, numel: int = 3) -> torch.Tensor:
+        return torch.full((numel,), value, device=self.device_type)
 
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """What each rank contributes, ``[world_size, numel]`` on the host: 1 to 3, so that no product overflows."""

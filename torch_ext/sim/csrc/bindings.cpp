@@ -12,6 +12,7 @@
 #include "kernel_scope.h"
 #include "observer_log.h"
 #include "pinned_memory.h"
+#include "races/report.h"
 #include "races/trace.h"
 #include "simccl.h"
 #include "stream.h"
@@ -44,6 +45,7 @@ PYBIND11_MODULE(_native, m) {
   bind_flight_record(m);
   bind_observer_log(m);
   bind_generated(m);
+  races::bind_races(m);
   races::bind_trace(m);
 }
 

@@ -52,7 +52,7 @@ size_t round_up(size_t nbytes) {
 }
 
 uint64_t shelf(c10::StreamId home, size_t capacity) {
-  return capacity / kRoundBytes * kStreamCount + static_cast<uint64_t>(home);
+  return capacity / kRoundBytes * (kStreamCount + 1) + static_cast<uint64_t>(home);
 }
 
 template <typename Change>

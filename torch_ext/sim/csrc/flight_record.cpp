@@ -58,7 +58,6 @@ pybind11::list types_of(const std::vector<Shape>& shapes) {
 pybind11::dict as_dict(const RecordedOperation& operation) {
   using namespace pybind11::literals;
   return pybind11::dict(
-      "transport"_a = operation.transport, "first"_a = operation.first, "last"_a = operation.last,
       "name"_a = operation.name, "group"_a = operation.group, "description"_a = operation.description,
       "sequence"_a = operation.sequence, "input_sizes"_a = sizes_of(operation.inputs),
       "input_dtypes"_a = types_of(operation.inputs), "output_sizes"_a = sizes_of(operation.outputs),
@@ -99,11 +98,6 @@ std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
     shapes.push_back({tensor.sizes().vec(), tensor.scalar_type()});
   }
   return shapes;
-}
-
-std::string next_transport_name() {
-  static std::atomic<uint64_t> made{0};
-  return c10::str("simccl/", made++);
 }
 
 void record_operation(RecordedOperation operation) {

@@ -2,9 +2,9 @@
 //
 // Note [Flight records]
 // Torch's recorder accepts entries from torch's own backends only. Of `simccl` over shared memory it sees nothing. Of
-// `simccl` over gloo it sees the transport's transfers: an all_reduce where the program called reduce_scatter_tensor,
-// or several transfers for one call. This file records what was called and which transfers belong to it;
-// _flight_record.py combines the two when the recorder is read.
+// `simccl` over gloo it sees what gloo is asked for: an all_reduce where the program called reduce_scatter_tensor, and
+// several collectives for one call. This file records what was called; _flight_record.py puts that in the place of
+// gloo's entries when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,9 +45,6 @@ class Progress {
 using ProgressPtr = std::shared_ptr<Progress>;
 
 struct RecordedOperation {
-  std::string transport; // what the transport calls itself in entries, empty if it makes none: see next_transport_name
-  uint64_t first;        // its transfers, first and last, by the transport's count
-  uint64_t last;
   std::string name;
   std::string group;
   std::string description; // of the group
@@ -57,9 +54,8 @@ struct RecordedOperation {
   ProgressPtr progress;
 };
 
-// A name for a transport, unique in this process. It takes the place of the group's description in the transport's
-// entries. The group's own name would not do, because a new default group reuses it.
-std::string next_transport_name();
+// Takes the place of the group's description in the entries of a transport's gloo.
+constexpr const char* kTransportDescription = "simccl/transport";
 
 // Keeps as many of the latest operations as the recorder keeps entries. Safe to call from any thread.
 void record_operation(RecordedOperation operation);

@@ -108,9 +108,9 @@ Kernel& Kernel::touches_nothing() {
 
 c10::DeviceIndex Kernel::launch() {
   TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
-  if (host_reads_) {
-    // Blocks for as long as the stream is kept busy too, which a kernel does not.
-    synchronize(current_stream(device_->index()));
+  if (touches_memory_) {
+    const auto stream = current_stream(device_->index());
+    host_reads_ ? synchronize(stream) : catch_up(stream);
   }
   scope_.emplace(device_->index());
   return device_->index();

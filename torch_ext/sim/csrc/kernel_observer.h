@@ -68,8 +68,10 @@ class Observer {
 
   virtual void handed_out(c10::Stream stream) noexcept = 0;
 
-  // The moment is the operation's end. Of several that are launched as one, each is told.
+  // The moment is the operation's end. Of several that are launched as one, each is told, and then that somebody may
+  // wait for all: `joined` makes one moment of theirs.
   virtual Moment launched(const Launch& launch) noexcept = 0;
+  virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 
   // `stream` is the current one. Called without the allocator's lock.
   virtual void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept = 0;

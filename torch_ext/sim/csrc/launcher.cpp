@@ -1,15 +1,23 @@
 #include "launcher.h"
 
+#include <ATen/record_function.h>
+
+#include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "device.h"
 #include "flight_record.h"
 #include "kernel.h"
+#include "kernel_observer.h"
+#include "running.h"
 #include "sim_work.h"
 #include "stream.h"
 #include "transport/transport.h"
@@ -19,44 +27,80 @@
 namespace torch_ext::sim {
 namespace {
 
-struct Transports {
+struct Groups {
   std::mutex mutex;
-  std::set<std::shared_ptr<Transport>> alive;
+  std::set<std::shared_ptr<Underway>> alive;
 };
 
 // Never freed: groups may outlive static objects.
-Transports& transports() {
-  static auto* made = new Transports();
+Groups& groups() {
+  static auto* made = new Groups();
   return *made;
 }
+
+bool is_set(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && std::string_view(text) == "1";
+}
+
+// What profilers call an operation. Kept, because they refer to it after the operation.
+const char* title_of(const char* name) {
+  static auto* made = new std::map<std::string, std::string>();
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  return made->try_emplace(name, std::string("simccl:") + name).first->second.c_str();
+}
+
+// Tells profilers, if there are any, of a launch that lasts as long as the object, as NCCL does.
+class Told {
+ public:
+  explicit Told(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
+    if (!event_.isActive()) {
+      return;
+    }
+    event_._setAsync(); // what is launched goes on
+    const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
+    arguments_.assign(shown.begin(), shown.end());
+    event_.before(title_of(operation.name), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
+  }
+
+ private:
+  std::vector<c10::IValue> arguments_; // outlives the event
+  at::RecordFunction event_;
+};
 
 } // namespace
 
 Launcher::Launcher(std::shared_ptr<Transport> transport, int rank, int size)
-    : c10d::Backend(rank, size), transport_(std::move(transport)) {
-  std::lock_guard<std::mutex> lock(transports().mutex);
-  transports().alive.insert(transport_);
+    : c10d::Backend(rank, size),
+      transport_(std::move(transport)),
+      blocking_wait_(is_set("TORCH_EXT_SIM_BLOCKING_WAIT") || is_set("TORCH_NCCL_BLOCKING_WAIT")) {
+  std::lock_guard<std::mutex> lock(groups().mutex);
+  groups().alive.insert(underway_);
 }
 
 Launcher::~Launcher() {
   WithoutGil without;
   transport_->leave(/*broken=*/false);
   {
-    std::lock_guard<std::mutex> lock(transports().mutex);
-    transports().alive.erase(transport_);
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    groups().alive.erase(underway_);
   }
+  underway_.reset();
   transport_.reset();
 }
 
 void settle_collectives() {
   WithoutGil without;
-  std::vector<std::shared_ptr<Transport>> alive;
+  std::vector<std::shared_ptr<Underway>> alive;
   {
-    std::lock_guard<std::mutex> lock(transports().mutex);
-    alive.assign(transports().alive.begin(), transports().alive.end());
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    alive.assign(groups().alive.begin(), groups().alive.end());
   }
-  for (const auto& transport : alive) {
-    transport->settle();
+  for (const auto& group : alive) {
+    for (const auto& running : group->all()) {
+      settle(*running);
+    }
   }
 }
 
@@ -71,35 +115,53 @@ WorkPtr Launcher::endCoalescing() {
   coalescing_ = false;
   std::vector<TransferPtr> transfers;
   Tensors outputs;
+  std::vector<Moment> moments;
+  c10::DeviceIndex device = current_device();
   for (const auto& work : std::exchange(coalesced_, {})) {
-    transfers.insert(transfers.end(), work->transfers().begin(), work->transfers().end());
+    const auto& parts = work->running()->transfers();
+    transfers.insert(transfers.end(), parts.begin(), parts.end());
     const auto result = work->result();
     outputs.insert(outputs.end(), result.begin(), result.end());
+    device = outputs.empty() ? device : outputs.front().device().index();
+    if (work->moment() != nullptr) {
+      moments.push_back(work->moment());
+    }
   }
-  auto work = c10::make_intrusive<SimWork>(
-      c10d::OpType::COALESCED, "coalesced", rank_, std::move(transfers), std::move(outputs), sequence_);
-  keep_for_abort(work);
-  return work;
+  Moment end;
+  if (!moments.empty()) {
+    tell([&](Observer& to) { end = to.joined(moments); });
+  }
+  constexpr const char* kName = "coalesced";
+  auto running =
+      std::make_shared<Running>(c10d::OpType::COALESCED, kName, rank_, sequence_, std::move(transfers), outputs);
+  keep_for_abort(running);
+  return c10::make_intrusive<SimWork>(
+      c10d::OpType::COALESCED, rank_, sequence_, std::move(running), std::move(outputs), device, std::move(end),
+      blocking_wait_);
 }
 
 void Launcher::waitForPendingWorks() {
-  for (const auto& work : std::exchange(hooked_, {})) {
-    work->wait();
+  WithoutGil without;
+  for (const auto& running : underway_->all()) {
+    running->finish();
   }
+}
+
+void Launcher::shutdown() {
+  WithoutGil without;
+  for (const auto& running : underway_->all()) {
+    if (running->is_waited_for()) {
+      settle(*running);
+    }
+  }
+  transport_->leave(/*broken=*/false);
 }
 
 void Launcher::abort() {
   WithoutGil without;
-  std::vector<c10::weak_intrusive_ptr<SimWork>> running;
-  {
-    std::lock_guard<std::mutex> lock(running_mutex_);
-    aborted_ = true;
-    running.swap(running_);
-  }
-  for (const auto& weak : running) {
-    if (const auto work = weak.lock()) {
-      work->abort();
-    }
+  aborted_ = true;
+  for (const auto& running : underway_->all()) {
+    running->abort();
   }
   transport_->leave(/*broken=*/true);
 }
@@ -129,7 +191,7 @@ Moment Launcher::tell_launch(const Operation& operation, c10::DeviceIndex device
   return end;
 }
 
-int Launcher::device_of(const Operation& operation) const {
+std::optional<c10::DeviceIndex> Launcher::device_of(const Operation& operation) const {
   std::optional<c10::Device> device = getBoundDeviceId();
   const bool is_bound = device.has_value();
   for (const auto* tensors : {&operation.inputs, &operation.outputs}) {
@@ -143,65 +205,59 @@ int Launcher::device_of(const Operation& operation) const {
           is_bound ? "." : "; all tensors of a call must be on one device.");
     }
   }
-  // A process that sees one device only cannot tell it from its peers' by a number.
   const bool has_tensors = !operation.inputs.empty() || !operation.outputs.empty();
-  return has_tensors && device_count() > 1 ? device->index() : -1;
+  return has_tensors ? std::make_optional(device->index()) : std::nullopt;
 }
 
 WorkPtr Launcher::launch(Operation operation) {
   TORCH_CHECK(
       !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
-  const int device = device_of(operation);
+  const auto named = device_of(operation);
+  const auto device = named.value_or(current_device());
+  catch_up(current_stream(device)); // what it reads is there
   WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
-  const auto transfers_before = transport_->transfers_started();
   const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };
+  const Told told(operation);
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
-    call.device = device;
+    // A process that sees one device only cannot tell it from its peers' by a number.
+    call.device = named.has_value() && device_count() > 1 ? device : -1;
     transfers.push_back(transport_->start(call));
   }
   if (is_collective && !coalescing_) {
     ++sequence_;
   }
-  tell_launch(operation, device < 0 ? current_device() : static_cast<c10::DeviceIndex>(device));
-  auto record = std::make_shared<Progress>(transfers);
-  auto work = c10::make_intrusive<SimWork>(
-      operation.kind, operation.name, rank_, std::move(transfers), operation.outputs, sequence_);
-  work->set_hook(onCompletionHook_);
+  auto record = is_collective ? std::make_shared<Progress>(transfers) : nullptr;
+  Tensors held = operation.inputs;
+  held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
+  auto running = std::make_shared<Running>(
+      operation.kind, operation.name, rank_, sequence_, std::move(transfers), std::move(held));
+  running->set_hook(onCompletionHook_);
+  running->set_record(record);
   if (is_collective) {
-    work->set_record(record);
     record_operation(
-        {transport_->record_name(), transfers_before + 1, transport_->transfers_started(), operation.name,
-         getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
+        {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs), shapes(operation.outputs),
          std::move(record)});
   }
-  remember(work);
-  if (!operation.asynchronous && !coalescing_) {
-    work->wait();
+  const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
+  auto work = c10::make_intrusive<SimWork>(
+      operation.kind, rank_, sequence_, running, operation.outputs, device, tell_launch(operation, device),
+      blocks_host);
+  keep_for_abort(running);
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  } else if (!operation.asynchronous) {
+    running->let_go();
+    running->finish();
   }
   return work;
 }
 
-void Launcher::remember(const c10::intrusive_ptr<SimWork>& work) {
-  if (coalescing_) {
-    coalesced_.push_back(work);
-  }
-  if (onCompletionHook_) {
-    std::erase_if(hooked_, [](const auto& earlier) { return earlier->is_over(); });
-    hooked_.push_back(work);
-  }
-  keep_for_abort(work);
-}
-
-void Launcher::keep_for_abort(const c10::intrusive_ptr<SimWork>& work) {
-  std::unique_lock<std::mutex> lock(running_mutex_);
-  std::erase_if(running_, [](const auto& earlier) { return earlier.expired(); });
-  running_.emplace_back(work);
-  const bool too_late = aborted_;
-  lock.unlock();
-  if (too_late) {
-    work->abort();
+void Launcher::keep_for_abort(const RunningPtr& running) {
+  underway_->add(running);
+  if (aborted_) {
+    running->abort();
   }
 }
 

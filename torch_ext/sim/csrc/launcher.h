@@ -11,10 +11,12 @@
 
 #include <atomic>
 #include <functional>
-#include <mutex>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "kernel_observer.h"
+#include "running.h"
 #include "sim_work.h"
 #include "transport/transport.h"
 
@@ -50,7 +52,8 @@ class Launcher : public c10d::Backend {
 
   // Fails every work that is not over with a RuntimeError for whoever waits for it, and every operation from now on.
   void abort() override;
-  void shutdown() override { transport_->leave(/*broken=*/false); }
+  // Waits for what streams wait for, as NCCL does when it finalizes a communicator: peers may not have sent it yet.
+  void shutdown() override;
   c10d::ErrorType getError() override { return aborted_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
 
  protected:
@@ -59,22 +62,20 @@ class Launcher : public c10d::Backend {
   std::shared_ptr<Transport> transport_;
 
  private:
-  // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index, -1 without any.
-  int device_of(const Operation& operation) const;
+  // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index.
+  std::optional<c10::DeviceIndex> device_of(const Operation& operation) const;
   Moment tell_launch(const Operation& operation, c10::DeviceIndex device) const;
-  void remember(const c10::intrusive_ptr<SimWork>& work);
-  void keep_for_abort(const c10::intrusive_ptr<SimWork>& work);
+  void keep_for_abort(const RunningPtr& running);
 
   uint64_t sequence_ = 0;
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<SimWork>> coalesced_;
-  std::vector<c10::intrusive_ptr<SimWork>> hooked_; // with a hook only, which hears of works that nobody holds on to
-  std::mutex running_mutex_;
-  std::vector<c10::weak_intrusive_ptr<SimWork>> running_; // guarded by running_mutex_
+  std::shared_ptr<Underway> underway_ = std::make_shared<Underway>();
+  const bool blocking_wait_;
   std::atomic<bool> aborted_{false};
 };
 
-// Waits until the collectives that this process has started are over, on every group.
+// Waits until the operations that this process has started are over, on every group.
 void settle_collectives();
 
 } // namespace torch_ext::sim

@@ -72,6 +72,7 @@ class ObserverLog final : public Observer {
         {"asynchronous", launch.asynchronous ? 1 : 0}};
     return add_moment(std::move(entry));
   }
+  Moment joined(c10::ArrayRef<Moment> /*moments*/) noexcept override { return add_moment({"joined", ""}); }
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override {
     LogEntry entry = on("allocated", stream);
     entry.address = reinterpret_cast<uintptr_t>(data);

@@ -7,139 +7,101 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <set>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "kernel_observer.h"
 #include "transport/transport.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {
-namespace {
-
-std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
-  std::set<c10::DeviceIndex> seen;
-  std::vector<c10::Device> devices;
-  for (const auto& tensor : tensors) {
-    if (tensor.defined() && seen.insert(tensor.device().index()).second) {
-      devices.push_back(tensor.device());
-    }
-  }
-  return devices;
-}
-
-} // namespace
 
 SimWork::SimWork(
-    c10d::OpType kind, const char* name, int rank, std::vector<TransferPtr> transfers, std::vector<at::Tensor> outputs,
-    uint64_t sequence)
+    c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
+    c10::DeviceIndex device, Moment moment, bool blocks_host)
     : c10d::Work(rank, kind),
-      name_(name),
-      transfers_(std::move(transfers)),
+      running_(std::move(running)),
       outputs_(std::move(outputs)),
-      future_(
-          c10::make_intrusive<c10::ivalue::Future>(
-              c10::ListType::create(c10::TensorType::get()), devices_of(outputs_))),
+      device_(device),
+      end_{0, {running_}, std::move(moment)},
+      blocks_host_(blocks_host),
       sequence_(sequence) {}
 
-void SimWork::complete(const std::exception_ptr& error) {
-  std::call_once(completed_once_, [&] {
-    if (record_ != nullptr) {
-      record_->finish();
-    }
-    auto failure = error;
-    if (hook_) {
-      const auto now = std::chrono::steady_clock::now();
-      try {
-        hook_(std::make_shared<c10d::WorkInfo>(opType_, sequence_, started_, now, now - started_));
-      } catch (...) {
-        failure = failure ? failure : std::current_exception();
-      }
-    }
-    if (failure) {
-      future_->setError(failure);
-    } else {
-      future_->markCompleted(c10::IValue(outputs_));
-    }
-  });
-}
-
-void SimWork::drive(std::chrono::milliseconds timeout) {
-  if (future_->completed()) {
-    return;
-  }
-  WithoutGil without;
-  std::exception_ptr failure;
-  for (const auto& transfer : transfers_) {
-    try {
-      if (failure) {
-        transfer->abort(failure);
-      } else {
-        transfer->finish(timeout);
-      }
-    } catch (...) {
-      failure = std::current_exception();
-    }
-  }
-  complete(failure);
+SimWork::~SimWork() {
+  running_->let_go();
 }
 
 bool SimWork::wait(std::chrono::milliseconds timeout) {
-  drive(timeout);
-  WithoutGil without;
-  future_->waitAndThrow(); // another thread may be completing it
+  {
+    WithoutGil without;
+    if (blocks_host_ || timeout != kNoTimeout) {
+      running_->finish(timeout);
+      tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+    } else if (running_->advance()) {
+      running_->finish(kNoTimeout); // raises where it has failed
+    }
+  }
+  running_->mark_waited_for();
+  sim::wait(current_stream(device_), end_);
+  running_->let_go();
   return true;
 }
 
 bool SimWork::isCompleted() {
-  if (!future_->completed()) {
-    WithoutGil without;
-    bool over = true;
-    for (const auto& transfer : transfers_) {
-      over = transfer->advance() && over;
-    }
-    if (over) {
-      drive(kNoTimeout);
-    }
+  if (running_->is_over()) {
+    return true;
   }
-  return future_->completed();
+  WithoutGil without;
+  const bool over = running_->advance();
+  if (over) {
+    tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+  }
+  return over;
 }
 
 bool SimWork::isSuccess() const {
-  return future_->completed() && !future_->hasError();
-}
-
-std::exception_ptr SimWork::exception() const {
-  return future_->completed() && future_->hasError() ? future_->exception_ptr() : nullptr;
+  return running_->is_over() && !running_->failed();
 }
 
 int SimWork::sourceRank() const {
-  return transfers_.at(0)->source();
+  WithoutGil without;
+  running_->finish(kNoTimeout);
+  return running_->transfers().at(0)->source();
 }
 
 void SimWork::abort() {
-  if (future_->completed()) {
-    return;
-  }
-  const auto why =
-      std::make_exception_ptr(std::runtime_error(c10::str("simccl on rank ", rank_, ": ", name_, " was aborted.")));
-  for (const auto& transfer : transfers_) {
-    transfer->abort(why);
-  }
-  complete(why);
-}
-
-void SimWork::release_resources() {
-  transfers_.clear();
-  outputs_.clear();
-  hook_ = nullptr;
-  future_.reset();
+  WithoutGil without;
+  running_->abort();
 }
 
 FuturePtr SimWork::getFuture() {
-  drive(kNoTimeout);
+  WithoutGil without;
+  // Before the lock, because it may call the completion hook.
+  if (outputs_.empty()) {
+    settle(*running_); // without a tensor there is no stream that could wait for it
+  } else {
+    running_->advance();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (future_ == nullptr) {
+    future_ = make_future();
+  }
   return future_;
+}
+
+FuturePtr SimWork::make_future() {
+  std::vector<c10::Device> devices;
+  if (!outputs_.empty()) {
+    devices.emplace_back(kSim, device_);
+  }
+  auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  if (const auto why = running_->why()) {
+    made->setError(why);
+  } else {
+    const AtEnd at_end(device_, end_);
+    made->markCompleted(c10::IValue(outputs_));
+  }
+  return made;
 }
 
 } // namespace torch_ext::sim

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,13 +24,10 @@
 #include "reduction.h"
 #include "sim_work.h"
 #include "stream.h"
-#include "transport/fold.h"
-#include "transport/gloo.h"
-#include "transport/rendezvous.h"
-#include "transport/shared_memory.h"
+#include "transport/choice.h"
+#include "transport/seams.h"
 #include "transport/transport.h"
 #include "transport_view.h"
-#include "without_gil.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -64,61 +60,34 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
       inputs.size(), ".");
 }
 
-std::string setting(const char* variable) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? "" : text;
-}
-
-// Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend, in Python, where gloo's constructor is.
-// Set once, never freed.
-pybind11::object* gloo_factory = nullptr;
-
-std::shared_ptr<Transport> make_transport(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
-    std::chrono::milliseconds timeout) {
-  WithoutGil without;
-  const auto kind = setting("TORCH_EXT_SIM_TRANSPORT");
-  TORCH_CHECK_VALUE(
-      kind.empty() || kind == "shared" || kind == "gloo", "TORCH_EXT_SIM_TRANSPORT=", kind,
-      ": expected shared or gloo.");
-  const auto order = setting("TORCH_EXT_SIM_REDUCE");
-  const int size = static_cast<int>(global_ranks.size());
-  auto members = meet(store, rank, size, timeout, kind != "gloo", "TORCH_EXT_SIM_REDUCE=" + order);
-  if (!members.empty()) {
-    return std::make_shared<SharedMemory>(std::move(members), rank, global_ranks, FoldOrder::parse(order), timeout);
-  }
-  TORCH_CHECK(
-      kind != "shared",
-      "TORCH_EXT_SIM_TRANSPORT=shared, but the ranks of this group cannot map one another's memory: they "
-      "run on several hosts, in several containers or as several users. Unset it to use gloo there.");
-  pybind11::gil_scoped_acquire gil;
-  auto made = (*gloo_factory)(store, rank, size, timeout);
-  return std::make_shared<Gloo>(made.cast<c10::intrusive_ptr<c10d::Backend>>());
-}
-
 } // namespace
 
 class SimCCL final : public Launcher {
  public:
   // Copied by torch for each group that is split off.
   struct SimOptions final : c10d::Backend::Options {
-    explicit SimOptions(std::chrono::milliseconds timeout) : c10d::Backend::Options("simccl", timeout) {}
+    explicit SimOptions(std::chrono::milliseconds timeout, bool any_device)
+        : c10d::Backend::Options("simccl", timeout), any_device(any_device) {}
+    const bool any_device;
   };
 
-  // store: the group's, which its ranks share. Blocks until all of them are there.
+  // store: the group's, which its ranks share. any_device: whether several ranks may use one device. Blocks until all
+  // ranks are there.
   SimCCL(
       c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
-      std::chrono::milliseconds timeout)
-      : Launcher(make_transport(store, rank, global_ranks, timeout), rank, static_cast<int>(global_ranks.size())),
+      std::chrono::milliseconds timeout, bool any_device)
+      : Launcher(
+            make_transport(store, rank, global_ranks, timeout, any_device), rank,
+            static_cast<int>(global_ranks.size())),
         store_(std::move(store)),
-        options_(c10::make_intrusive<SimOptions>(timeout)) {
+        options_(c10::make_intrusive<SimOptions>(timeout, any_device)) {
     options_->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
     init();
   }
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  std::string transport_kind() const { return transport_->record_name().empty() ? "shared" : "gloo"; }
+  std::string transport_kind() const { return transport_->kind(); }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
     transport_->set_timeout(timeout);
@@ -154,7 +123,7 @@ class SimCCL final : public Launcher {
     }
     return c10::make_intrusive<SimCCL>(
         c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(place - ranks.begin()), global_ranks,
-        timeout);
+        timeout, options_->any_device);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -464,7 +433,8 @@ class SimCCL final : public Launcher {
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
   set_settle(settle_collectives);
-  m.def("set_gloo_factory", [](const py::function& factory) { gloo_factory = new py::object(factory); });
+  m.def("set_gloo_factory", [](const py::function& factory) { set_gloo_factory(factory); });
+  bind_seams(m);
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")
       .def("__deepcopy__", [](const SimCCL::SimOptions& self, const py::dict& /*memo*/) {
@@ -473,10 +443,10 @@ void bind_simccl(pybind11::module_& m) {
   backend
       .def(
           py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
-                      std::chrono::milliseconds timeout) {
-            return c10::make_intrusive<SimCCL>(std::move(store), rank, global_ranks, timeout);
+                      std::chrono::milliseconds timeout, bool any_device) {
+            return c10::make_intrusive<SimCCL>(std::move(store), rank, global_ranks, timeout, any_device);
           }),
-          py::arg("store"), py::arg("rank"), py::arg("global_ranks"), py::arg("timeout"),
+          py::arg("store"), py::arg("rank"), py::arg("global_ranks"), py::arg("timeout"), py::arg("any_device") = false,
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &SimCCL::getBackendOptions)
       .def_property_readonly("transport", &SimCCL::transport_kind)

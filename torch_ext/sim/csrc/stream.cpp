@@ -8,22 +8,18 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 #include "allocator.h"
 #include "device.h"
+#include "kernel_observer.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim {
 namespace {
-
-struct StreamTable {
-  std::array<std::atomic<int64_t>, kStreamCount> horizons{};
-  std::array<std::atomic<uint32_t>, kStreamClasses> handed_out{};
-};
-
-std::array<StreamTable, kMaxDevices> tables;
-void (*settle_others)() = nullptr;
-thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 
 int64_t now() {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -37,17 +33,109 @@ void sleep_until(int64_t moment) {
   }
 }
 
-std::atomic<int64_t>& horizon(c10::Stream stream) {
-  const auto index = checked_index(stream.device());
-  const auto id = stream.id();
-  TORCH_CHECK(id >= 0 && id < kStreamCount, "sim:", static_cast<int>(index), " has no stream with id ", id, ".");
-  return tables[index].horizons[id];
-}
-
 void raise_to(std::atomic<int64_t>& value, int64_t minimum) {
   int64_t seen = value.load();
   while (seen < minimum && !value.compare_exchange_weak(seen, minimum)) {
   }
+}
+
+bool are_over(const Elsewheres& all) {
+  if (all.empty()) {
+    return true;
+  }
+  WithoutGil without;
+  return std::all_of(all.begin(), all.end(), [](const auto& one) { return one->advance(); });
+}
+
+// What a stream consists of.
+class Track {
+ public:
+  std::atomic<int64_t> busy_until{0};
+
+  bool is_waiting() const { return count_.load(std::memory_order_acquire) > 0; }
+
+  Elsewheres waits_for() {
+    if (!is_waiting()) {
+      return {};
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    return elsewhere_;
+  }
+
+  void wait_for(const Elsewheres& more) {
+    for (const auto& one : more) {
+      if (one->over_at() == 0 || one->failed()) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (std::find(elsewhere_.begin(), elsewhere_.end(), one) == elsewhere_.end()) {
+          elsewhere_.push_back(one);
+          count_.store(elsewhere_.size(), std::memory_order_release);
+        }
+      }
+    }
+  }
+
+  // Without the GIL.
+  void catch_up() {
+    while (const auto first = oldest()) {
+      try {
+        first->finish();
+      } catch (...) {
+        forget(first);
+        throw;
+      }
+      forget(first);
+    }
+  }
+
+ private:
+  std::shared_ptr<Elsewhere> oldest() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return elsewhere_.empty() ? nullptr : elsewhere_.front();
+  }
+
+  // The caller holds it too, so that nothing is destroyed with the lock held.
+  void forget(const std::shared_ptr<Elsewhere>& one) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase(elsewhere_, one);
+    count_.store(elsewhere_.size(), std::memory_order_release);
+  }
+
+  std::mutex mutex_;
+  Elsewheres elsewhere_; // guarded by mutex_, in the order of the waits
+  std::atomic<size_t> count_{0};
+};
+
+struct StreamTable {
+  std::array<Track, kStreamCount> tracks{};
+  std::array<std::atomic<uint32_t>, kStreamClasses> handed_out{};
+};
+
+// Never freed: threads may outlive static objects.
+StreamTable& table_of(c10::DeviceIndex device) {
+  static auto* tables = new std::array<StreamTable, kMaxDevices>();
+  return (*tables)[static_cast<size_t>(device)];
+}
+
+Track& track_of(c10::Stream stream) {
+  const auto index = checked_index(stream.device());
+  const auto id = stream.id();
+  TORCH_CHECK(id >= 0 && id < kStreamCount, "sim:", static_cast<int>(index), " has no stream with id ", id, ".");
+  return table_of(index).tracks[static_cast<size_t>(id)];
+}
+
+constexpr c10::StreamId kAtEnd = kStreamCount;
+
+void (*settle_others)() = nullptr;
+thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
+thread_local const Event* end_of_operation = nullptr;
+
+// Of an event that is over.
+int64_t ended_at(const Event& event) {
+  int64_t moment = event.done_at;
+  for (const auto& one : event.elsewhere) {
+    moment = std::max(moment, one->over_at());
+  }
+  return moment;
 }
 
 c10::Stream make(c10::DeviceIndex device, c10::StreamId id) {
@@ -80,7 +168,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return next_stream(checked_index(device), priority < 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return &horizon(stream); }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return &track_of(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream); }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
@@ -115,7 +203,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const auto* end = static_cast<Event*>(second);
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
     TORCH_CHECK(is_done(*start) && is_done(*end), "Both events must be completed before calculating elapsed time.");
-    return static_cast<double>(end->done_at - start->done_at) / kNanosecondsPerMillisecond;
+    return static_cast<double>(ended_at(*end) - ended_at(*start)) / kNanosecondsPerMillisecond;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_allocator()->recordStream(data, stream);
@@ -134,7 +222,7 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 }
 
 c10::Stream exchange_stream(c10::Stream stream) {
-  horizon(stream); // refuses a stream that does not exist
+  track_of(stream); // refuses a stream that does not exist
   const auto device = stream.device_index();
   const auto previous = current_stream(device);
   current_ids[device] = stream.id();
@@ -143,14 +231,23 @@ c10::Stream exchange_stream(c10::Stream stream) {
 
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority) {
   const c10::StreamId kind = high_priority ? 1 : 0;
-  const auto turn = tables[device].handed_out[kind].fetch_add(1) % kStreamsPerClass;
+  const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
   const auto stream = make(device, 1 + kind * kStreamsPerClass + turn);
   tell([&](Observer& to) { to.handed_out(stream); });
   return stream;
 }
 
+void catch_up(c10::Stream stream) {
+  auto& track = track_of(stream);
+  if (track.is_waiting()) {
+    WithoutGil without;
+    track.catch_up();
+  }
+}
+
 bool is_idle(c10::Stream stream) {
-  const bool idle = horizon(stream) <= now();
+  auto& track = track_of(stream);
+  const bool idle = track.busy_until <= now() && are_over(track.waits_for());
   if (idle) {
     tell([&](Observer& to) { to.host_knows(stream); });
   }
@@ -158,12 +255,13 @@ bool is_idle(c10::Stream stream) {
 }
 
 void synchronize(c10::Stream stream) {
-  sleep_until(horizon(stream));
+  catch_up(stream);
+  sleep_until(track_of(stream).busy_until);
   tell([&](Observer& to) { to.host_knows(stream); });
 }
 
 int64_t busy_until(c10::Stream stream) {
-  return horizon(stream);
+  return stream.id() == kAtEnd ? 0 : track_of(stream).busy_until.load();
 }
 
 int64_t stream_clock() {
@@ -178,31 +276,43 @@ void synchronize_device(c10::DeviceIndex device) {
   if (settle_others != nullptr) {
     settle_others();
   }
-  const auto& horizons = tables[device].horizons;
-  sleep_until(*std::max_element(horizons.begin(), horizons.end()));
+  int64_t until = 0;
+  for (c10::StreamId id = 0; id < kStreamCount; ++id) {
+    catch_up(make(device, id));
+    until = std::max(until, table_of(device).tracks[static_cast<size_t>(id)].busy_until.load());
+  }
+  sleep_until(until);
   tell([&](Observer& to) { to.host_knows(device); });
 }
 
 void sleep(int64_t nanoseconds) {
-  auto& until = horizon(current_stream(checked_index(c10::DeviceIndex(-1))));
+  const auto stream = current_stream(checked_index(c10::DeviceIndex(-1)));
+  catch_up(stream);
+  auto& until = track_of(stream).busy_until;
   int64_t seen = until.load();
   while (!until.compare_exchange_weak(seen, std::max(seen, now()) + nanoseconds)) {
   }
 }
 
 Event record(c10::Stream stream) {
-  Event event{std::max(horizon(stream).load(), now())};
+  if (stream.id() == kAtEnd && end_of_operation != nullptr) {
+    return *end_of_operation;
+  }
+  auto& track = track_of(stream);
+  Event event{std::max(track.busy_until.load(), now()), track.waits_for()};
   tell([&](Observer& to) { event.moment = to.recorded(stream); });
   return event;
 }
 
 void wait(c10::Stream stream, const Event& event) {
-  raise_to(horizon(stream), event.done_at);
+  auto& track = track_of(stream);
+  raise_to(track.busy_until, event.done_at);
+  track.wait_for(event.elsewhere);
   tell(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
 }
 
 bool is_done(const Event& event) {
-  const bool done = event.done_at <= now();
+  const bool done = event.done_at <= now() && are_over(event.elsewhere);
   if (done) {
     tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
   }
@@ -210,8 +320,24 @@ bool is_done(const Event& event) {
 }
 
 void synchronize(const Event& event) {
+  if (!event.elsewhere.empty()) {
+    WithoutGil without;
+    for (const auto& one : event.elsewhere) {
+      one->finish();
+    }
+  }
   sleep_until(event.done_at);
   tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+}
+
+AtEnd::AtEnd(c10::DeviceIndex device, const Event& end) : device_(device), previous_(current_ids[device]) {
+  end_of_operation = &end;
+  current_ids[device] = kAtEnd;
+}
+
+AtEnd::~AtEnd() {
+  end_of_operation = nullptr;
+  current_ids[device_] = previous_;
 }
 
 void install_guard() {

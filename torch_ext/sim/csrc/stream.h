@@ -7,14 +7,25 @@
 // the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a
 // program as they do on hardware, while values are always those of an execution in program order.
 //
+// Note [What a stream waits for]
+// Operations of a process group run elsewhere: on the lane of their group, until all its ranks take part. A stream that
+// is told to wait for one keeps it in a list, and so does an event that is recorded there afterwards, and a stream that
+// waits for that event. The host goes on. It blocks, without the GIL, where the result is due: at the next kernel on
+// such a stream (Note [Kernels] in kernel.h), and where it waits for stream, event or device. Blocking does this rank's
+// part of the operation, so no thread has to; and an operation that has failed raises there, once for each stream or
+// event that waits for it.
+//
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
 //     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
+//     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
 
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "device.h"
 #include "kernel_observer.h"
@@ -32,7 +43,29 @@ c10::Stream exchange_stream(c10::Stream stream);
 // Hands out the streams of a class in turn; after kStreamsPerClass it starts over, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
 
-void synchronize(c10::Stream stream);
+// Something that streams wait for. Any thread, without the GIL.
+class Elsewhere {
+ public:
+  virtual ~Elsewhere() = default;
+
+  // Does what can be done without waiting; returns whether it is over, be it by an error. Raises nothing.
+  virtual bool advance() = 0;
+
+  // Waits until it is over. Raises where it failed.
+  virtual void finish() = 0;
+
+  // When it ended, in nanoseconds on the steady clock; 0: not yet.
+  virtual int64_t over_at() const = 0;
+
+  // Whether it is over by an error, as far as is known.
+  virtual bool failed() const = 0;
+};
+using Elsewheres = std::vector<std::shared_ptr<Elsewhere>>;
+
+// Blocks until what the stream waits for is over. Raises where something of it failed, and forgets it.
+void catch_up(c10::Stream stream);
+
+void synchronize(c10::Stream stream); // and until it is no longer busy
 void synchronize_device(c10::DeviceIndex device);
 
 // Until when, on the clock of streams, `stream` counts as busy. Asking tells the host nothing.
@@ -46,13 +79,28 @@ void set_settle(void (*settle)());
 void sleep(int64_t nanoseconds);
 
 struct Event {
-  int64_t done_at = 0; // nanoseconds on the steady clock
-  Moment moment{};     // for whoever observes
+  int64_t done_at = 0;    // nanoseconds on the steady clock
+  Elsewheres elsewhere{}; // what was not over when it was recorded
+  Moment moment{};        // for whoever observes
 };
 
 Event record(c10::Stream stream);
-void wait(c10::Stream stream, const Event& event);
+void wait(c10::Stream stream, const Event& event); // returns at once
 void synchronize(const Event& event);
+
+// While alive, events that this thread records on the current stream of `device` are `end`: the end of an operation.
+// So torch's futures, which record one when they complete, wait for the operation and no more.
+class AtEnd {
+ public:
+  AtEnd(c10::DeviceIndex device, const Event& end);
+  ~AtEnd();
+  AtEnd(const AtEnd&) = delete;
+  AtEnd& operator=(const AtEnd&) = delete;
+
+ private:
+  c10::DeviceIndex device_;
+  c10::StreamId previous_;
+};
 
 // Whether the host could wait for them without waiting. What it learns by asking counts as waited for.
 bool is_idle(c10::Stream stream);

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
 __all__ = ["Definition", "Import", "Module", "Tree", "bound_names", "is_typing_block", "members_of", "signature"]
 
@@ -196,7 +197,7 @@ def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
             yield from _own_scope(child)
 
 
-def is_typing_block(statement: ast.stmt) -> bool:
+def is_typing_block(statement: ast.stmt) -> TypeGuard[ast.If]:
     return isinstance(statement, ast.If) and ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 

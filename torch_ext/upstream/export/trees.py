@@ -52,9 +52,9 @@ def our_tree(theirs: Tree | None = None, root: Path | None = None) -> Tree:
     return _with_torch(lambda name: _from_disk(root or project_root(), path_of(name)), theirs)
 
 
-def our_tree_at(revision: str, theirs: Tree | None = None) -> Tree:
+def our_tree_at(revision: str, theirs: Tree | None = None, root: Path | None = None) -> Tree:
     """Return the modules of this project as they were in ``revision``."""
-    return _with_torch(tree_at(project_root(), revision).read, theirs)
+    return _with_torch(tree_at(root or project_root(), revision).read, theirs)
 
 
 def _with_torch(read: Callable[[str], tuple[str, bool] | None], theirs: Tree | None) -> Tree:
@@ -83,11 +83,16 @@ def _from_disk(root: Path, path: str) -> tuple[str, bool] | None:
 
 
 def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
-    """Return the modules of a git repository as they are in ``revision``: what lies uncommitted does not count."""
+    """Return the modules of a git repository as they are in ``revision``: what lies uncommitted does not count.
+
+    Raises:
+        CheckoutError: there is no such repository or revision.
+    """
+    commit = _commit(checkout, revision)
 
     def read(name: str) -> tuple[str, bool] | None:
         for path, package in ((f"{path_of(name)}.py", False), (f"{path_of(name)}/__init__.py", True)):
-            text = file_at(checkout, path, revision)
+            text = _show(checkout, path, commit)
             if text is not None:
                 return text, package
         return None
@@ -95,16 +100,24 @@ def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
     return Tree(read)
 
 
-@cache
 def file_at(checkout: Path, path: str, revision: str = "HEAD") -> str | None:
     """Return the text of ``path`` in ``revision``, or None if it is not there.
 
     Raises:
         CheckoutError: there is no such repository or revision.
     """
-    commit = ["git", "-C", str(checkout), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
-    known = subprocess.run(commit, capture_output=True, text=True)
+    return _show(checkout, path, _commit(checkout, revision))
+
+
+def _commit(checkout: Path, revision: str) -> str:
+    command = ["git", "-C", str(checkout), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
+    known = subprocess.run(command, capture_output=True, text=True)
     if known.returncode:
         raise CheckoutError(f"{checkout} is no git repository with a commit {revision}")
-    shown = subprocess.run(["git", "-C", str(checkout), "show", f"{known.stdout.strip()}:{path}"], capture_output=True)
+    return known.stdout.strip()
+
+
+@cache
+def _show(checkout: Path, path: str, commit: str) -> str | None:
+    shown = subprocess.run(["git", "-C", str(checkout), "show", f"{commit}:{path}"], capture_output=True)
     return shown.stdout.decode("utf-8") if shown.returncode == 0 else None

@@ -29,8 +29,9 @@ namespace torch_ext::sim::races {
 // What the checker knows of one block of memory.
 struct Memory {
   History history;
-  bool is_pinned = false; // of the host, not of a device
-  uint32_t life = 0;      // how often it has been freed
+  bool is_pinned = false;  // of the host, not of a device
+  uint32_t life = 0;       // how often it has been freed
+  bool is_unnamed = false; // allocated by a kernel: its first access will say which
   OriginPtr allocated;
   OriginPtr freed; // by the owner before
 };

@@ -1,11 +1,13 @@
 #include "fingerprint.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -106,6 +108,8 @@ std::string difference(const Said& one, const Said& other) {
       ".");
 }
 
+namespace {
+
 std::string unequal_exchange(const std::vector<Said>& ranks) {
   const size_t size = ranks.size();
   for (size_t from = 0; from < size; ++from) {
@@ -133,11 +137,36 @@ std::string shared_device(const std::vector<Said>& ranks) {
     if (earlier != nullptr) {
       return c10::str(
           earlier->who, " and ", said.who, " both use sim:", static_cast<int>(said.print->device), " in ",
-          said.print->name, "; give each rank of a group a device of its own with torch.sim.set_device.");
+          said.print->name,
+          "; give each rank of a group a device of its own with "
+          "torch.sim.set_device.");
     }
     earlier = &said;
   }
   return "";
+}
+
+} // namespace
+
+std::string unequal_letter(
+    const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
+    const Call& recv) {
+  const auto& tensor = recv.outputs.front();
+  return c10::str(
+      "ranks disagree in what is sent: ", sender, " called send of ", elements, " x ", type_name(type),
+      site[0] == '\0' ? "" : " at ", site, "; ", receiver, " called recv of ", tensor.numel(), " x ",
+      c10::toString(tensor.scalar_type()), recv.site.empty() ? "" : " at ", recv.site, ".");
+}
+
+std::string disagreement_of_all(const std::vector<Said>& ranks) {
+  auto told = shared_device(ranks);
+  return told.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : told;
+}
+
+std::exception_ptr failure(const std::string& who, const std::string& what) {
+  return std::make_exception_ptr(
+      c10::DistBackendError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", who, ": ", what)));
 }
 
 } // namespace torch_ext::sim

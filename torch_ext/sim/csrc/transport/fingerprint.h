@@ -1,6 +1,7 @@
 // What ranks compare before data moves, and how a difference is told. Pure functions, but for `site_of_call`.
 #pragma once
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -29,11 +30,17 @@ std::string phrase(const Said& said);
 // What two ranks disagree in; empty where they agree.
 std::string difference(const Said& one, const Said& other);
 
-// Of the ranks of an all-to-all, in order, the first pair of which one sends what the other does not expect.
-std::string unequal_exchange(const std::vector<Said>& ranks);
+// What a sender and a receiver disagree in, given that they do.
+std::string unequal_letter(
+    const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
+    const Call& recv);
 
-// Of all ranks, in order, the first two that use one device; empty where there are none.
-std::string shared_device(const std::vector<Said>& ranks);
+// What is wrong with the calls of all ranks, in order, of which no two have a difference: two ranks use one device, or
+// one of an all-to-all sends what the other does not expect. Empty where nothing is.
+std::string disagreement_of_all(const std::vector<Said>& ranks);
+
+// A DistBackendError that begins with "simccl on rank N: ". who: "rank N".
+std::exception_ptr failure(const std::string& who, const std::string& what);
 
 // Element type as programs spell it, or "nothing" for -1.
 std::string type_name(int8_t type);

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "fingerprint.h"
 #include "futex.h"
 #include "layout.h"
 #include "wait_page.h"
@@ -66,10 +67,7 @@ void Group::free(uint64_t offset) {
 }
 
 std::exception_ptr failure(const Group& group, const std::string& what) {
-  return std::make_exception_ptr(
-      c10::DistBackendError(
-          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-          c10::str("simccl on ", group.called(group.rank), ": ", what)));
+  return failure(group.called(group.rank), what);
 }
 
 bool Pending::advance() {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -18,24 +19,15 @@
 
 #include "../transport_view.h"
 #include "fingerprint.h"
-#include "fold.h"
 #include "futex.h"
 #include "group.h"
 #include "layout.h"
+#include "movement.h"
 #include "rendezvous.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
 namespace {
-
-using c10d::OpType;
-
-constexpr uint32_t kReduced = ~uint32_t{0};
-static_assert(kPieces <= 64, "pieces are remembered in one word");
-
-// Where reducing alone reads more than this many bytes, ranks share the work.
-constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
-constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
 
 // Peers tell nobody that they are past a collective; whoever needs to know looks again after so long.
 constexpr std::chrono::milliseconds kLookAgain{1};
@@ -61,33 +53,39 @@ bool overlap(const Tensors& some, const Tensors& others) {
   return false;
 }
 
-void copy_bytes(void* to, const void* from, uint64_t bytes) {
-  if (bytes > 0) {
-    std::memcpy(to, from, bytes);
+// Whether `difference` has nothing to say of two ranks' calls: asked for each call, so without making words of them.
+bool agree(Group& group, int one, int other, uint64_t number) {
+  auto& first = group.members[static_cast<size_t>(one)].memory;
+  auto& second = group.members[static_cast<size_t>(other)].memory;
+  const auto &mine = first.slot(number), &theirs = second.slot(number);
+  const auto &a = mine.fingerprint, &b = theirs.fingerprint;
+  if (a.kind != b.kind || a.reduction != b.reduction || a.root != b.root || a.type != b.type) {
+    return false;
   }
+  if (a.kind == static_cast<int8_t>(c10d::OpType::ALLTOALL)) {
+    return true;
+  }
+  const uint64_t bytes = a.count_size * sizeof(int64_t);
+  return a.count_size == b.count_size &&
+      (bytes == 0 || std::memcmp(first.heap(mine.counts, bytes), second.heap(theirs.counts, bytes), bytes) == 0);
 }
 
-FoldOp fold_op_of(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::PRODUCT:
-      return FoldOp::kProduct;
-    case c10d::ReduceOp::MIN:
-      return FoldOp::kMin;
-    case c10d::ReduceOp::MAX:
-      return FoldOp::kMax;
-    case c10d::ReduceOp::BAND:
-      return FoldOp::kAnd;
-    case c10d::ReduceOp::BOR:
-      return FoldOp::kOr;
-    case c10d::ReduceOp::BXOR:
-      return FoldOp::kXor;
-    default:
-      return FoldOp::kSum; // to which Reduction brings the rest
+// Whether `disagreement_of_all` may have something to say.
+bool need_a_closer_look(Group& group, uint64_t number) {
+  std::bitset<128> used;
+  for (const auto& member : group.members) {
+    const auto& print = member.memory.slot(number).fingerprint;
+    if (print.kind == static_cast<int8_t>(c10d::OpType::ALLTOALL)) {
+      return true;
+    }
+    if (print.device >= 0) {
+      if (used.test(static_cast<size_t>(print.device))) {
+        return true;
+      }
+      used.set(static_cast<size_t>(print.device));
+    }
   }
-}
-
-uint32_t pieces_of(uint64_t bytes) {
-  return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
+  return false;
 }
 
 } // namespace
@@ -243,14 +241,8 @@ Wait Lane::step(Pending& front, bool look) {
     if (auto wait = gather(front, look); wait.has_value() || front.over()) {
       return wait.value_or(Wait{});
     }
-    const auto& call = front.call;
-    if (call.kind == OpType::ALLREDUCE &&
-        call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group_->size()) > kAloneBytes) {
-      if (auto wait = reduce_shared(front, look); wait.has_value() || front.over()) {
-        return wait.value_or(Wait{});
-      }
-    } else {
-      move(front);
+    if (auto wait = move_data(*group_, front, look); wait.has_value() || front.over()) {
+      return wait.value_or(Wait{});
     }
     front.end();
   } catch (...) {
@@ -267,14 +259,13 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   const auto& complete = group_->header(0).complete;
   const uint32_t seen = complete.load(std::memory_order_seq_cst);
   std::optional<Wait> missing;
-  std::vector<Said> ranks;
-  const Said mine = said_by(group_->rank, front.number);
   for (int peer = 0; peer < size; ++peer) {
     // First whether the peer has gone: it may have published just before.
     const auto why = group_->gone(peer, look);
     const auto& number = group_->members[static_cast<size_t>(peer)].memory.slot(front.number).number;
     if (number.load(std::memory_order_acquire) != front.number) {
       if (!why.empty()) {
+        const Said mine = said_by(*group_, group_->rank, front.number);
         front.end(
             failure(*group_, c10::str(why, " and takes no part in what ", mine.who, " called: ", phrase(mine), ".")));
         return std::nullopt;
@@ -284,8 +275,8 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
       }
       continue;
     }
-    ranks.push_back(said_by(peer, front.number));
-    if (auto told = difference(mine, ranks.back()); !told.empty()) {
+    if (!agree(*group_, group_->rank, peer, front.number)) {
+      const auto told = difference(said_by(*group_, group_->rank, front.number), said_by(*group_, peer, front.number));
       front.end(failure(*group_, c10::str("collective ", front.number, " of group ", group_->name, ": ", told)));
       return std::nullopt;
     }
@@ -293,154 +284,17 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   if (missing.has_value()) {
     return missing;
   }
-  auto told = shared_device(ranks);
-  if (told.empty() && front.call.kind == OpType::ALLTOALL) {
-    told = unequal_exchange(ranks);
-  }
-  if (!told.empty()) {
-    front.end(failure(*group_, told));
-    return std::nullopt;
+  if (need_a_closer_look(*group_, front.number)) {
+    std::vector<Said> ranks;
+    for (int peer = 0; peer < size; ++peer) {
+      ranks.push_back(said_by(*group_, peer, front.number));
+    }
+    if (const auto told = disagreement_of_all(ranks); !told.empty()) {
+      front.end(failure(*group_, told));
+      return std::nullopt;
+    }
   }
   front.checked = true;
-  return std::nullopt;
-}
-
-Said Lane::said_by(int peer, uint64_t number) const {
-  auto& memory = group_->members[static_cast<size_t>(peer)].memory;
-  const auto& slot = memory.slot(number);
-  Said said{group_->called(peer), &slot.fingerprint, Counts(slot.fingerprint.count_size)};
-  const uint64_t bytes = said.counts.size() * sizeof(int64_t);
-  copy_bytes(said.counts.data(), memory.heap(slot.counts, bytes), bytes);
-  return said;
-}
-
-std::byte* Lane::input(int peer, uint64_t number, size_t index, uint64_t bytes) const {
-  auto& memory = group_->members[static_cast<size_t>(peer)].memory;
-  uint64_t place = 0;
-  copy_bytes(&place, memory.heap(memory.slot(number).inputs + index * sizeof place, sizeof place), sizeof place);
-  return memory.heap(place, bytes);
-}
-
-std::vector<const std::byte*> Lane::inputs_of_all(uint64_t number, size_t index, uint64_t bytes) const {
-  std::vector<const std::byte*> found;
-  found.reserve(group_->members.size());
-  for (int peer = 0; peer < group_->size(); ++peer) {
-    found.push_back(input(peer, number, index, bytes));
-  }
-  return found;
-}
-
-Fold Lane::fold_of(const Pending& front, const at::Tensor& to) const {
-  return {
-      group_->order, fold_op_of(front.call.reduction->transport_op()), to.scalar_type(),
-      static_cast<uint64_t>(to.numel()), front.number};
-}
-
-void Lane::move(Pending& front) {
-  auto& call = front.call;
-  const auto mine = static_cast<size_t>(group_->rank);
-  const auto take = [&](size_t output, int peer, size_t index) {
-    const auto& to = call.outputs[output];
-    copy_bytes(to.mutable_data_ptr(), input(peer, front.number, index, to.nbytes()), to.nbytes());
-  };
-  switch (call.kind) {
-    case OpType::BARRIER:
-      return;
-    case OpType::BROADCAST:
-      if (call.root != group_->rank) {
-        take(0, call.root, 0);
-      }
-      return;
-    case OpType::SCATTER:
-      return take(0, call.root, mine);
-    case OpType::ALLGATHER:
-    case OpType::GATHER: // whose outputs are empty but on the root
-      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
-        take(peer, static_cast<int>(peer), 0);
-      }
-      return;
-    case OpType::ALLTOALL:
-      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
-        take(peer, static_cast<int>(peer), mine);
-      }
-      return;
-    case OpType::ALLREDUCE:
-    case OpType::REDUCE: // likewise
-    case OpType::REDUCE_SCATTER: {
-      if (call.outputs.empty()) {
-        return;
-      }
-      const at::Tensor to = call.reduction->target(call.outputs.front());
-      const size_t index = call.kind == OpType::REDUCE_SCATTER ? mine : 0;
-      const auto count = static_cast<uint64_t>(to.numel());
-      if (count > 0) {
-        fold_of(front, to).run(
-            static_cast<std::byte*>(to.mutable_data_ptr()), inputs_of_all(front.number, index, to.nbytes()), 0, count);
-      }
-      call.reduction->finish(to, call.outputs.front());
-      return;
-    }
-    default:
-      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
-  }
-}
-
-std::optional<Wait> Lane::reduce_shared(Pending& front, bool look) {
-  const auto& call = front.call;
-  const at::Tensor to = call.reduction->target(call.outputs.front());
-  const auto count = static_cast<uint64_t>(to.numel());
-  const uint64_t bytes = to.nbytes(), item = bytes / count;
-  const uint32_t pieces = pieces_of(bytes);
-  const auto from = inputs_of_all(front.number, 0, bytes);
-  std::byte* result = input(0, front.number, 0, bytes);
-  auto& home = group_->members[0].memory;
-  auto& claims = home.slot(front.number).claims;
-  const uint32_t mine = static_cast<uint32_t>(group_->rank) + 1;
-  const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
-  const Fold fold = fold_of(front, to);
-
-  // What this rank has reduced is copied to its output while it is in the cache.
-  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
-  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
-  uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
-  bool did_some = false;
-  for (uint32_t piece = 0; piece < pieces; ++piece) {
-    uint32_t free = 0;
-    if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
-      const uint64_t begin = begin_of(piece), end = begin_of(piece + 1);
-      fold.run(result + begin, from, begin / item, end / item);
-      claims[piece].store(kReduced, std::memory_order_release);
-      copy_bytes(out + begin, result + begin, end - begin);
-      have |= uint64_t{1} << piece;
-      did_some = true;
-    }
-  }
-  front.reduced = have;
-  if (did_some) {
-    ring(home.header().reduced);
-  }
-  for (uint32_t piece = 0; piece < pieces; ++piece) {
-    const uint32_t claim = claims[piece].load(std::memory_order_acquire);
-    if (claim != kReduced) {
-      const int peer = static_cast<int>(claim) - 1;
-      const auto& process = group_->members[static_cast<size_t>(peer)].process;
-      if (look && process != nullptr && process->has_ended() &&
-          claims[piece].load(std::memory_order_acquire) != kReduced) {
-        front.end(failure(
-            *group_,
-            c10::str(group_->called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
-        return std::nullopt;
-      }
-      // `seen` is from before the pieces; a ring since then, one's own too, makes the sleeper look again.
-      return Wait{&home.header().reduced, seen, peer};
-    }
-  }
-  for (uint32_t piece = 0; piece < pieces; ++piece) {
-    if ((have >> piece & 1) == 0) {
-      copy_bytes(out + begin_of(piece), result + begin_of(piece), begin_of(piece + 1) - begin_of(piece));
-    }
-  }
-  call.reduction->finish(to, call.outputs.front());
   return std::nullopt;
 }
 

@@ -36,6 +36,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace torch_ext::sim {
 
@@ -98,6 +99,12 @@ static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits"
 static_assert(sizeof(Header) <= kPage && sizeof(Slot) <= kSlotStride);
 static_assert(offsetof(Header, version) == 0 && offsetof(Header, nonce) == 8 && offsetof(Header, state) == 24);
 static_assert(offsetof(Slot, number) == 0 && offsetof(Slot, claims) == 24);
+
+inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
+  if (bytes > 0) { // no memory may stand behind nothing
+    std::memcpy(to, from, bytes);
+  }
+}
 
 constexpr uint64_t control_bytes(int size) {
   return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;

@@ -137,11 +137,9 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
   if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
     why = failure(
         *group_,
-        c10::str(
-            "ranks disagree in what is sent: ", group_->called(from), " called send of ", elements, " x ",
-            type_name(received.type), received.site[0] == '\0' ? "" : " at ", received.site, "; ",
-            group_->called(group_->rank), " called recv of ", tensor.numel(), " x ",
-            c10::toString(tensor.scalar_type()), to.call.site.empty() ? "" : " at ", to.call.site, "."));
+        unequal_letter(
+            group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
+            group_->called(group_->rank), to.call));
   } else if (tensor.nbytes() > 0) {
     const auto* bytes = group_->members[static_cast<size_t>(from)].memory.heap(data, tensor.nbytes());
     std::memcpy(tensor.mutable_data_ptr(), bytes, tensor.nbytes());
@@ -153,8 +151,11 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
 Wait Mailbox::progress(Pending& wanted, bool look) {
   const auto& doorbell = group_->header(group_->rank).doorbell;
   const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
-  const auto why =
-      wanted.over() ? "" : none_can_come(wanted, look); // before looking: they may have written just before
+  const auto why = wanted.over()
+      ? ""
+      : none_can_come(
+            wanted,
+            look); // before looking: they may have written just before
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);
   }

@@ -15,6 +15,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
+
+// How often, and after how long at first, ranks that are about to come are looked for.
+constexpr int kStoreLooks = 8;
+constexpr std::chrono::microseconds kFirstPause{100};
 
 struct Address {
   std::string machine;  // empty: this rank does not share memory
@@ -102,6 +107,21 @@ std::string key_of(int rank) {
   return c10::str("address/", rank);
 }
 
+// A FileStore looks every 10 ms, which is longer than ranks of one machine take to come.
+void wait_for_all(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<std::string>& keys,
+    std::chrono::milliseconds timeout) {
+  auto pause = kFirstPause;
+  for (int look = 0; look < kStoreLooks; ++look) {
+    if (store->check(keys)) {
+      return;
+    }
+    std::this_thread::sleep_for(pause);
+    pause *= 2;
+  }
+  store->wait(keys, timeout);
+}
+
 std::vector<Address> exchange(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     const Address& mine) {
@@ -112,7 +132,7 @@ std::vector<Address> exchange(
   for (int peer = 0; peer < size; ++peer) {
     keys.push_back(key_of(peer));
   }
-  store->wait(keys, timeout);
+  wait_for_all(store, keys, timeout);
   std::vector<Address> addresses;
   addresses.reserve(keys.size());
   for (const auto& key : keys) {

@@ -25,10 +25,11 @@ namespace torch_ext::sim {
 
 SharedMemory::SharedMemory(
     std::vector<Member> members, int rank, std::vector<int64_t> global_ranks, FoldOrder order,
-    std::chrono::milliseconds timeout)
+    std::chrono::milliseconds timeout, bool any_device)
     : group_(std::make_shared<Group>(std::move(members), rank, std::move(global_ranks), order, timeout)),
       lane_(std::make_shared<Lane>(group_)),
       mailbox_(std::make_shared<Mailbox>(group_)),
+      any_device_(any_device),
       owner_(getpid()) {}
 
 SharedMemory::~SharedMemory() {
@@ -37,6 +38,9 @@ SharedMemory::~SharedMemory() {
 
 TransferPtr SharedMemory::start(Call call) {
   call.site = site_of_call();
+  if (any_device_) {
+    call.device = -1;
+  }
   at::AutoDispatchBelowADInplaceOrView below; // see Pending::advance
   switch (call.kind) {
     case c10d::OpType::SEND:
@@ -52,6 +56,11 @@ TransferPtr SharedMemory::start(Call call) {
 void SharedMemory::set_timeout(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(group_->mutex);
   group_->timeout = timeout;
+}
+
+std::chrono::milliseconds SharedMemory::timeout() const {
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  return group_->timeout;
 }
 
 void SharedMemory::set_name(const std::string& name) {

@@ -1,5 +1,6 @@
 // The transport between processes, or threads, of one machine: see Note [Memory of a rank] (layout.h), Note [States of
-// a collective] (lane.h), Note [Letters] (mailbox.h) and Note [Agreeing on a transport] (rendezvous.h).
+// a collective] (lane.h), Note [Who reduces] (movement.h), Note [Letters] (mailbox.h) and Note [Agreeing on a
+// transport] (rendezvous.h).
 //
 // Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport. No thread is started; work is
 // done by whoever launches, waits or polls. Destroying it waits for nothing.
@@ -16,14 +17,14 @@ class SharedMemory final : public Transport {
  public:
   SharedMemory(
       std::vector<Member> members, int rank, std::vector<int64_t> global_ranks, FoldOrder order,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout, bool any_device);
   ~SharedMemory() override;
 
   TransferPtr start(Call call) override;
   void set_timeout(std::chrono::milliseconds timeout) override;
+  std::chrono::milliseconds timeout() const override;
   void set_name(const std::string& name) override;
-  const std::string& record_name() const override { return record_name_; }
-  uint64_t transfers_started() const override { return 0; }
+  const char* kind() const override { return "shared"; }
   void settle() override;
   void leave(bool broken) override;
 
@@ -31,8 +32,8 @@ class SharedMemory final : public Transport {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Mailbox> mailbox_;
-  std::string record_name_; // empty: it has no entries of its own
-  pid_t owner_;             // a child that was forked since then does not speak for this rank
+  const bool any_device_; // whether several ranks may use one device
+  pid_t owner_;           // a child that was forked since then does not speak for this rank
 };
 
 } // namespace torch_ext::sim

@@ -79,12 +79,15 @@ class Transport {
   // held until the transfer is over. May wait for peers that are far behind.
   virtual TransferPtr start(Call call) = 0;
 
+  // Of calls that name none.
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+  virtual std::chrono::milliseconds timeout() const = 0;
 
-  // How flight records call the group, and where to look for entries of the transport's own: see flight_record.h.
+  // "shared" or "gloo"
+  virtual const char* kind() const = 0;
+
+  // The group's.
   virtual void set_name(const std::string& name) = 0;
-  virtual const std::string& record_name() const = 0;
-  virtual uint64_t transfers_started() const = 0;
 
   // Waits until the calls that have been started are over, as far as they are known to it. Raises nothing: whoever
   // waits for one is told what became of it.

@@ -1,0 +1,76 @@
+"""What the race checker costs.
+
+    python benchmarks/races.py
+
+Each figure alternates between the two sides in one run and takes the median of the rounds' ratios, so that a busy
+machine slows both alike. Target: a training step of a two-layer transformer takes at most 1.25 times as long with the
+checker as without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an uninstalled clone will do
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from torch_ext.sim import races
+
+ROUNDS = 25
+
+
+def _seconds(body: Callable[[], object], repeat: int, *, checked: bool) -> float:
+    if checked:
+        races.start()
+    body()  # what a check meets for the first time
+    start = time.perf_counter()
+    for _ in range(repeat):
+        body()
+    took = (time.perf_counter() - start) / repeat
+    if checked:
+        found = races.stop()
+        if found:
+            raise AssertionError(races.RaceError(found))
+    return took
+
+
+def _compare(name: str, body: Callable[[], object], repeat: int, unit: str, per_second: float, target: str) -> None:
+    rounds = [(_seconds(body, repeat, checked=False), _seconds(body, repeat, checked=True)) for _ in range(ROUNDS)]
+    off, on = (statistics.median(side) * per_second for side in zip(*rounds, strict=True))
+    ratio = statistics.median(b / a for a, b in rounds)
+    print(f"{name:>15}: off {off:6.2f} {unit}, on {on:6.2f} {unit}, ratio {ratio:.2f}{target}")
+
+
+def small_operators() -> None:
+    x = torch.ones(4, 4, device="sim")
+    for name, call in {"add": lambda: x + x, "add_": lambda: x.add_(1.0), "mm": lambda: x @ x}.items():
+        _compare(name, call, 1000, "us", 1e6, "")
+
+
+def training_step() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to("sim")
+    optimizer = torch.optim.AdamW(net.parameters())
+    x = torch.randn(8, 64, 128).to("sim")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    _compare("training step", step, 3, "ms", 1e3, " (target 1.25)")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, median of {ROUNDS} rounds, one thread")
+    small_operators()
+    training_step()

@@ -1,0 +1,134 @@
+"""``pytest --slots``: distributed tests on slots, the rest as ever, and one report of both."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from test.torch_ext.world.suites import CHECKOUT, DEADLINE_S, Suite, parse_pytest
+
+PLUGIN = ("-p", "torch_ext.runner.pytest_plugin")
+SOURCE = """
+import pytest
+
+
+def who(name):
+    with open(os.path.join(os.path.dirname(__file__), "parents"), "a") as stream:
+        stream.write(f"{name} {os.getppid()}\\n")
+
+
+class TestA(Case):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.here = os.path.join(os.path.dirname(__file__), cls.__name__)
+        open(cls.here, "w").close()
+
+    def test_meets_the_other(self):
+        while not all(os.path.exists(os.path.join(os.path.dirname(__file__), name)) for name in ("TestA", "TestB")):
+            time.sleep(0.01)
+        self.check()
+
+
+class TestB(TestA):
+    def test_fails(self):
+        if self.rank == 1:
+            raise ValueError("this is rank 1")
+
+    def test_dies(self):
+        os.kill(os.getpid(), 11)
+
+    def test_skips(self):
+        self.skipTest("no reason")
+
+    @unittest.expectedFailure
+    def test_xfails(self):
+        raise ValueError("expected")
+
+
+class TestInside(Case):
+    @pytest.fixture(autouse=True)
+    def of_pytest(self, tmp_path):
+        self.folder = tmp_path
+
+    def test_uses_a_fixture(self):
+        self.check()
+
+
+def test_function(tmp_path):
+    pass
+"""
+ENDINGS = {
+    "test_meets_the_other": "passed", "test_fails": "failed", "test_dies": "failed",
+    "test_uses_a_fixture": "passed", "test_function": "passed",
+}  # fmt: skip
+
+
+def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, SOURCE)
+    xml = tmp_path / "report.xml"
+    run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
+    assert run.code == 1 and run.status == ENDINGS, run
+    assert re.search(r"^SKIPPED \[1\] test_suite.py:\d+: .*no reason", run.out, re.M), run
+    assert "ranks 1 of 2 failed" in run.out or "rank 1 of 2 failed with ValueError: this is rank 1" in run.out
+    assert "rerun: python -m pytest test_suite.py::TestB::test_fails" in run.out and "SIGSEGV" in run.out
+    assert "site-packages/_pytest" not in run.out and "1 xfailed" in run.out
+    assert "1 distributed tests run in pytest's process" in run.out and "which uses the fixture" in run.out
+    order = re.findall(r"^test_suite\.py::(?:\w+::)?(\w+) [A-Z]", run.out, re.M)
+    assert order == sorted(order, key=list(order).index) and order[0] == "test_meets_the_other"
+    root = ElementTree.parse(xml).getroot().find("testsuite")
+    assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("8", "2", "0")
+    assert suite.survivors() == {} and [each for each in suite.files_left() if "pytest-of" not in each] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--slots", "8", "-n", "2"), "-n 2 runs at most 2 classes at a time on slots"),
+        (("-n", "1"), "-n starts processes that know nothing of each other's ranks; --slots auto shares the cores"),
+    ],
+)
+def test_n_of_xdist_is_slots_or_says_why_not(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, *arguments, "-k", "test_function or test_skips")
+    assert told in run.out, run
+    if "--slots" in arguments:
+        assert "gw0" not in run.out and run.code == 0
+
+
+def test_x_stops_at_the_first_failure(tmp_path: Path) -> None:
+    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "--slots", "8", "-x", "-k", "test_fails or test_function")
+    assert run.code == 1 and run.status == {"test_fails": "failed"}, run
+    assert "stopping after 1 failures" in run.out
+
+
+def test_a_number_of_slots_is_checked(tmp_path: Path) -> None:
+    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "--slots", "none")
+    assert run.code == 4 and "got --slots 'none', expected a number above 0, auto or off" in run.err, run
+
+
+def test_without_slots_everything_is_pytests(tmp_path: Path) -> None:
+    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "-k", "test_fails")
+    assert run.status == {"test_fails": "failed"} and "rerun: python -m pytest" not in run.out, run
+
+
+def test_coverage_counts_the_lines_of_ranks(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, SOURCE)
+    rc, data = CHECKOUT / "pyproject.toml", tmp_path / "coverage"
+    extra = {"COVERAGE_FILE": str(data)}
+    measure = ["-m", "coverage", "run", f"--rcfile={rc}", "--include", str(suite.file), "-m", "pytest", "-q", *PLUGIN]
+    run = suite.finish(
+        suite.start([*measure, "--slots", "8", str(suite.file), "-k", "test_fails"], extra), parse_pytest
+    )
+    assert run.code == 1, run
+    for step in (["combine", "-q"], ["json", "-q", "-o", "coverage.json"]):
+        command = [sys.executable, "-m", "coverage", step[0], f"--rcfile={rc}", *step[1:]]
+        subprocess.run(command, cwd=tmp_path, env=suite.environment(extra), check=True, timeout=DEADLINE_S)
+    (found,) = json.loads((tmp_path / "coverage.json").read_text())["files"].values()
+    line = suite.file.read_text().splitlines().index('            raise ValueError("this is rank 1")') + 1
+    assert line in found["executed_lines"]

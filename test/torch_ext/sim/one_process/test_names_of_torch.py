@@ -1,0 +1,102 @@
+"""Names and functions by which torch, and programs written for other devices, use an accelerator."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM = torch.get_device_module("sim")
+
+
+def test_device_guards_put_the_device_back() -> None:
+    SIM.set_device(0)
+    with SIM._DeviceGuard(1):
+        assert SIM.current_device() == 1
+    assert SIM.current_device() == 0
+    assert SIM._exchange_device(1) == 0
+    assert SIM._maybe_exchange_device(-1) == 1
+    assert SIM._exchange_device(0) == 1
+
+
+def test_amp_is_of_the_device() -> None:
+    weight = torch.ones(2, 2, device="sim", requires_grad=True)
+    scaler = SIM.amp.GradScaler(init_scale=4.0)
+    with SIM.amp.autocast():
+        product = weight @ weight
+    assert product.dtype is torch.float16
+    scaler.scale(product.float().sum()).backward()
+    assert weight.grad is not None and weight.grad[0, 0].item() == 4 * scaler.get_scale()
+
+
+def test_submodules_have_the_names_of_other_accelerators() -> None:
+    assert SIM.memory.memory_allocated is SIM.memory_allocated
+    assert SIM.random.manual_seed is SIM.manual_seed
+    assert SIM.streams.Stream is SIM.Stream
+
+
+def test_eager_flex_attention_matches_the_hosts() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    host = torch.randn(1, 2, 4, 8)
+    device = host.to("sim").requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        expected = flex_attention(host, host, host)
+        result = flex_attention(device, device, device)
+    torch.testing.assert_close(result.detach().cpu(), expected)
+    result.sum().backward()
+    assert device.grad is not None
+
+
+@pytest.fixture
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    SIM.set_device(0)
+    dist.init_process_group("simccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif("LOCAL_RANK" in os.environ, reason="a launcher has chosen the device")
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_causal_attention_of_dtensors_matches_that_of_tensors(world_of_one: None, requires_grad: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.randn(2, 4, 8, 8, device="sim")
+    sharded = distribute_tensor(whole, init_device_mesh("sim", (1,)), [Shard(1)]).requires_grad_(requires_grad)
+    expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+    result = F.scaled_dot_product_attention(sharded, sharded, sharded, is_causal=True)
+    torch.testing.assert_close(result.full_tensor().detach(), expected)
+    assert result.placements == (Shard(1),)
+    if requires_grad:
+        result.sum().backward()
+        assert sharded.grad is not None
+    with pytest.raises(RuntimeError, match="mixed"):  # elsewhere plain tensors are refused as before
+        sharded + whole
+
+
+def test_profilers_see_collectives_with_their_shapes(world_of_one: None) -> None:
+    tensor = torch.ones(3, 2, device="sim")
+    with torch.autograd.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+    events = [event for event in profiler.function_events if event.name == "simccl:all_reduce"]
+    assert [(event.is_async, event.input_shapes) for event in events] == [(True, [[3, 2]])] * 2
+
+
+def test_ddp_logs_times_of_the_device(world_of_one: None) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="sim"), device_ids=[0])
+    for _ in range(3):  # it begins to log with the second
+        model(torch.ones(1, 2, device="sim")).sum().backward()
+    logged = model._get_ddp_logging_data()
+    assert logged["avg_forward_compute_time"] > 0
+    assert logged["avg_backward_compute_time"] > 0

@@ -1,0 +1,20 @@
+"""The zoo: each program with a race is reported with the two places that race and no other, and its twin is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from test.torch_ext.sim.races import zoo_memory, zoo_streams
+from test.torch_ext.sim.races.stage import Pair, pairs_of, run
+
+PAIRS = pairs_of(zoo_streams, zoo_memory)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_the_race_is_reported_with_both_places(pair: Pair) -> None:
+    assert run(pair, fixed=False) == [pair.expected]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_the_twin_is_silent(pair: Pair) -> None:
+    assert run(pair, fixed=True) == []

@@ -1,0 +1,23 @@
+"""The part of the zoo that needs ranks: collectives and transfers. All programs share one world of two ranks."""
+
+from __future__ import annotations
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+from test.torch_ext.sim.races import zoo_collectives
+from test.torch_ext.sim.races.stage import SIM, pairs_of, run
+
+
+def _run_all(rank: int, world_size: int) -> None:
+    wrong = []
+    for pair in pairs_of(zoo_collectives):
+        for fixed, expected in ((False, [pair.expected]), (True, [])):
+            found = run(pair, fixed=fixed)
+            if found != expected:
+                wrong.append(f"{pair.name}, {'twin' if fixed else 'racy'}: expected {expected}, found {found}")
+            SIM.synchronize()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_collectives_are_reported_with_both_places_and_their_twins_are_silent() -> None:
+    ranks.run(2, _run_all)

@@ -1,0 +1,134 @@
+"""Programs of two ranks: collectives and transfers whose end, or whose inputs, nobody waited for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from test.torch_ext.sim.races.stage import SIM, Stage, pair
+
+
+@pair
+def result_read_before_wait(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+    if fixed:
+        work.wait()
+    x.mul(3)  # later: mul
+    work.wait()
+
+
+@pair
+def input_overwritten_before_wait(on: Stage, fixed: bool) -> None:
+    x, out = on.tensor(), on.tensor(512)
+    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
+    if fixed:
+        work.wait()
+    x.zero_()  # later: zero_
+    work.wait()
+
+
+@pair
+def gathered_read_before_wait(on: Stage, fixed: bool) -> None:
+    x, out = on.tensor(), on.tensor(512)
+    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
+    if fixed:
+        work.wait()
+    out[256:].sum()  # later: sum
+    work.wait()
+
+
+@pair
+def scattered_read_before_wait(on: Stage, fixed: bool) -> None:
+    x, out = on.tensor(512), on.tensor()
+    work = dist.reduce_scatter_tensor(out, x, async_op=True)  # earlier: _reduce_scatter_base
+    if fixed:
+        work.wait()
+    out.sum()  # later: sum
+    work.wait()
+
+
+@pair
+def wait_on_another_stream(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+    with on.on(on.main if fixed else on.side):
+        work.wait()
+    x.mul(3)  # later: mul
+
+
+@pair
+def launched_before_its_input_is_there(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+    if fixed:
+        on.main.wait_stream(on.side)
+    dist.all_reduce(x, async_op=True).wait()  # later: all_reduce
+
+
+@pair
+def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        dist.all_reduce(x)  # earlier: all_reduce
+    if fixed:
+        on.main.wait_stream(on.side)
+    x.mul(3)  # later: mul
+
+
+@pair
+def broadcast_read_before_wait(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.broadcast(x, 0, async_op=True)  # earlier: broadcast
+    if fixed:
+        work.wait()
+    x.zero_()  # later: zero_
+    work.wait()
+
+
+@pair
+def all_to_all_read_before_wait(on: Stage, fixed: bool) -> None:
+    x, out = on.tensor(), on.tensor()
+    work = dist.all_to_all_single(out, x, async_op=True)  # earlier: all_to_all
+    if fixed:
+        work.wait()
+    out.sum()  # later: sum
+    work.wait()
+
+
+@pair
+def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    peer = 1 - dist.get_rank()
+    got = on.tensor()
+    sends = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+    works = dist.batch_isend_irecv(sends)  # earlier: send
+    if fixed:
+        for work in works:
+            work.wait()
+    x.zero_()  # later: zero_
+    for work in works:
+        work.wait()
+
+
+@pair
+def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
+    # As in pytorch#152534.
+    x = on.tensor()
+    raw = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)  # earlier: all_reduce
+    if fixed:
+        raw = torch.ops._c10d_functional.wait_tensor(raw)
+    raw.mul(3)  # later: mul
+    functional.wait_tensor(raw)
+
+
+@pair
+def device_synchronized_instead(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+    if fixed:
+        SIM.synchronize()
+    x.mul(3)  # later: mul
+    work.wait()

@@ -1,0 +1,178 @@
+"""Programs in which memory is freed too early, or is pinned memory that streams and the host share."""
+
+from __future__ import annotations
+
+import torch
+
+from test.torch_ext.sim.races.stage import SIM, Stage, pair
+
+
+@pair
+def freed_while_in_use(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    if fixed:
+        x.record_stream(on.side)
+    del x
+    torch.ones(256, device="sim:0")  # later: fill_
+
+
+@pair
+def freed_with_its_stream_waiting(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    del x
+    if fixed:
+        on.main.wait_stream(on.side)
+    torch.ones(256, device="sim:0")  # later: fill_
+
+
+@pair
+def freed_and_reused_by_less(on: Stage, fixed: bool) -> None:
+    x = on.tensor(40_000)
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    if fixed:
+        x.record_stream(on.side)
+    del x
+    torch.ones(10, device="sim:0")  # later: fill_
+
+
+@pair
+def recorded_for_another_stream(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    x.record_stream(on.side if fixed else on.other)
+    del x
+    torch.ones(256, device="sim:0")  # later: fill_
+
+
+@pair
+def recorded_before_the_last_use_is_enough(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    if fixed:
+        x.record_stream(on.side)
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    del x
+    torch.ones(256, device="sim:0")  # later: fill_
+
+
+@pair
+def written_after_its_memory_was_lost(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.fill_(3)  # earlier: fill_
+    if fixed:
+        x.record_stream(on.side)
+    del x
+    torch.empty(256, device="sim:0").zero_()  # later: zero_
+
+
+@pair
+def storage_resized_to_nothing(on: Stage, fixed: bool) -> None:
+    # As FSDP frees parameters.
+    x = on.tensor()
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    if fixed:
+        on.main.wait_stream(on.side)
+    x.untyped_storage().resize_(0)
+    torch.ones(256, device="sim:0")  # later: fill_
+
+
+@pair
+def made_on_the_side_and_used_here(on: Stage, fixed: bool) -> None:
+    with on.on(on.side):
+        x = torch.ones(256, device="sim:0")
+    on.main.wait_stream(on.side)
+    x.mul(3)  # earlier: mul
+    if fixed:
+        x.record_stream(on.main)
+    del x
+    with on.on(on.side):
+        torch.ones(256, device="sim:0")  # later: fill_
+    on.main.wait_stream(on.side)
+
+
+@pair
+def temporary_of_an_expression(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    doubled = x * 2
+    on.side.wait_stream(on.main)
+    with on.on(on.side):
+        kept = doubled.mul(3)  # earlier: mul
+    del doubled
+    if fixed:
+        on.main.wait_stream(on.side)
+    x.add(1)  # later: add
+    del kept
+
+
+@pair
+def clone_made_on_another_stream(on: Stage, fixed: bool) -> None:
+    # As in pytorch#197827.
+    x = on.tensor()
+    with on.on(on.side):
+        copy = x.clone()  # earlier: copy_
+    if fixed:
+        on.main.wait_stream(on.side)
+    copy.sum()  # later: sum
+
+
+@pair
+def host_reads_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    # As in pytorch#144657.
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    host.sum()  # later: sum
+
+
+@pair
+def host_waits_for_another_stream(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    with on.on(on.side):
+        host.copy_(x, non_blocking=True)  # earlier: copy_
+    (on.side if fixed else on.main).synchronize()
+    host.mul(2)  # later: mul
+
+
+@pair
+def host_overwrites_what_is_being_sent(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    x.copy_(host, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    host.fill_(7)  # later: fill_
+
+
+@pair
+def host_copies_pinned_memory(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        SIM.synchronize()
+    torch.empty(256).copy_(host)  # later: copy_
+
+
+@pair
+def gradients_offloaded_and_fetched_back(on: Stage, fixed: bool) -> None:
+    x, host, back = on.tensor(), on.pinned(), on.tensor()
+    with on.on(on.side):
+        host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.wait_stream(on.side)
+    back.copy_(host, non_blocking=True)  # later: copy_
+
+
+@pair
+def half_of_a_pinned_buffer(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(128), on.pinned()
+    host[:128].copy_(x, non_blocking=True)  # earlier: copy_
+    host[128 if fixed else 100 :].fill_(7)  # later: fill_
+    on.main.synchronize()

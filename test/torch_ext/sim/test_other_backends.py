@@ -1,0 +1,159 @@
+"""Groups of torch's other backends with ``sim`` tensors: gloo, the threaded and the fake group."""
+
+from __future__ import annotations
+
+import io
+import unittest
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+
+SIM = torch.get_device_module("sim")
+
+
+def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
+    return torch.full((numel,), value, device="sim")
+
+
+# --- gloo ---
+
+
+def _check_gloo(rank: int, world_size: int, config: str) -> None:
+    assert dist.get_backend() == "gloo" or ":" in config
+    assert str(dist.get_backend_config()) == (config if ":" in config else "cpu:gloo,cuda:gloo")
+    x, parts = _x(rank + 1.0), [_x() for _ in range(world_size)]
+    dist.all_reduce(x)
+    dist.all_gather(parts, x * (rank + 1))
+    assert x.tolist() == [3.0] * 3 and [part[0].item() for part in parts] == [3.0, 6.0]
+    dist.barrier()
+    if rank == 0:
+        dist.send(_x(5.0), 1)
+    else:
+        dist.recv(x, 0)
+        assert x.tolist() == [5.0] * 3
+    again = _x(rank + 1.0)
+    dist.all_reduce(again, group=dist.new_group())
+    assert functional.all_reduce(_x(), "sum", dist.group.WORLD).tolist() == [2.0] * 3
+    mesh = init_device_mesh("sim", (world_size,), mesh_dim_names=("dp",))
+    assert functional.all_reduce(again, "sum", mesh.get_group()).tolist() == [6.0] * 3
+    if "cpu" in str(dist.get_backend_config()):
+        host = torch.ones(3)
+        dist.all_reduce(host)
+        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        assert host.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("config", ["gloo", "sim:gloo", "cpu:gloo,sim:gloo"])
+def test_group_of_gloo_serves_device_tensors(config: str) -> None:
+    ranks.run(2, _check_gloo, config, backend=config)
+
+
+def _check_one_device(rank: int, world_size: int) -> None:
+    SIM.set_device(0)
+    x = _x()
+    dist.all_reduce(x)
+    assert x.device == torch.device("sim", 0) and x.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_ranks_of_gloo_may_use_one_device(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
+    ranks.run(2, _check_one_device, backend="gloo")
+
+
+def _check_refusal(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="No backend type associated with device type sim"):
+        dist.all_reduce(_x())
+
+
+def test_group_of_gloo_for_the_host_alone_refuses_device_tensors() -> None:
+    ranks.run(2, _check_refusal, backend="cpu:gloo")
+
+
+def _check_training_over_gloo(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2, device="sim"))
+    model(torch.full((1, 4), rank + 1.0, device="sim")).sum().backward()
+    assert model.module.weight.grad is not None
+    assert torch.equal(model.module.weight.grad.cpu(), torch.full((2, 4), 1.5))
+
+
+def test_ddp_trains_over_a_group_of_gloo() -> None:
+    ranks.run(2, _check_training_over_gloo, backend="gloo")
+
+
+# --- the fake group ---
+
+
+def _check_fake(rank: int, world_size: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    x, whole = _x(), _x(numel=12)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(whole, x)
+    dist.reduce_scatter_tensor(x, whole)
+    dist.broadcast(x, 0)
+    dist.all_to_all_single(_x(numel=4), _x(numel=4))
+    dist.barrier()
+    half = dist.new_group([0, 1])
+    dist.all_reduce(x, group=half)
+    assert x.shape == (3,)  # fakes say nothing of values
+    model = torch.nn.Linear(4, 4, device="sim")
+    fully_shard(model, mesh=init_device_mesh("sim", (4,)))
+    model(torch.ones(2, 4, device="sim")).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.to_local().shape == (1, 4)
+    assert dist.Backend.default_device_backend_map["sim"] == "simccl"
+
+
+def test_fake_group_takes_device_tensors() -> None:
+    ranks.run(1, _check_fake)
+
+
+# --- torch's threaded group ---
+
+
+def _check_threaded(rank: int, world_size: int) -> None:
+    class Threads(MultiThreadedTestCase):
+        world_size = 2
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_threads()
+
+        def test_collectives(self) -> None:
+            SIM.set_device(self.rank)
+            here = torch.device("sim", self.rank)
+            mine = torch.full((2,), float(self.rank + 1), device="sim")
+            assert mine.device == here
+
+            total = mine.clone()
+            dist.all_reduce(total)
+            whole, part = torch.empty(4, device="sim"), torch.empty(1, device="sim")
+            dist.all_gather_into_tensor(whole, mine)
+            dist.reduce_scatter_tensor(part, mine)
+            sent = mine.clone()
+            dist.broadcast(sent, 1)
+            exchanged = torch.empty(2, device="sim")
+            dist.all_to_all_single(exchanged, mine)
+            assert total.tolist() == [3.0, 3.0] and whole.tolist() == [1.0, 1.0, 2.0, 2.0] and part.item() == 3.0
+            assert sent.tolist() == [2.0, 2.0] and exchanged.tolist() == [1.0, 2.0]
+            assert {one.device for one in (total, whole, part, sent, exchanged)} == {here}
+
+    dist.destroy_process_group()
+
+    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_collectives"))
+    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
+    ranks.leave()
+
+
+def test_threaded_group_serves_each_thread_its_device() -> None:
+    ranks.run(1, _check_threaded)

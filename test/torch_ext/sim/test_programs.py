@@ -1,0 +1,231 @@
+"""Random programs of collectives over random groups give what a model of them gives, and name whoever departs from one.
+
+A program is drawn from a seed, alike on every rank: operations on random groups, of random kinds, types, sizes and
+roots, some asynchronous and waited for later, in any order. The model computes each result in one process. In half of
+the programs one rank does one thing differently; then all ranks of that group are told so, and go on. A failure names
+the seed: ``TORCH_EXT_PROGRAMS=SEED:1`` runs that program alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+
+WORLD_SIZE = 4
+OPERATIONS = 12
+OPS = dist.ReduceOp
+REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    OPS.SUM: torch.add, OPS.MAX: torch.maximum, OPS.MIN: torch.minimum, OPS.PRODUCT: torch.mul,
+}  # fmt: skip
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+ROOTED = ("reduce", "broadcast")
+KINDS = (*REDUCING, "broadcast", "all_gather", "all_to_all", "barrier")
+SIZES = (0, 1, 3, 17, 1000, 1 << 15)  # the last is shared out between ranks
+TYPES = (torch.float32, torch.int64, torch.uint8, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Operation:
+    group: int
+    kind: str
+    dtype: torch.dtype
+    size: int
+    reduction: Any
+    root: int  # in its group
+    asynchronous: bool
+    seed: int  # of its inputs
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What one rank does differently: at an operation, in one respect."""
+
+    operation: int
+    rank: int
+    what: str
+    instead: Operation
+
+
+@dataclass(frozen=True)
+class Program:
+    groups: list[list[int]]
+    operations: list[Operation]
+    departure: Departure | None
+
+
+def draw_program(seed: int) -> Program:
+    draw = random.Random(seed)
+    groups = [list(range(WORLD_SIZE))]
+    groups += [sorted(draw.sample(range(WORLD_SIZE), draw.randint(2, WORLD_SIZE))) for _ in range(2)]
+    operations = []
+    for _ in range(OPERATIONS):
+        group = draw.randrange(len(groups))
+        operations.append(
+            Operation(
+                group, draw.choice(KINDS), draw.choice(TYPES), draw.choice(SIZES), draw.choice(list(REDUCTIONS)),
+                draw.randrange(len(groups[group])), draw.random() < 0.5, draw.randrange(1 << 30),
+            )
+        )  # fmt: skip
+    return Program(groups, operations, _draw_departure(draw, groups, operations) if seed % 2 else None)
+
+
+def _draw_departure(draw: random.Random, groups: list[list[int]], operations: list[Operation]) -> Departure:
+    number = draw.randrange(len(operations))
+    one = operations[number]
+    respects = {"operation": replace(one, kind=draw.choice([kind for kind in KINDS if kind != one.kind]))}
+    if one.kind != "barrier":
+        respects["type"] = replace(one, dtype=draw.choice([dtype for dtype in TYPES if dtype != one.dtype]))
+        respects["size"] = replace(one, size=one.size + draw.choice((1, 7)))
+    if one.kind in REDUCING:
+        respects["reduction"] = replace(one, reduction=draw.choice([op for op in REDUCTIONS if op != one.reduction]))
+    if one.kind in ROOTED:
+        respects["root"] = replace(one, root=(one.root + 1) % len(groups[one.group]))
+    what = draw.choice(list(respects))
+    return Departure(number, draw.choice(groups[one.group]), what, respects[what])
+
+
+# What ranks are told that differ in a respect, and the respects that are looked at before it.
+TOLD = {
+    "operation": "the operation",
+    "reduction": "the reduction",
+    "root": "the root",
+    "type": "the element type",
+    "size": "the number of elements",
+}
+
+
+def inputs_of(one: Operation, members: int) -> torch.Tensor:
+    """What each member gives, ``[members, elements]``: 1 or 2, exact in every type for every reduction."""
+    parts = members if one.kind in ("reduce_scatter", "all_to_all") else 1
+    generator = torch.Generator().manual_seed(one.seed)
+    return torch.randint(1, 3, (members, parts * one.size), generator=generator).to(one.dtype)
+
+
+def model(one: Operation, members: int, me: int) -> torch.Tensor | None:
+    """What a member of the group has afterwards; ``None``: nothing that is said."""
+    rows = inputs_of(one, members)
+    if one.kind == "barrier" or (one.kind == "reduce" and me != one.root):
+        return None
+    if one.kind == "broadcast":
+        return rows[one.root]
+    if one.kind == "all_gather":
+        return rows.flatten()
+    if one.kind == "all_to_all":
+        return rows.view(members, members, one.size)[:, me].flatten()
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total = REDUCTIONS[one.reduction](total, row)
+    return total.view(members, one.size)[me] if one.kind == "reduce_scatter" else total
+
+
+Begun = tuple[torch.Tensor | None, dist.Work | None]
+
+
+def begin(one: Operation, group: dist.ProcessGroup, ranks_of: list[int], me: int) -> Begun:
+    mine = inputs_of(one, len(ranks_of))[me].to("sim")
+    root, later = ranks_of[one.root], one.asynchronous
+    if one.kind == "barrier":
+        return None, dist.barrier(group, async_op=later)
+    if one.kind == "all_reduce":
+        return mine, dist.all_reduce(mine, one.reduction, group, later)
+    if one.kind == "reduce":
+        return mine, dist.reduce(mine, root, one.reduction, group, later)
+    if one.kind == "broadcast":
+        return mine, dist.broadcast(mine, root, group, later)
+    sizes = {"all_gather": one.size * len(ranks_of), "reduce_scatter": one.size, "all_to_all": mine.numel()}
+    out = torch.full((sizes[one.kind],), 7, dtype=one.dtype, device="sim")
+    if one.kind == "all_gather":
+        return out, dist.all_gather_into_tensor(out, mine, group, later)
+    if one.kind == "reduce_scatter":
+        return out, dist.reduce_scatter_tensor(out, mine, one.reduction, group, later)
+    return out, dist.all_to_all_single(out, mine, group=group, async_op=later)
+
+
+def run_program(seed: int, rank: int) -> None:
+    program = draw_program(seed)
+    departure = program.departure
+    groups = [dist.new_group(members, backend="simccl") for members in program.groups]
+    waiting: list[tuple[int, Begun]] = []
+    draw = random.Random(f"{seed} {rank}")  # when to wait is each rank's own affair
+
+    def finish(number: int, begun: Begun) -> None:
+        out, work = begun
+        members = program.groups[program.operations[number].group]
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            told = str(error)
+        else:
+            told = ""
+        if departure is not None and number == departure.operation:
+            check_told(told, rank, departure, members)
+            return
+        assert told == "", (number, told)
+        expected = model(program.operations[number], len(members), members.index(rank))
+        assert expected is None or (out is not None and torch.equal(out.cpu(), expected)), (number, out, expected)
+
+    for number, one in enumerate(program.operations):
+        members = program.groups[one.group]
+        if rank not in members:
+            continue
+        departs = departure is not None and (number, rank) == (departure.operation, departure.rank)
+        chosen = departure.instead if departs and departure is not None else one
+        try:
+            begun = begin(chosen, groups[one.group], members, members.index(rank))
+        except RuntimeError as error:
+            assert departure is not None and number == departure.operation, (number, error)
+            check_told(str(error), rank, departure, members)
+            continue
+        waiting.append((number, begun))
+        while waiting and draw.random() < 0.4:
+            finish(*waiting.pop(draw.randrange(len(waiting))))
+    draw.shuffle(waiting)
+    for number, begun in waiting:
+        finish(number, begun)
+    for members, group in zip(program.groups, groups, strict=True):
+        if rank in members:
+            dist.destroy_process_group(group)
+
+
+def check_told(told: str, rank: int, departure: Departure, members: list[int]) -> None:
+    assert f"simccl on rank {rank}: " in told, (departure, told)
+    if departure.what == "size" and departure.instead.kind == "all_to_all":
+        assert "ranks disagree in the number of elements: " in told and f"rank {departure.rank} called " in told, told
+        return
+    assert f"ranks disagree in {TOLD[departure.what]}: rank {rank} called " in told, (departure, told)
+    others = [other for other in members if other != rank]
+    named = [departure.rank] if rank != departure.rank else others
+    assert any(f"; rank {other} called " in told for other in named), (departure, told)
+
+
+def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for seed in range(first, first + count):
+        try:
+            run_program(seed, rank)
+        except Exception as error:
+            error.add_note(f"in program {seed}: TORCH_EXT_PROGRAMS={seed}:1")
+            raise
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_programs_do_what_their_model_does(
+    transport: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
+    usual = 2000 if request.config.getoption("--long", default=False) else 60 if transport == "shared" else 12
+    first, _, count = os.environ.get("TORCH_EXT_PROGRAMS", f"0:{usual}").partition(":")
+    ranks.run(WORLD_SIZE, _run_programs, int(first), int(count), backend="simccl")

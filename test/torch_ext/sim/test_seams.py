@@ -1,0 +1,167 @@
+"""Faults that are planted in a rank's communication happen at the call they are planted for, and do what they say."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim import ranks
+from torch_ext.sim import faults
+
+
+def _x(value: float = 1.0) -> torch.Tensor:
+    return torch.full((3,), value, device="sim")
+
+
+@pytest.fixture(params=["shared", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
+    return str(request.param)
+
+
+def _check_delay(rank: int, world_size: int) -> None:
+    if rank == 1:
+        faults.delay(at=2, by=timedelta(milliseconds=100))
+        faults.delay(at=4, by=timedelta(hours=1))
+    for _ in range(3):
+        x = _x()
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"timed out: .* rank 1, which has not called it"):
+            dist.all_reduce(_x())
+        c10d._get_default_store().set("told", "")
+    else:
+        late = threading.Thread(target=lambda: dist.all_reduce(_x()), daemon=True)
+        late.start()
+        c10d._get_default_store().wait(["told"])
+        assert late.is_alive()
+    ranks.leave()
+
+
+def test_delay() -> None:
+    ranks.run(2, _check_delay, timeout=ranks.SHORT)
+
+
+def _check_drop(rank: int, world_size: int) -> None:
+    if rank == 1:
+        faults.drop(at=2)
+    dist.all_reduce(_x())
+    with pytest.raises(RuntimeError, match=r"dropped by a planted fault" if rank == 1 else r"(?i)timed? ?out"):
+        dist.all_reduce(_x())
+    c10d._get_default_store().set(f"told {rank}", "")
+    c10d._get_default_store().wait(["told 0", "told 1"])  # so that no rank's end is what the other is told of
+    ranks.leave()
+
+
+@pytest.mark.usefixtures("transport")
+def test_drop_of_a_collective() -> None:
+    ranks.run(2, _check_drop, timeout=ranks.SHORT)
+
+
+def _check_lost_letter(rank: int, world_size: int) -> None:
+    if rank == 0:
+        faults.drop(at=1)
+        dist.send(_x(1.0), 1)
+        dist.send(_x(2.0), 1)
+    else:
+        x = _x(0.0)
+        dist.recv(x, 0)
+        assert x.tolist() == [2.0] * 3
+
+
+def test_drop_of_a_send_loses_the_message() -> None:
+    ranks.run(2, _check_lost_letter)
+
+
+def _check_corrupt(rank: int, world_size: int) -> None:
+    if rank == 1:
+        faults.corrupt(at=2)
+    results = []
+    for _ in range(3):
+        mine, whole = _x(rank + 1.0), torch.empty(3 * world_size, device="sim")
+        dist.all_gather_into_tensor(whole, mine)
+        assert mine.tolist() == [rank + 1.0] * 3  # its own input stays
+        results.append(whole.view(world_size, 3).tolist())
+    sent = [[1.0] * 3, [2.0] * 3]
+    assert results[0] == results[2] == sent
+    assert results[1][0] == sent[0] and results[1][1][1:] == sent[1][1:]
+    assert results[1][1][0] == 0.0  # 2.0 is the one bit that was flipped
+
+
+@pytest.mark.usefixtures("transport")
+def test_corrupt_of_what_a_rank_sends() -> None:
+    ranks.run(2, _check_corrupt)
+
+
+def _check_corrupt_root(rank: int, world_size: int) -> None:
+    if rank == 0:
+        faults.corrupt(at=1)
+    x = _x(2.0)
+    dist.broadcast(x, 0)
+    assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
+
+
+@pytest.mark.usefixtures("transport")
+def test_corrupt_of_what_a_root_sends() -> None:
+    ranks.run(2, _check_corrupt_root)
+
+
+def _check_corrupt_receipt(rank: int, world_size: int) -> None:
+    if rank == 1:
+        faults.corrupt(at=1)
+    x = _x(2.0)
+    dist.broadcast(x, 0)
+    assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
+
+
+def test_corrupt_of_what_a_rank_receives() -> None:
+    ranks.run(2, _check_corrupt_receipt)
+
+
+def _check_kill(rank: int, world_size: int) -> None:
+    if rank == 1:
+        faults.kill(at=3)
+    dist.all_reduce(_x())
+    dist.all_reduce(_x())
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(_x())
+    ranks.leave()
+
+
+def test_kill() -> None:
+    ranks.run(2, _check_kill, killed=1)
+
+
+def _check_groups(rank: int, world_size: int) -> None:
+    other = dist.new_group(backend="simccl")
+    if rank == 1:
+        faults.corrupt(at=1, group=other.group_name)
+    for group, expected in ((c10d._get_default_group(), 4.0), (other, 2.0)):
+        x = _x(2.0)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [expected, 4.0, 4.0]
+    faults.clear()
+    if rank == 1:
+        faults.corrupt(at=2)
+        faults.clear()
+    x = _x()
+    dist.all_reduce(x, group=other)
+    assert x.tolist() == [2.0] * 3
+
+
+def test_a_fault_is_one_groups_and_can_be_cleared() -> None:
+    ranks.run(2, _check_groups)
+
+
+@pytest.mark.parametrize("at", [0, -1, True, 1.5])
+def test_calls_are_counted_from_one(at: Any) -> None:
+    with pytest.raises(ValueError, match="counted from 1"):
+        faults.drop(at=at)

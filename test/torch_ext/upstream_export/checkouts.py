@@ -1,0 +1,45 @@
+"""Throwaway git repositories: one laid out like PyTorch, out of the installed torch's own test helpers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.testing import _internal as upstream_helpers
+
+__all__ = ["PERSON", "commit", "like_upstream", "repository"]
+
+PERSON = ("A Person", "person@example.org")
+
+
+def repository(folder: Path, files: Mapping[str, str], person: tuple[str, str] | None = PERSON) -> Path:
+    """Return a repository at ``folder`` with one commit of ``files``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _git(folder, "init", "-q")
+    if person:
+        for key, value in zip(("user.name", "user.email"), person, strict=True):
+            _git(folder, "config", key, value)
+    return commit(folder, files)
+
+
+def commit(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    _git(folder, "add", "-A")
+    _git(folder, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "As it is")
+    return folder
+
+
+def like_upstream(folder: Path) -> Path:
+    """Return a repository with the helpers of the installed torch at upstream's paths, and one stub of a test."""
+    helpers = Path(upstream_helpers.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.dll")
+    shutil.copytree(helpers, folder / "torch" / "testing" / "_internal", ignore=ignored)
+    return repository(folder, {"test/distributed/fsdp/test_wrap.py": '# Owner(s): ["oncall: distributed"]\n'})
+
+
+def _git(folder: Path, *command: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *command], check=True)

@@ -1,0 +1,209 @@
+"""Work of this tree as patches: each applies to a repository laid out like PyTorch, and stands there by itself."""
+
+from __future__ import annotations
+
+import email
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
+from torch_ext.upstream.__main__ import main
+from torch_ext.upstream.export import change, check, patch
+from torch_ext.upstream.export.command import Request, Result, export
+from torch_ext.upstream.export.link import Linker
+from torch_ext.upstream.export.trees import our_tree, tree_at
+from torch_ext.upstream.export.write import text_of
+
+ANATOMY = "test/distributed/fsdp/test_fsdp_anatomy.py"
+FSDP = "torch/testing/_internal/common_fsdp.py"
+
+# One suite of each kind that runs under torch's own harness in a minute or two, and where: the host, or a device.
+RUN_THERE = [
+    (ANATOMY, "sim", ()),
+    ("test/distributed/fsdp/test_fsdp_properties.py", "sim", ("TestTrainingProperties",)),
+    ("test/distributed/rpc/test_share_memory.py", "cpu", ()),
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return like_upstream(tmp_path_factory.mktemp("pytorch"))
+
+
+@pytest.fixture(scope="module")
+def anatomy(checkout: Path) -> Result:
+    result = export(Request([ANATOMY], checkout, tools=["a pencil"]))
+    assert result.problems == []
+    return result
+
+
+def imported(copy: Path, result: Result) -> str:
+    names = [str(copy / path) if path.startswith("test/") else path[:-3].replace("/", ".") for path in result.files]
+    return check.import_in_copy(copy, names)
+
+
+def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, checkout: Path) -> None:
+    assert sorted(anatomy.files) == [ANATOMY, FSDP]
+    suite, helpers = anatomy.files[ANATOMY], anatomy.files[FSDP]
+    assert suite.startswith('# Owner(s): ["oncall: distributed"]\n')
+    assert "class StepLog(TorchDispatchMode):" in helpers
+    # As few lines as the change needs: upstream's own stay, but for imports that get one name more.
+    before = (checkout / FSDP).read_text(encoding="utf-8").splitlines()
+    lost = [line for line in before if line not in helpers.splitlines()]
+    assert [line for line in lost if not line.startswith("from ")] == []
+    assert len(lost) < 5
+
+
+def test_the_mail_applies_and_says_who_and_what(anatomy: Result, checkout: Path, tmp_path: Path) -> None:
+    mail = email.message_from_string(anatomy.mail)
+    assert mail["From"] == f"{PERSON[0]} <{PERSON[1]}>"
+    assert mail["Subject"] == "[PATCH] Add test_fsdp_anatomy"
+    body = str(mail.get_payload())
+    assert "TestSteps.test_full_shard: no reshard after forward (in _post_forward)" in body
+    assert "test_fsdp_anatomy: TestSteps.test_hybrid_shard" in body
+    assert "Not run on the tree that it applies to." in body
+    assert "  a pencil\n" in body
+    copy = check.apply_to_copy(checkout, anatomy.mail, tmp_path)
+    assert (copy / ANATOMY).read_text(encoding="utf-8") == anatomy.files[ANATOMY]
+    assert imported(copy, anatomy) == ""
+
+
+def test_a_run_that_does_not_end_is_ended_with_its_children(checkout: Path, tmp_path: Path) -> None:
+    program = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
+    program += "import time\ntime.sleep(600)\n"
+    (tmp_path / "test_a.py").write_text(program, encoding="utf-8")
+    run = check.run_in_copy(tmp_path, "test_a.py", "cpu", timeout_s=5)
+    assert (run.passed, run.failed) == (0, 1)
+    assert "not done after 5 s" in run.output
+    sleeper = int(run.output.split()[0])
+    status = Path(f"/proc/{sleeper}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
+    checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
+    for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():
+        subprocess.run(["git", "-C", str(checkout), "config", key, value], check=True)
+    mail = patch.mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n", patch.author_of(checkout))
+    copy = check.apply_to_copy(checkout, mail, tmp_path)
+    assert (copy / THEIRS).read_text(encoding="utf-8") == "x = 1\n"
+
+
+def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(checkout: Path, tmp_path: Path) -> None:
+    def state() -> list[str]:
+        commands = [["status", "--porcelain"], ["count-objects", "-v"], ["for-each-ref"]]
+        return [subprocess.check_output(["git", "-C", str(checkout), *each], text=True) for each in commands]
+
+    before, file = state(), tmp_path / "change.patch"
+    asked = ["export", "testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
+    assert main([*asked, "--output", str(file), "--subject", "Log a step"]) == 0
+    assert state() == before
+    assert "Subject: [PATCH] Log a step\n" in file.read_text(encoding="utf-8")
+    assert main([*asked, "--branch", "step-log"]) == 0
+    shown = subprocess.check_output(["git", "-C", str(checkout), "log", "-1", "--format=%an %s", "step-log"], text=True)
+    assert shown == f"{PERSON[0]} Add ThreeUnits, StepLog, layout_over_ranks to common_fsdp\n"
+
+
+def test_without_a_person_there_is_no_patch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    nobody = repository(tmp_path / "pytorch", {FSDP: "import torch\n"}, person=None)
+    assert main(["export", ANATOMY, "--onto", str(nobody)]) == 2
+    told = capsys.readouterr()
+    assert "git knows no user.name here. Upstream takes patches from people" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("testing/_internal/common_distributed.py", 1, "never goes upstream: write against"),
+        ("torch_ext/compat/fsdp.py", 1, "compat never goes upstream"),
+        ("testing/_internal/_fsdp/models/mlp.py", 1, "upstream has all of it"),
+        ("testing/_internal/common_fsdp.py::MLP", 1, "has MLP: give REV.."),
+        ("testing/_internal/nothing.py", 2, "is no file, folder or REV.."),
+        ("no-such-revision..", 2, "no-such-revision"),
+    ],
+)
+def test_what_cannot_go_is_said(
+    checkout: Path, what: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", what, "--onto", str(checkout)]) == code
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert shown.out == ""
+
+
+MINE = "testing/_internal/dist_utils.py"
+THEIRS = "torch/testing/_internal/dist_utils.py"
+BEFORE = "def kept():\n    return 1\n\n\ndef changed(a):\n    x = a\n    z = 0\n    y = 2\n    return x + y + z\n"
+
+
+def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list[str]]:
+    """Return what ``HEAD..`` exports, where our file was ``BEFORE`` and is ``now``."""
+    root = repository(tmp_path / "ours", {MINE: BEFORE})
+    (root / MINE).write_text(now, encoding="utf-8")
+    theirs = tree_at(repository(tmp_path / "pytorch", {THEIRS: upstream}))
+    ours = our_tree(theirs, root)
+    linker = Linker(ours, theirs)
+    change.add(linker, ["HEAD.."], root)
+    return {each.path: text_of(each, ours) for each in linker.targets.values()}, linker.problems
+
+
+def test_a_changed_definition_is_merged_into_upstreams(tmp_path: Path) -> None:
+    now = BEFORE.replace("y = 2", "y = 3") + "\n\ndef added():\n    return kept()\n"
+    files, told = since(tmp_path, now, BEFORE.replace("    x = a\n", "    # theirs\n    x = a\n"))
+    assert told == []
+    assert files[THEIRS] == (
+        "def kept():\n    return 1\n\n\n"
+        "def changed(a):\n    # theirs\n    x = a\n    z = 0\n    y = 3\n    return x + y + z\n"
+        "\n\ndef added():\n    return kept()\n"
+    )
+
+
+def test_a_conflict_shows_three_sides_and_sends_nothing(tmp_path: Path) -> None:
+    _, told = since(tmp_path, BEFORE.replace("y = 2", "y = 3"), BEFORE.replace("y = 2", "y = 4"))
+    assert len(told) == 1
+    assert "changed changed here and differs upstream" in told[0]
+    for side in ("<<<<<<< upstream\n    y = 4", "||||||| before\n    y = 2", "=======\n    y = 3\n>>>>>>> now"):
+        assert side in told[0]
+
+
+def test_what_lies_uncommitted_in_the_checkout_does_not_count(tmp_path: Path) -> None:
+    checkout = repository(tmp_path / "pytorch", {THEIRS: "def mine(): ...\n"})
+    (checkout / THEIRS).write_text("def other(): ...\n", encoding="utf-8")
+    module = "torch.testing._internal.dist_utils"
+    assert tree_at(checkout).find(module, "mine") is not None
+    commit(checkout, {})
+    assert tree_at(checkout).find(module, "mine") is None
+    assert tree_at(checkout).find(module, "other") is not None
+
+
+def test_every_suite_and_helper_goes_applies_and_imports(
+    checkout: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("half a minute for the whole tree: --long does it")
+    result = export(Request(["test/distributed", "testing/_internal"], checkout))
+    assert result.problems == []
+    assert len(result.files) > 40
+    copy = check.apply_to_copy(checkout, result.mail, tmp_path)
+    assert imported(copy, result) == ""
+
+
+@pytest.mark.parametrize(("file", "device", "tests"), RUN_THERE, ids=[Path(file).stem for file, *_ in RUN_THERE])
+def test_suites_pass_under_torchs_own_harness(
+    checkout: Path, tmp_path: Path, request: pytest.FixtureRequest, file: str, device: str, tests: tuple[str, ...]
+) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("minutes under torch's own harness: --long runs it")
+    result = export(Request([file], checkout))
+    assert result.problems == []
+    copy = check.apply_to_copy(checkout, result.mail, tmp_path)
+    run = check.run_in_copy(copy, file, device, tests)
+    assert run.good, run.output
+    assert run.passed, run.output

@@ -1,0 +1,43 @@
+"""Each page of docs/findings shows what torch does: its program still prints what the page says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "findings"
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+
+_PROGRAM = re.compile(r"<!-- program -->\n```python\n(.*?)```\n\n<!-- prints -->\n```text\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_torch_still_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    found = _PROGRAM.search(page.read_text(encoding="utf-8"))
+    assert found is not None, f"{page.name} has no program"
+    program, printed = found.groups()
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    shown = [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if line in printed.splitlines()]
+    assert shown == printed.splitlines(), (
+        f"torch {torch.__version__} no longer does what docs/findings/{page.name} says. If torch has mended it, remove "
+        f"the page and what avoids the fault here.\nIt printed:\n{done.stdout}{done.stderr}"
+    )
+
+
+def test_the_index_lists_every_page_and_every_page_says_what_is_needed() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert len(PAGES) >= 4
+    assert [page.name for page in PAGES if f"]({page.name})" not in index] == []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert all(part in text for part in ("**Seen on**: torch 2.", "## Cause", "## A way out")), page.name
+        assert "torch_ext" not in (_PROGRAM.search(text) or [""])[0], (
+            f"{page.name}: the program is for people with torch alone"
+        )

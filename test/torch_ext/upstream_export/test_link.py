@@ -1,0 +1,199 @@
+"""What goes upstream with a change, and what it says there: on trees of a few lines."""
+
+from __future__ import annotations
+
+from torch_ext.upstream.export.link import Linker
+from torch_ext.upstream.export.lint import problems
+from torch_ext.upstream.export.modules import Tree
+from torch_ext.upstream.export.write import text_of
+
+OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
+COMMON = f"{OURS}.common_fsdp"
+FRONT = f"from {OURS}._fsdp.rooms import *\n"
+
+
+def tree(texts: dict[str, str]) -> Tree:
+    return Tree(lambda name: (texts[name], False) if name in texts else None)
+
+
+def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the texts that upstream's files have after the export of module ``file``, and what could not go."""
+    mine = tree({**theirs, **ours})
+    linker = Linker(mine, tree(theirs))
+    linker.add_file(file)
+    targets = [each for each in linker.targets.values() if each.whole or each.pieces]
+    return {target.module: text_of(target, mine) for target in targets}, linker.problems
+
+
+def suite(body: str, names: str = "helper") -> dict[str, str]:
+    return {"test.distributed.test_a": f"from {COMMON} import {names}\n\n\n{body}\n"}
+
+
+def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
+    files, told = exported(
+        "test.distributed.test_a", suite("helper()"), {f"{THEIRS}.common_fsdp": "def helper(): ...\n"}
+    )
+    assert told == []
+    assert files == {
+        "test.distributed.test_a": '# Owner(s): ["oncall: distributed"]\n\n'
+        f"from {THEIRS}.common_fsdp import helper\n\nhelper()\n"
+    }
+
+
+def test_what_upstream_lacks_goes_along_with_what_it_needs_and_nothing_else() -> None:
+    rooms = (
+        "import os\nimport functools\n\n__all__ = ['helper', 'other', 'known']\n\n\n"
+        "# Why it is two.\n_TWO = 2\n\n\n"
+        "@functools.cache\ndef helper() -> int:\n    return known() + _TWO\n\n\n"
+        "def known() -> int:\n    return 0\n\n\ndef other() -> str:\n    return os.sep\n"
+    )
+    theirs = {f"{THEIRS}.common_fsdp": "import os\n\n\ndef known():\n    return 1\n"}
+    files, told = exported(
+        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}, theirs
+    )
+    assert told == []
+    assert files[f"{THEIRS}.common_fsdp"] == (
+        "import functools\nimport os\n\n\ndef known():\n    return 1\n\n\n"
+        "# Why it is two.\n_TWO = 2\n\n\n"
+        "@functools.cache\ndef helper() -> int:\n    return known() + _TWO\n"
+    )
+
+
+def test_a_private_name_that_upstream_uses_for_something_else_gets_another_one() -> None:
+    rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
+    theirs = {f"{THEIRS}.common_fsdp": "def _do():\n    return 2\n"}
+    files, told = exported(
+        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}, theirs
+    )
+    assert told == []
+    added = files[f"{THEIRS}.common_fsdp"].removeprefix(theirs[f"{THEIRS}.common_fsdp"])
+    assert "def _do_of_rooms():" in added
+    assert "return _do_of_rooms()" in added
+
+
+def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
+    rooms = (
+        "__all__ = ['Base']\n\n\nclass Mixin:\n    def more(self):\n        return self.known()\n\n"
+        "    def unused(self): ...\n\n\nclass Base(Mixin):\n    def known(self): ...\n"
+    )
+    theirs = {f"{THEIRS}.common_fsdp": "class Base:\n    def known(self):\n        return 1\n\n\nclass Next: ...\n"}
+    body = "class TestA(Base):\n    def test_it(self):\n        self.more()"
+    files, told = exported(
+        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite(body, "Base")}, theirs
+    )
+    assert told == []
+    assert files[f"{THEIRS}.common_fsdp"] == (
+        "class Base:\n    def known(self):\n        return 1\n\n    def more(self):\n        return self.known()\n\n\n"
+        "class Next: ...\n"
+    )
+
+
+def test_questions_after_the_device_are_asked_upstreams_way() -> None:
+    rooms = (
+        "from torch_ext import accelerator\n"
+        f"from {OURS}._fsdp import device\n\n__all__ = ['helper']\n\n\n"
+        "def helper(device_type):\n    if device.is_accelerator() and accelerator.is_accelerator():\n"
+        "        return device.device_type(), device_type\n"
+    )
+    ours = {
+        COMMON: FRONT,
+        f"{OURS}._fsdp": "",
+        f"{OURS}._fsdp.rooms": rooms,
+        f"{OURS}._fsdp.device": "def is_accelerator(): ...\ndef device_type(): ...\n",
+        "torch_ext.accelerator": "def is_accelerator(): ...\n",
+    }
+    theirs = {f"{THEIRS}.common_fsdp": "import torch\n\nDEVICE_TYPE = 'cpu'\n\n\ndef get_devtype(): ...\n"}
+    files, told = exported("test.distributed.test_a", {**ours, **suite("helper(1)")}, theirs)
+    assert told == []
+    text = files[f"{THEIRS}.common_fsdp"]
+    assert '(get_devtype().type != "cpu") and torch.accelerator.is_available()' in text
+    assert "return DEVICE_TYPE, device_type" in text
+
+
+def test_private_names_of_torch_are_imported_from_where_they_are() -> None:
+    rooms = (
+        "from torch_ext.compat import fsdp as private\n\n__all__ = ['helper']\n\n\n"
+        "def helper():\n    return private.checkpoint, private.param_group.FSDPParamGroup\n"
+    )
+    compat = (
+        "__getattr__ = lazy_names(__name__, {'checkpoint': ('torch.gone:checkpoint', 'torch.here:checkpoint'), "
+        "'param_group': ('torch.distributed.fsdp:_group',)})\n"
+    )
+    ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, "torch_ext.compat.fsdp": compat}
+    theirs = {f"{THEIRS}.common_fsdp": "import torch\n", "torch.here": "def checkpoint(): ...\n"}
+    files, told = exported("test.distributed.test_a", {**ours, **suite("helper()")}, theirs)
+    assert told == []
+    text = files[f"{THEIRS}.common_fsdp"]
+    assert "from torch.here import checkpoint\n" in text
+    assert "from torch.distributed.fsdp import _group\n" in text
+    assert "return checkpoint, _group.FSDPParamGroup" in text
+
+
+def test_an_annotation_that_python_would_evaluate_too_early_is_quoted() -> None:
+    rooms = (
+        "from __future__ import annotations\n\n__all__ = ['Helper']\n\n\n"
+        "class Helper:\n    def copy(self, n: int) -> Helper:\n        return self\n"
+    )
+    files, _ = exported(
+        "test.distributed.test_a",
+        {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("Helper()", "Helper")},
+        {f"{THEIRS}.common_fsdp": "import torch\n"},
+    )
+    assert 'def copy(self, n: int) -> "Helper":' in files[f"{THEIRS}.common_fsdp"]
+
+
+def test_a_file_that_upstream_has_gets_the_tests_that_it_lacks() -> None:
+    text = "import os\n\n\nclass TestA:\n    def test_old(self): ...\n\n    def test_new(self):\n        os.getpid()\n"
+    ours = {"test.distributed.test_a": text}
+    theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
+    files, told = exported("test.distributed.test_a", ours, theirs)
+    assert told == []
+    assert files["test.distributed.test_a"] == (
+        "import os\n\n\nclass TestA:\n    def test_old(self):\n        return 1\n\n"
+        "    def test_new(self):\n        os.getpid()\n"
+    )
+
+
+def test_the_engine_stays_and_the_problem_says_what_to_do() -> None:
+    ours = {
+        f"{OURS}.common_distributed": "def ours_alone(): ...\n",
+        f"{OURS}._distributed.skips": "def skip_rank(): ...\n",
+    }
+    theirs = {f"{THEIRS}.common_distributed": "def known(): ...\n"}
+    for module in ours:
+        assert "write against upstream's" in exported(module, ours, theirs)[1][0]
+    assert (
+        "compat never goes upstream" in exported("torch_ext.compat.fsdp", {"torch_ext.compat.fsdp": ""}, theirs)[1][0]
+    )
+    using = {"test.distributed.test_a": f"from {OURS}.common_distributed import ours_alone\n\nours_alone()\n"}
+    (told,) = exported("test.distributed.test_a", {**ours, **using}, theirs)[1]
+    assert told.startswith("test/distributed/test_a.py:3 uses ours_alone, which upstream has not: ")
+
+
+def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
+    owned = '# Owner(s): ["oncall: distributed"]\n'
+    assert problems({"test/test_a.py": owned + "x = 1\n"}, {}) == []
+    for text, told in {
+        "x = 1\n": "no line # Owner(s)",
+        owned + "x = 1 \n": "trailing white space",
+        owned + "x = 1": "does not end with one newline",
+        owned + "if True:\n\tx = 1\n": "a tab",
+        owned + "import torch_ext.world\n": "names this project",
+        owned + "x = 'TORCH_EXT_DEVICE'\n": "names this project",
+        owned + "def f():\n    return nothing\n": "undefined name nothing",
+        owned + "import os\n": "F401",
+        owned + "def f(:\n": "no Python",
+    }.items():
+        assert any(told in each for each in problems({"test/test_a.py": text}, {})), told
+    assert problems({"a.py": "import os\ny = 1\n"}, {"a.py": "import os\n"}) == []
+    assert problems({"a.py": "y = 1 \nz = 1\n"}, {"a.py": "y = 1 \n"}) == []
+
+
+def test_the_checkouts_own_rules_count() -> None:
+    config = '[tool.ruff.lint]\nselect = ["T20"]\n'
+    (told,) = problems({"a.py": "print(1)\n"}, {}, config)
+    assert "T201" in told
+    assert problems({"a.py": "import os\n"}, {}, config) == []
+    # Settings of a later ruff: the rules that we know of count.
+    (told,) = problems({"a.py": "import os\n"}, {}, "[tool.ruff]\nno-such-setting = 1\n")
+    assert "F401" in told

@@ -1,0 +1,279 @@
+"""pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does.
+
+pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots, those that
+need something of pytest's (a fixture, a mark) and all others in pytest's own process, as without the plugin.
+
+Loaded by the entry point ``pytest11``, or by ``pytest_plugins`` in a conftest. Does nothing unless ``--slots`` or the
+ini option ``torch_ext_slots`` asks for it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from _pytest._code.code import ReprFileLocation, TerminalRepr
+from _pytest._io import TerminalWriter
+
+if TYPE_CHECKING:
+    from torch_ext.runner.discovery import TestFile
+    from torch_ext.runner.names import Collected
+    from torch_ext.runner.options import Options
+    from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
+    from torch_ext.runner.schedule import Batch, Plan
+
+__all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_report_header", "pytest_runtestloop"]
+
+_OFF, _AUTO = "off", "auto"
+# Where the base classes are whose tests run in ranks.
+_BASES = "torch_ext.testing._internal._distributed."
+# Marks that act in pytest's own process alone.
+_MARKS = ("skip", "skipif", "xfail", "usefixtures")
+# Fixtures that stand for what unittest calls by itself.
+_UNITTEST = ("_unittest_", "_xunit_", "unittest_", "xunit_", "request")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run distributed tests in processes of their own, as many at a time as their ranks fit into N slots"
+    parser.getgroup("torch_ext").addoption("--slots", metavar="N|auto|off", default="", help=text)
+    parser.addini("torch_ext_slots", f"{text}; off by default", default=_OFF)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Take ``-n N`` of pytest-xdist for the number of classes at a time, before its processes start."""
+    _asked(config)  # a usage error comes first
+    processes = config.getoption("numprocesses", None, skip=True) if config.pluginmanager.has_plugin("xdist") else None
+    if _is_on(config) and processes:
+        config.option.torch_ext_jobs = int(processes)
+        config.option.numprocesses = None
+        config.option.dist = "no"
+        config.option.tx = []
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say what became of ``-n``."""
+    jobs = getattr(config.option, "torch_ext_jobs", None)
+    if jobs:
+        return f"torch_ext: -n {jobs} runs at most {jobs} classes at a time on slots; no process of pytest-xdist starts"
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return "torch_ext: -n starts processes that know nothing of each other's ranks; --slots auto shares the cores"
+    return None
+
+
+def _asked(config: pytest.Config) -> str:
+    """Return ``"off"``, ``"auto"`` or a number.
+
+    Raises:
+        pytest.UsageError: something else was asked for.
+    """
+    asked = str(config.getoption("--slots", "") or config.getini("torch_ext_slots") or _OFF)
+    if asked not in (_OFF, _AUTO) and not (asked.isdecimal() and int(asked)):
+        raise pytest.UsageError(f"got --slots {asked!r}, expected a number above 0, auto or off")
+    return asked
+
+
+def _is_on(config: pytest.Config) -> bool:
+    stops = any(config.getoption(name, False) for name in ("usepdb", "trace", "collectonly", "setuponly", "setupplan"))
+    return _asked(config) != _OFF and not stops and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the distributed tests, then what is left of ``session.items`` as pytest does."""
+    if not _is_on(session.config) or (session.testsfailed and not session.config.option.continue_on_collection_errors):
+        return None  # pytest says why nothing runs
+    ours = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]
+    inside = {item: why for item in ours if (why := _why_inside(item))}
+    mine = [item for item in ours if item not in inside]
+    if inside:
+        first, why = next(iter(inside.items()))
+        told = f"{len(inside)} distributed tests run in pytest's process, as {first.nodeid}, which {why}"
+        session.config.issue_config_time_warning(pytest.PytestWarning(told), stacklevel=2)
+    if not mine:
+        return None
+    _Run(session, mine).run()
+    # pytest's own loop would take the failures so far for failures to collect.
+    rest = [item for item in session.items if item not in set(mine)]
+    for number, item in enumerate(rest):
+        following = rest[number + 1] if number + 1 < len(rest) else None
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        _stop_if_asked(session)
+    return True
+
+
+def _stop_if_asked(session: pytest.Session) -> None:
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
+def _runs_in_ranks(item: pytest.Function) -> bool:
+    cls = getattr(item, "cls", None)
+    return cls is not None and any(base.__module__.startswith(_BASES) for base in cls.__mro__)
+
+
+def _why_inside(item: pytest.Function) -> str:
+    """Return what of pytest's ``item`` needs, in words; empty if nothing."""
+    for mark in _MARKS:
+        if item.get_closest_marker(mark) is not None:
+            return f"has the mark {mark!r}"
+    fixtures = [name for name in item.fixturenames if not name.startswith(_UNITTEST)]
+    return f"uses the fixture {fixtures[0]!r}" if fixtures else ""
+
+
+class _Text(TerminalRepr):
+    """The report of a failure, as the runner's own report has it."""
+
+    def __init__(self, text: str, path: str, line: int) -> None:
+        self._text = text
+        self.reprcrash = ReprFileLocation(path, line + 1, text.strip().partition("\n")[0])
+
+    def __str__(self) -> str:
+        return self._text
+
+    def toterminal(self, tw: TerminalWriter) -> None:
+        tw.line(self._text)
+
+
+class _Run:
+    """Runs ``items`` and reports each under its own name. It is the reporter of the runner's results too."""
+
+    def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
+        from torch_ext.runner.discovery import describe
+        from torch_ext.runner.results import TestName
+
+        self._session = session
+        self._files: dict[Path, TestFile] = {}
+        self._items: dict[TestName, pytest.Function] = {}
+        for item in items:
+            file = self._files.setdefault(item.path, describe(item.path, session.config.rootpath))
+            self._items[TestName(file.name, item.cls.__name__, item.originalname)] = item
+        self._left = dict(self._items)
+
+    def _options(self) -> Options:
+        from torch_ext.runner.options import Options
+
+        config = self._session.config
+        asked, jobs = _asked(config), getattr(config.option, "torch_ext_jobs", None)
+        # With one failure to stop at, a class must not go on either.
+        failfast = config.getoption("maxfail", 0) == 1
+        slots = None if asked == _AUTO else int(asked)
+        return Options(config.rootpath, failfast=failfast, jobs=jobs, slots=slots, command="python -m pytest")
+
+    def run(self) -> None:
+        """Run them, in the order in which they were collected as far as reports go."""
+        from torch_ext.runner.execute import open_executor
+        from torch_ext.runner.reporters.ordered import InOrder
+        from torch_ext.runner.results import Began, Over, TestResult
+        from torch_ext.runner.schedule import make_plan
+
+        executor = open_executor(self._options())
+        try:
+            files = list(self._files.values())
+            collected = list(executor.collect(files))
+            needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+            broken = {one.file: one for one in collected if one.error}
+            plan = make_plan([file for file in files if file not in broken], self._runnable(broken), needs)
+            for one in broken.values():
+                self._report_error(one.file.name, one.error)
+            ordered = InOrder(plan, self)
+
+            def take(event: Began | Over | TestResult | Tick) -> None:
+                if isinstance(event, Over):
+                    ordered.over(event)
+                elif isinstance(event, Began):
+                    ordered.begin(event)
+                elif isinstance(event, TestResult):
+                    ordered.add(event)
+
+            def planned(found: Collected) -> Sequence[Batch]:
+                return [batch for batch in plan if batch.file == found.file]
+
+            executor.run(plan, take, planned)
+            ordered.finish()
+            _stop_if_asked(self._session)
+            self._report_missing()
+        finally:
+            executor.close()
+
+    def _runnable(self, broken: dict[TestFile, Collected]) -> list[TestName]:
+        names = {file.name for file in broken}
+        return [test for test in self._items if test.file not in names]
+
+    # What a reporter does.
+
+    def begin(self, began: Began) -> None:
+        """pytest is told of a test when it has ended."""
+
+    def replan(self, plan: Plan) -> None:
+        """The plan is pytest's own."""
+
+    def new_round(self, number: int) -> None:
+        """There is one."""
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """pytest writes the summary."""
+
+    def add(self, result: TestResult) -> None:
+        """Report ``result`` as pytest reports what it has run itself."""
+        item = self._left.pop(result.test, None)
+        if item is None:
+            from torch_ext.runner.reporters.failure import describe_failure
+
+            self._report_error(result.test.id, describe_failure(result))
+        else:
+            self._report(item, result)
+        _stop_if_asked(self._session)
+
+    def _report(self, item: pytest.Function, result: TestResult) -> None:
+        hook, now_s = item.ihook, time.time()
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for when in ("setup", "call", "teardown"):
+            report = pytest.TestReport(
+                item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "passed", None, when,
+                duration=result.duration_s if when == "call" else 0.0, start=now_s - result.duration_s, stop=now_s,
+            )  # fmt: skip
+            if when == "call":
+                self._fill(report, item, result)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
+        from torch_ext.runner.reporters.failure import describe_failure
+        from torch_ext.runner.results import Status
+
+        path, line, _ = item.location
+        if result.status is Status.SKIPPED:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), (line or 0) + 1, f"Skipped: {result.reason}")
+        elif result.status is Status.XFAIL:
+            report.outcome, report.wasxfail = "skipped", "expectedFailure"
+        elif result.status.counted is Status.FAILED:
+            report.outcome = "failed"
+            rerun = f"rerun: python -m pytest {shlex.quote(item.nodeid)}"
+            report.longrepr = _Text(f"{describe_failure(result)}\n{rerun}", path, line or 0)
+        if result.warnings:
+            report.sections = [("torch_ext", "\n".join(result.warnings))]
+
+    def _report_error(self, name: str, text: str) -> None:
+        """Report what failed though it is no test: a file or a class."""
+        location = (name.partition("::")[0], 0, name)
+        report = pytest.TestReport(name, location, {}, "failed", _Text(text, location[0], 0), "setup")
+        hook = self._session.config.hook
+        hook.pytest_runtest_logstart(nodeid=name, location=location)
+        hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=name, location=location)
+
+    def _report_missing(self) -> None:
+        """A test that was to run and has no result has not passed."""
+        from torch_ext.runner.results import Remark, Status, TestResult
+
+        for test, item in list(self._left.items()):
+            missing = Remark("The test did not run: its class or file ended before it began.")
+            self._report(item, TestResult(test, Status.FAILED, 0.0, (missing,)))

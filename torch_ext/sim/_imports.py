@@ -1,0 +1,51 @@
+"""What waits until torch loads a module by itself: importing it earlier would cost every process half a second."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["when_imported"]
+
+
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act`` with the module ``name``: at once if it is loaded, else right after it has been executed."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _OnImport(name, act))
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds the module as usual, with a loader that acts on it once it has been executed."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Acting(spec.loader, self._act)
+        return spec
+
+
+class _Acting(importlib.abc.Loader):
+    def __init__(self, loader: Any, act: Callable[[ModuleType], None]) -> None:
+        self._loader, self._act = loader, act
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._act(module)

@@ -1,0 +1,74 @@
+"""What torch's other backends do with ``sim`` tensors.
+
+===================================  ===============================================================================
+``fake``, torch's threaded group     serve ``sim`` as they serve ``cuda``
+``"gloo"``                           ``sim`` tensors by ``simccl``, in the same group; several ranks may use one device
+``"sim:gloo"``                       likewise
+``"cpu:gloo"``, anything else        torch refuses: no backend for device type ``sim``
+===================================  ===============================================================================
+
+Gloo itself reads the memory of the host and of CUDA only. A group that is asked for by the name ``"gloo"`` serves the
+accelerator too where gloo was built for it, so here ``simccl`` does that half: every rank of such a group must have
+imported the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torch_ext.sim._name import NAME
+
+__all__ = ["join_threads_and_fakes", "serve_gloo"]
+
+# Backends that work on any tensor, each with a list of devices that torch knows.
+_ANY_TENSOR = ("threaded", "fake")
+
+
+def join_threads_and_fakes() -> None:
+    """Let torch's threaded and fake groups serve ``sim``, whether or not they are registered yet."""
+    # Each registers itself when its module is imported, which overwrites any entry made before; the registration is
+    # wrapped so that `sim` joins whenever that happens.
+    registered = dist.Backend.register_backend
+
+    def register_backend(
+        name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None, **private: Any
+    ) -> None:
+        if name in _ANY_TENSOR and isinstance(devices, list):
+            devices = [*devices, NAME]
+        # Since 2.15 torch says in `private` what its own backends are.
+        registered(name, func, extended_api, devices, **private)
+
+    setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
+    for name in _ANY_TENSOR:
+        devices = dist.Backend.backend_capability.get(name)
+        if devices is not None and NAME not in devices:
+            devices.append(NAME)
+
+
+def serve_gloo(
+    group: dist.ProcessGroup, store: c10d.Store, make: Callable[[c10d.Store, int, list[int], timedelta], Any]
+) -> None:
+    """Give a group of gloo, as ``_new_process_group_helper`` made it, a backend for ``sim`` tensors.
+
+    Args:
+        make: makes it from a store, the rank, the group's global ranks and its time limit. Called on every rank.
+    """
+    config = c10d._world.pg_backend_config[group]
+    by_name = str(c10d.BackendConfig(dist.Backend(dist.Backend.GLOO)))
+    pairs = config.split(",")
+    if config != by_name and f"{NAME}:{dist.Backend.GLOO}" not in pairs:
+        return
+    gloo: Any = group._get_backend(torch.device(pairs[0].partition(":")[0] if config == by_name else NAME))
+    options = gloo.options
+    ranks = list(options.global_ranks_in_group) or list(range(group.size()))
+    name, description = group.group_name, group.group_desc
+    backend = make(c10d.PrefixStore(f"{NAME}/", store), group.rank(), ranks, options._timeout)
+    group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_group_name(name)  # that is, of its backends
+    group._set_group_desc(description)

@@ -1,0 +1,98 @@
+#include "host_operators.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "../device.h"
+#include "../kernel.h"
+#include "../kernel_observer.h"
+#include "../kernel_scope.h"
+#include "../pinned_memory.h"
+#include "watch.h"
+
+namespace torch_ext::sim::races {
+namespace {
+
+using Accesses = c10::SmallVector<sim::Access, 4>;
+
+at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+
+// Whether the operator itself touches memory. One that is written in terms of others has no kernel of the host.
+bool is_kernel(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name == "aten::copy_";
+}
+
+// Adds what the operator does to `tensor`. Returns whether that is on a device: then it is a kernel, told as such.
+bool add(const at::Tensor& tensor, bool write, Accesses& accesses) {
+  if (!tensor.defined()) {
+    return false;
+  }
+  if (tensor.device().type() == kSim) {
+    return true;
+  }
+  if (tensor.device().is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data())) {
+    if (const auto access = access_to(tensor, write)) {
+      accesses.push_back(*access);
+    }
+  }
+  return false;
+}
+
+std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function) {
+  if (pinned_blocks_made() == 0 || in_kernel()) {
+    return nullptr;
+  }
+  const auto inputs = function.inputs();
+  const auto schema = function.operator_schema();
+  if (!schema.has_value() || inputs.size() != schema->arguments().size()) {
+    return nullptr;
+  }
+  Accesses accesses;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const auto* alias = schema->arguments()[i].alias_info();
+    const bool write = alias != nullptr && alias->isWrite();
+    if (alias != nullptr && !write) {
+      continue; // it makes a view
+    }
+    if (inputs[i].isTensor()) {
+      if (add(inputs[i].toTensor(), write, accesses)) {
+        return nullptr;
+      }
+    } else if (inputs[i].isTensorList()) {
+      for (const at::Tensor& tensor : inputs[i].toTensorVector()) {
+        if (add(tensor, write, accesses)) {
+          return nullptr;
+        }
+      }
+    }
+  }
+  const auto name = function.operator_name();
+  if (accesses.empty() || !name.has_value()) {
+    return nullptr;
+  }
+  const auto op = c10::Dispatcher::singleton().findOp(*name);
+  if (op.has_value() && is_kernel(*op)) {
+    watch().host_used(name->name, accesses);
+  }
+  return nullptr;
+}
+
+} // namespace
+
+void watch_host_operators() {
+  callback = at::addGlobalCallback(
+      at::RecordFunctionCallback(&entering).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+void leave_host_operators() {
+  at::removeCallback(callback);
+  callback = at::INVALID_CALLBACK_HANDLE;
+}
+
+} // namespace torch_ext::sim::races

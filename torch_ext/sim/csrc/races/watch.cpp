@@ -1,0 +1,312 @@
+#include "watch.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../block_pool.h"
+#include "../device.h"
+#include "../kernel_observer.h"
+#include "../kernel_scope.h"
+#include "../pinned_memory.h"
+#include "autograd_node.h"
+#include "checker.h"
+#include "clock.h"
+#include "history.h"
+#include "operation.h"
+#include "region.h"
+
+namespace torch_ext::sim::races {
+namespace {
+
+Region region_of(const sim::Access &access, const void *start) {
+  const auto begin =
+      static_cast<uint64_t>(static_cast<const char *>(access.data) -
+                            static_cast<const char *>(start));
+  return {begin, c10::elementSize(access.type),
+          std::span(access.sizes.data(), access.sizes.size()),
+          std::span(access.strides.data(), access.strides.size())};
+}
+
+std::string stream_name(c10::Stream stream) {
+  const std::string device =
+      "sim:" + std::to_string(static_cast<int>(stream.device_index()));
+  return stream.id() == 0
+             ? "the default stream of " + device
+             : "stream " + std::to_string(stream.id()) + " of " + device;
+}
+
+const Clock &clock_of(const Moment &moment) {
+  return *static_cast<const Clock *>(moment.get());
+}
+
+} // namespace
+
+Stack current_stack() {
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false,
+                                          /*cpp=*/false);
+}
+
+Watch &watch() {
+  static auto *made = new Watch();
+  return *made;
+}
+
+void Watch::kernel(std::string_view name, c10::Stream stream,
+                   c10::ArrayRef<sim::Access> accesses) noexcept {
+  if (accesses.empty()) {
+    return;
+  }
+  auto stack = current_stack();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Lane lane = lane_of(stream);
+  access_all(lane, accesses, operation(name, lane, std::move(stack)));
+}
+
+void Watch::host_used(std::string_view name,
+                      c10::ArrayRef<sim::Access> accesses) noexcept {
+  auto stack = current_stack();
+  std::lock_guard<std::mutex> lock(mutex_);
+  access_all(kHost, accesses, operation(name, kHost, std::move(stack)));
+}
+
+Moment Watch::recorded(c10::Stream stream) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::make_shared<const Clock>(
+      checker_.lanes().record(lane_of(stream)));
+}
+
+void Watch::stream_waits(c10::Stream stream, const Moment &moment) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Lane lane = lane_of(stream);
+  checker_.lanes().launch(lane);
+  checker_.lanes().wait(lane, clock_of(moment));
+}
+
+void Watch::host_knows(const Moment &moment) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  checker_.lanes().wait(kHost, clock_of(moment));
+}
+
+void Watch::host_knows(c10::Stream stream) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  checker_.lanes().wait(kHost, checker_.lanes().record(lane_of(stream)));
+}
+
+void Watch::host_knows(c10::DeviceIndex device) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Lane lane = 0; lane < facts_.size(); ++lane) {
+    if (facts_[lane].device == device) {
+      checker_.lanes().wait(kHost, checker_.lanes().record(lane));
+    }
+  }
+}
+
+void Watch::handed_out(c10::Stream stream) noexcept {
+  auto stack = current_stack();
+  std::lock_guard<std::mutex> lock(mutex_);
+  facts_[lane_of(stream)].handed_out = std::move(stack);
+}
+
+Moment Watch::launched(const Launch &launch) noexcept {
+  auto stack = current_stack();
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto &lanes = checker_.lanes();
+  const Lane stream = lane_of(launch.stream);
+  const Lane lane = launch.asynchronous ? lane_of(launch) : stream;
+  if (lane != stream) {
+    lanes.wait(lane, lanes.record(stream));
+  }
+  const auto by = operation(launch.name, lane, std::move(stack));
+  by->sequence = launch.sequence;
+  access_all(lane, launch.accesses, by);
+  return std::make_shared<const Clock>(lanes.record(lane));
+}
+
+Moment Watch::joined(c10::ArrayRef<Moment> moments) noexcept {
+  auto all = std::make_shared<Clock>();
+  for (const auto &moment : moments) {
+    all->join(clock_of(moment));
+  }
+  return all;
+}
+
+void Watch::allocated(const void *data, size_t /*bytes*/,
+                      c10::Stream stream) noexcept {
+  const Block *block = block_at(data);
+  if (block == nullptr) {
+    return;
+  }
+  // What a kernel allocates is named after the kernel, which is told when it is
+  // over.
+  auto stack = in_kernel() ? nullptr : current_stack();
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto &owned = blocks_[block->serial];
+  owned.users.clear();
+  owned.memory.is_unnamed = stack == nullptr;
+  owned.memory.allocated =
+      stack ? operation("allocation", lane_of(stream), std::move(stack))
+            : nullptr;
+}
+
+void Watch::freed(const void *data, c10::DeviceIndex device) noexcept {
+  const Block *block = block_at(data);
+  if (block == nullptr) {
+    return;
+  }
+  const auto home =
+      c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), block->home);
+  // Where everything is ordered nobody will ask who freed it.
+  auto stack = is_dangerous(data, home) ? current_stack() : nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = blocks_.find(block->serial);
+  if (found != blocks_.end()) {
+    auto &owned = found->second;
+    checker_.free(owned.memory, owned.users,
+                  stack ? operation("free", kHost, std::move(stack)) : nullptr);
+    owned.users.clear();
+  }
+}
+
+void Watch::used_on(const void *data, c10::Stream stream) noexcept {
+  const Block *block = block_at(data);
+  if (block == nullptr) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  blocks_[block->serial].users.push_back(lane_of(stream));
+}
+
+bool Watch::is_dangerous(const void *data, c10::Stream stream) noexcept {
+  const Block *block = block_at(data);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found =
+      block == nullptr ? blocks_.end() : blocks_.find(block->serial);
+  return found != blocks_.end() &&
+         checker_.is_dangerous(found->second.memory, lane_of(stream));
+}
+
+void Watch::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  blocks_.clear();
+  pinned_.clear();
+  checker_.clear_races();
+}
+
+std::pair<std::vector<Finding>, uint64_t> Watch::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Finding> findings;
+  for (const auto &race : checker_.races()) {
+    findings.push_back(
+        {race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane]});
+  }
+  const uint64_t more = checker_.unkept();
+  checker_.clear_races();
+  return {std::move(findings), more};
+}
+
+Lane Watch::lane_of(c10::Stream stream) {
+  Lane &lane = streams_[stream.device_index()][stream.id()];
+  if (lane == kHost) {
+    lane =
+        new_lane({stream_name(stream), stream.device_index(), true, nullptr});
+  }
+  return lane;
+}
+
+Lane Watch::lane_of(const Launch &launch) {
+  const auto device = launch.stream.device_index();
+  auto [found, is_new] = communication_.try_emplace(
+      {std::string(launch.group), launch.peer, device}, kHost);
+  if (is_new) {
+    const std::string group = "group " + std::string(launch.group) +
+                              " on sim:" + std::to_string(device);
+    const std::string kind =
+        launch.peer < 0 ? "collectives"
+                        : "transfers with rank " + std::to_string(launch.peer);
+    found->second =
+        new_lane({"the " + kind + " of " + group, device, false, nullptr});
+  }
+  return found->second;
+}
+
+Lane Watch::new_lane(LaneFacts facts) {
+  facts_.push_back(std::move(facts));
+  return checker_.lanes().add();
+}
+
+std::pair<Memory *, const void *> Watch::memory_of(const sim::Access &access) {
+  if (access.device.type() != kSim) {
+    const auto pinned = pinned_block_at(access.data);
+    if (!pinned.has_value()) {
+      return {nullptr, nullptr};
+    }
+    auto &memory = pinned_[pinned->serial];
+    memory.is_pinned = true;
+    return {&memory, pinned->start};
+  }
+  const Block *block = block_at(access.data);
+  if (block == nullptr) {
+    return {nullptr, nullptr};
+  }
+  return {&blocks_[block->serial].memory, block->data()};
+}
+
+std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane,
+                                            Stack stack) {
+  auto known = names_.find(name);
+  if (known == names_.end()) {
+    known = names_.emplace(std::string(name), names_.size()).first;
+  }
+  const uint64_t alike = (known->second << 16U) | lane;
+  auto made =
+      std::make_shared<Operation>(alike, known->first, std::move(stack));
+  made->node = current_autograd_node();
+  return made;
+}
+
+// Reads first: what an operator writes it may have read, and reading comes
+// before writing.
+void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses,
+                       const std::shared_ptr<Operation> &by) {
+  checker_.lanes().launch(lane);
+  for (const auto &access : accesses) {
+    by->operands.push_back(
+        {access.type, c10::SmallVector<int64_t, 4>(access.sizes.begin(),
+                                                   access.sizes.end())});
+  }
+  const OriginPtr origin = by;
+  for (const bool write : {false, true}) {
+    for (uint32_t i = 0; i < accesses.size(); ++i) {
+      if (accesses[i].write == write) {
+        access_one(lane, accesses[i], i, origin);
+      }
+    }
+  }
+}
+
+void Watch::access_one(Lane lane, const sim::Access &access, uint32_t operand,
+                       const OriginPtr &by) {
+  const auto [memory, start] = memory_of(access);
+  if (memory != nullptr) {
+    const auto kind = access.write ? Kind::kWrite : Kind::kRead;
+    if (std::exchange(memory->is_unnamed, false)) {
+      memory->allocated = by;
+    }
+    checker_.access(*memory, region_of(access, start), lane, kind, operand, by);
+  }
+}
+
+} // namespace torch_ext::sim::races

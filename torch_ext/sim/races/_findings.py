@@ -1,0 +1,147 @@
+"""Races as data: what the native checker found, with equal ones counted once."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import typing_extensions
+
+from torch_ext.sim import _native
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is code of torch, of torch_ext or of Python rather than the user's."""
+        of_python = self.file.startswith(_PYTHON) and "site-packages" not in self.file
+        return of_python or self.file.startswith((_TORCH, _OURS, "<")) or self.file == typing_extensions.__file__
+
+    @property
+    def at(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.at} in {self.function}"
+
+
+Stack = tuple[Frame, ...]  # innermost first
+
+
+def place(stack: Stack | None) -> Frame | None:
+    """Return the innermost frame of the user's code, or the innermost of all where there is none."""
+    if not stack:
+        return None
+    return next((frame for frame in stack if not frame.is_library), stack[0])
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a race.
+
+    Attributes:
+        operator: the operator's or collective's name, such as ``aten::mul``.
+        sequence: which operation of its group a collective is; None for anything else.
+        node: the autograd node that called it; None outside backward and for nodes written in Python.
+        writes: whether it writes.
+        lane: what did the work, in words.
+        lane_kind: ``stream``, ``communication`` or ``host``.
+        lane_stack: where a stream was made; None where that is not known, and for default streams.
+        dtype, sizes: of the tensor.
+        stack: where it was called.
+    """
+
+    operator: str
+    sequence: int | None
+    node: str | None
+    writes: bool
+    lane: str
+    lane_kind: str
+    lane_stack: Stack | None
+    dtype: str
+    sizes: tuple[int, ...]
+    stack: Stack
+
+    @property
+    def place(self) -> Frame | None:
+        return place(self.stack)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to the same memory, at least one of them a write, that nothing orders.
+
+    Attributes:
+        earlier, later: the accesses, in the order in which the host asked for them.
+        begin, end: bytes of the block of memory.
+        pinned: whether the memory is pinned memory of the host.
+        reused: whether the memory was freed between the two accesses.
+        allocated: where the later access's tensor was allocated.
+        freed: where the earlier owner was freed, if it was.
+        count: how often the same two places met.
+    """
+
+    earlier: Access
+    later: Access
+    begin: int
+    end: int
+    pinned: bool
+    reused: bool
+    allocated: Stack | None
+    freed: Stack | None
+    count: int = 1
+
+
+def _sort(access: Access) -> object:
+    return access.operator, access.node, access.lane_kind, access.place
+
+
+def take() -> list[Race]:
+    """Return the races found since the last call, each pair of places once."""
+    raw, _, texts = _native.take_races()
+    stacks = [tuple(Frame(*frame) for frame in frames) for frames in texts]
+
+    def stack(number: int | None) -> Stack | None:
+        return None if number is None else stacks[number]
+
+    def access(values: dict[str, Any]) -> Access:
+        return Access(
+            **{
+                **values,
+                "node": values["node"] and values["node"].rpartition("::")[2],
+                "sizes": tuple(values["sizes"]),
+                "stack": stack(values["stack"]) or (),
+                "lane_stack": stack(values["lane_stack"]),
+            }
+        )
+
+    races: dict[object, Race] = {}
+    counts: Counter[object] = Counter()
+    for each in raw:
+        race = Race(
+            **{
+                **each,
+                "earlier": access(each["earlier"]),
+                "later": access(each["later"]),
+                "allocated": stack(each["allocated"]),
+                "freed": stack(each["freed"]),
+            }
+        )
+        key = (_sort(race.earlier), _sort(race.later), race.reused, race.pinned)
+        # An operator that reads and writes the same memory races twice in one place.
+        kinds = (key, race.earlier.writes, race.later.writes)
+        counts[kinds] += 1
+        races[key] = replace(races.get(key, race), count=max(races[key].count if key in races else 0, counts[kinds]))
+    return list(races.values())

@@ -1,0 +1,93 @@
+"""The text about races: both accesses, and the edge that would order them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from torch_ext.sim.races._findings import Access, Race, Stack, place
+
+_MOST_RACES = 20
+_MOST_FRAMES = 12
+
+
+def render(races: list[Race]) -> str:
+    """Return the report of ``races``, of which there is at least one."""
+    who = f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
+    heading = f"{len(races)} race{'s' * (len(races) != 1)}{who}: accesses to the same memory that nothing orders"
+    parts = [heading, *(_race(number, race) for number, race in enumerate(races[:_MOST_RACES], start=1))]
+    if len(races) > _MOST_RACES:
+        parts.append(f"and {len(races) - _MOST_RACES} more")
+    return "\n\n".join(parts)
+
+
+def _race(number: int, race: Race) -> str:
+    times = f" ({race.count} times)" if race.count > 1 else ""
+    what = f"{_name(race.earlier)} {_verb(race.earlier)} what {_name(race.later)} {_verb(race.later)}"
+    lines = [
+        f"race {number}: {what}{times}",
+        f"  memory   {_memory(race)}",
+        *_access("earlier", race.earlier),
+        *_access("later", race.later),
+        f"  missing  {missing(race)}",
+    ]
+    return "\n".join(lines)
+
+
+def missing(race: Race) -> str:
+    """Return the edge that would order a race, as advice."""
+    earlier, later = race.earlier, race.later
+    between = _between(earlier, later)
+    if race.reused and earlier.lane_kind != "host":
+        return (
+            f"the tensor was freed{_where(race.freed)} while {earlier.lane} could still use it: call "
+            f"record_stream() with that stream before, or have the stream it was allocated on wait for {earlier.lane}"
+        )
+    if later.lane_kind == "host":
+        return f"the host must wait for {earlier.lane} {between}: synchronize the stream or an event"
+    if earlier.lane_kind == "communication":
+        return f"call wait() on the work of {_name(earlier)} with {later.lane} current, {between}"
+    if later.lane_kind == "communication":
+        return f"the stream that is current at {_at(later)} must wait for {earlier.lane} before that"
+    return f"{later.lane} must wait for {earlier.lane} {between}"
+
+
+def _memory(race: Race) -> str:
+    kind = "pinned memory" if race.pinned else "device memory"
+    life = ", handed out again since the earlier access" if race.reused else ""
+    made = f", allocated{_where(race.allocated)}" if race.allocated else ""
+    return f"bytes {race.begin} to {race.end} of a block of {kind}{made}{life}"
+
+
+def _access(which: str, access: Access) -> list[str]:
+    tensor = f"{access.dtype.removeprefix('torch.')} [{', '.join(map(str, access.sizes))}]"
+    made = f" (made{_where(access.lane_stack)})" if access.lane_stack else ""
+    in_backward = f" in {access.node}" if access.node else ""
+    lines = [f"  {which:<8} {_name(access)}{in_backward} {_verb(access)} {tensor} on {access.lane}{made}"]
+    lines += [f"             {frame}" for frame in access.stack[:_MOST_FRAMES]]
+    if len(access.stack) > _MOST_FRAMES:
+        lines.append(f"             and {len(access.stack) - _MOST_FRAMES} frames that called it")
+    return lines
+
+
+def _name(access: Access) -> str:
+    return access.operator if access.sequence is None else f"{access.operator} number {access.sequence}"
+
+
+def _verb(access: Access) -> str:
+    return "writes" if access.writes else "reads"
+
+
+def _between(earlier: Access, later: Access) -> str:
+    if earlier.place and later.place:
+        return f"between {earlier.place.at} and {later.place.at}"
+    return f"after {_at(earlier)} and before {_at(later)}"
+
+
+def _at(access: Access) -> str:
+    # Threads of autograd's engine have no Python frames.
+    return access.place.at if access.place else f"backward's {access.node or access.operator}"
+
+
+def _where(stack: Stack | None) -> str:
+    frame = place(stack)
+    return "" if frame is None else f" at {frame.at}"
