@@ -251,7 +251,8 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     options = Options(**{**values, **places, "command": _command()})
     if options.coverage and options.json not in ("", "-"):
         raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
-    for flag, file in (("--json", options.json), ("--junit", options.junit)):
+    files = {"--json": options.json, "--junit": options.junit, "--html": options.html, "--trace": options.trace}
+    for flag, file in files.items():
         if file.endswith(".py") or os.path.isdir(file):
             raise _Mistake(f"got {flag} {file}, which is no place for a report; write {flag}=FILE")
     if options.show_config:

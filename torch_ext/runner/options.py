@@ -42,8 +42,9 @@ class Options:
         until_failure: end after the first round with a failure.
         list_only: print the selected tests and run none.
         durations: how many of the slowest tests the summary names.
-        junit, json: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with ``coverage`` is the
-            form of that.
+        github: print annotations of GitHub's on stdout too.
+        junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with
+            ``coverage`` is the form of that.
         history: the test whose record to show; empty: none.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
@@ -84,6 +85,9 @@ class Options:
     list_only: bool = False
     durations: int = 0
     junit: str = ""
+    html: str = ""
+    trace: str = ""
+    github: bool = False
     json: str = ""
     history: str = ""
     show_config: bool = False
@@ -278,6 +282,9 @@ TABLE: tuple[Row, ...] = (
     Row("json", ("--json",), _SHOWN, "write what happens to FILE (default: stdout), one JSON object a line; with "
         "--list, the tests and their needs", _FILE, const="-"),
     Row("junit", ("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE),
+    Row("html", ("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE),
+    Row("trace", ("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev", _FILE),
+    Row("github", ("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"),
     Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
         "on stdout", key="-", alone=False),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -92,6 +94,13 @@ class Ran:
     cases: dict[str, ElementTree.Element]
     suites: ElementTree.Element
     events: list[dict[str, Any]]
+    page: str
+    trace: list[dict[str, Any]]
+
+    @property
+    def text(self) -> list[str]:
+        """The lines of the text report."""
+        return [line for line in self.out.splitlines() if not line.startswith("::")]
 
     def results(self, method: str) -> list[dict[str, Any]]:
         return [one for one in self.events if one["event"] == "result" and one["method"] == method]
@@ -109,13 +118,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_all.py").write_text(SUITE, encoding="utf-8", errors="surrogatepass")
     (folder / "test_broken.py").write_text("import nothing_of_that_name\n")
-    done = run(folder, "--junit", "out/junit.xml", "--json", "events.jsonl", "--reruns", "1", TORCH_EXT_HANG_AFTER="2")
+    files = ["--junit", "out/junit.xml", "--json", "events.jsonl", "--html", "page.html", "--trace", "trace.json"]
+    done = run(folder, *files, "--github", "--reruns", "1", TORCH_EXT_HANG_AFTER="2")
     text = (folder / "out/junit.xml").read_text(encoding="utf-8")
     suites = ElementTree.fromstring(text)
     cases = {case.attrib["name"]: case for case in suites.iter("testcase")}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     SCHEMA.validate(text)
-    return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
+    page, trace = (folder / "page.html").read_text(encoding="utf-8"), json.loads((folder / "trace.json").read_text())
+    return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events, page, trace["traceEvents"])
 
 
 def tags(case: ElementTree.Element) -> list[str]:
@@ -124,7 +135,7 @@ def tags(case: ElementTree.Element) -> list[str]:
 
 def test_the_text_and_the_exit_code(ran: Ran) -> None:
     assert ran.code == 1, ran.err
-    assert ran.out.splitlines()[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"
+    assert ran.text[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"
     assert "Ran 9 tests; 1 file failed as a whole; 1 class failed as a whole in " in ran.out
     assert "FLAKY test_all.py::TestRanks::test_flakes: it failed once, then passed\n" in ran.out
     assert "FAILED test_all.py::TestRanks::test_fails" in ran.out and "  attempt 2 of 2\n" in ran.out
@@ -214,10 +225,76 @@ def test_all_reports_tell_the_same(ran: Ran) -> None:
         assert found == counted or method == "test_expected"
 
 
+class Page(HTMLParser):
+    """The rows of the table, the text of each with its attributes, and what is left open or fetched from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[dict[str, str | None]] = []
+        self.texts: list[str] = []
+        self.fetched: list[str] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag == "tr" and any(name == "data-counted" for name, _ in attrs):
+            self.rows.append(dict(attrs))
+            self.texts.append("")
+            self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "tr"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.texts[-1] += data
+
+
+def test_the_page_has_a_row_for_every_result_and_needs_nothing_else(ran: Ran) -> None:
+    page = Page(ran.page)
+    assert page.fetched == [] and "@import" not in ran.page and "url(" not in ran.page
+    counted = Counter(str(row["data-counted"]) for row in page.rows)
+    assert counted == {"passed": 2, "failed": 7, "skipped": 1, "flaky": 1}
+    (crashed,) = [text for text in page.texts if text.startswith("test_all.py::TestRanks::test_crashes")]
+    assert "output of rank 1, which was killed by SIGSEGV" in crashed and "last words of 1" in crashed
+    assert "attempt 1:" in crashed and "attempt 2:" in crashed and "-i test_all.py::TestRanks::test_crashes" in crashed
+    (failed,) = [text for text in page.texts if text.startswith("test_all.py::TestRanks::test_fails")]
+    assert r"\x1b[31mred" in failed and "]]> <&>" in failed
+    assert "<&>" not in ran.page, "what tests print is text, and no markup"
+
+
+def test_the_trace_holds_tests_inside_their_classes(ran: Ran) -> None:
+    drawn = [one for one in ran.trace if one["ph"] == "X"]
+    classes = [one for one in drawn if one["cat"] == "class"]
+    tests = [one for one in drawn if one["cat"] == "test"]
+    assert len(tests) == sum(one["event"] == "result" and bool(one["method"]) for one in ran.events)
+    for test in tests:
+        inside = [
+            cls
+            for cls in classes
+            if cls["tid"] == test["tid"]
+            and cls["ts"] - 2 <= test["ts"]
+            and test["ts"] + test["dur"] <= cls["ts"] + cls["dur"] + 2
+        ]
+        assert len(inside) == 1, test
+    (crashed, _) = [one for one in tests if one["name"] == "test_crashes"]
+    assert crashed["args"]["ranks"]["1"] == "was killed by SIGSEGV"
+
+
+def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:
+    lines = [line for line in ran.out.splitlines() if line.startswith("::")]
+    assert Counter(line.split()[0] for line in lines) == {"::error": 7, "::warning": 1}
+    (crashed,) = [line for line in lines if "test_crashes" in line]
+    assert crashed.startswith(
+        "::error file=test_all.py,title=test_all.py%3A%3ATestRanks%3A%3Atest_crashes::rank 1 of 2 "
+    )
+
+
 PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
 
 
-@pytest.mark.parametrize("flag", ["--junit", "--json"])
+@pytest.mark.parametrize("flag", ["--junit", "--json", "--html", "--trace"])
 def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path: Path, flag: str) -> None:
     (tmp_path / "test_a.py").write_text(PASSING)
     (tmp_path / "file").write_text("")

@@ -43,6 +43,7 @@ class Reporters:
         notes: Sequence[str] = (),
     ) -> None:
         files: list[Reporter] = []
+        self._overs: list[Callable[[Over], None]] = []
         if options.json and not options.coverage:
             from torch_ext.runner.reporters.jsonlines import JsonReporter
 
@@ -51,6 +52,20 @@ class Reporters:
             from torch_ext.runner.reporters.junit import JUnitReporter
 
             files.append(JUnitReporter(plan, options, ReportFile(options.junit, "the JUnit report")))
+        if options.html:
+            from torch_ext.runner.reporters.html import HtmlReporter
+
+            files.append(HtmlReporter(plan, options, ReportFile(options.html, "the HTML page")))
+        if options.trace:
+            from torch_ext.runner.reporters.trace import TraceReporter
+
+            trace = TraceReporter(ReportFile(options.trace, "the trace"))
+            files.append(trace)
+            self._overs.append(trace.over)
+        if options.github:
+            from torch_ext.runner.reporters.github import GitHubReporter
+
+            files.append(GitHubReporter(options, sys.stderr if options.json == "-" else sys.stdout))
         if options.coverage:
             from torch_ext.runner.reporters.coverage import CoverageReporter
 
@@ -63,6 +78,7 @@ class Reporters:
         running = Running(plan, expected_s, lambda test: expected_s(test) or 1.0, time.monotonic())
         self._watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
         self._ordered = InOrder(plan, text, failures_at_once=live)
+        self._overs += [self._watch.over, self._ordered.over]
         self._all: list[Reporter] = [self._watch, self._ordered, *files]
 
     def take(self, event: Began | Over | TestResult | Tick) -> None:
@@ -70,8 +86,8 @@ class Reporters:
         if isinstance(event, Tick):
             self._watch.tick()
         elif isinstance(event, Over):
-            self._watch.over(event)
-            self._ordered.over(event)
+            for over in self._overs:
+                over(event)
         else:
             for reporter in self._all:
                 if isinstance(event, Began):

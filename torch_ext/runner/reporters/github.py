@@ -1,0 +1,70 @@
+"""Failures as annotations of GitHub's: lines on stdout that its runner shows beside the code."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+from torch_ext.runner.options import Options
+from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.styled import StyledWriter
+from torch_ext.runner.results import Began, Status, TestResult
+from torch_ext.runner.schedule import Plan
+
+__all__ = ["GitHubReporter", "annotation"]
+
+# GitHub shows ten annotations of a step for each level.
+_MOST_CHARACTERS = 4000
+
+
+class GitHubReporter:
+    """Prints an ``::error`` for each failure and a ``::warning`` for each flaky test when the run is over, so that no
+    other output stands between them.
+    """
+
+    def __init__(self, options: Options, stream: TextIO) -> None:
+        self._root = os.path.relpath(options.root)
+        self._out = StyledWriter(stream)
+        self._lines: list[str] = []
+
+    def begin(self, began: Began) -> None:
+        """Nothing is printed of it."""
+
+    def add(self, result: TestResult) -> None:
+        """Keep what is to be told of ``result``."""
+        if result.again or result.status.counted not in (Status.FAILED, Status.FLAKY):
+            return
+        file = os.path.normpath(os.path.join(self._root, result.test.file))
+        if result.status is Status.FLAKY:
+            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
+            self._lines.append(annotation("warning", file, f"flaky: {result.test.id}", text))
+        else:
+            self._lines.append(annotation("error", file, result.test.id, describe_failure(result)))
+
+    def replan(self, plan: Plan) -> None:
+        """Nothing is printed of it."""
+
+    def new_round(self, number: int) -> None:
+        """Nothing is printed of it."""
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Print the annotations."""
+        for line in self._lines:
+            self._out.verbatim(line)
+
+
+def annotation(level: str, file: str, title: str, text: str) -> str:
+    r"""Return the line that GitHub's runner obeys.
+
+    >>> annotation("error", "a,b.py", "a: 100%", "one\\ntwo")
+    '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
+    """
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,89 @@
+"""What ran when, as a trace: a row for each class that runs at a time, with its tests, for https://ui.perfetto.dev.
+
+The format is Chrome's trace events: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.results import Began, Over, RanksFailed, TestName, TestResult
+from torch_ext.runner.schedule import Plan
+
+__all__ = ["TraceReporter"]
+
+_Key = tuple[str, str]
+
+
+class TraceReporter:
+    """Writes the trace to ``file`` when the run is over. A class takes the lowest row that is free when it begins."""
+
+    def __init__(self, file: ReportFile) -> None:
+        self._file = file
+        self._start_s = time.monotonic()
+        self._events: list[dict[str, Any]] = []
+        self._rows: dict[_Key, int] = {}
+        self._open: dict[_Key, tuple[float, float]] = {}  # when a class began, and when its last test ended
+        self._tests: dict[TestName, float] = {}
+
+    def begin(self, began: Began) -> None:
+        """Note when it began."""
+        now_s = time.monotonic()
+        key = began.test.file, began.test.cls
+        if began.test.method:
+            self._tests[began.test] = now_s
+            return
+        self._end_class(key)
+        taken = {self._rows[other] for other in self._open}
+        self._rows[key] = next(row for row in range(len(taken) + 1) if row not in taken)
+        self._open[key] = now_s, now_s
+
+    def add(self, result: TestResult) -> None:
+        """Draw a test from its beginning to now, or, if it never began, nothing."""
+        now_s = time.monotonic()
+        key = result.test.file, result.test.cls
+        if key in self._open:
+            self._open[key] = self._open[key][0], now_s
+        began_s = self._tests.pop(result.test, None)
+        if began_s is not None:
+            told: dict[str, Any] = {"status": result.status.value, "round": result.round, "attempt": result.attempt}
+            for problem in result.problems:
+                if isinstance(problem, RanksFailed):
+                    told["ranks"] = {str(one.rank): one.describe() for one in problem.report.outcomes}
+            self._draw(result.test.method, key, began_s, now_s, told)
+
+    def over(self, over: Over) -> None:
+        """End the row of a class of which nothing more comes."""
+        self._end_class((over.test.file, over.test.cls))
+
+    def replan(self, plan: Plan) -> None:
+        """Nothing is drawn of a plan."""
+
+    def new_round(self, number: int) -> None:
+        """End what the last round left open."""
+        for key in list(self._open):
+            self._end_class(key)
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Write the trace."""
+        self.new_round(0)
+        rows = range(max(self._rows.values(), default=0) + 1)
+        names = [
+            {"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": f"row {row}"}} for row in rows
+        ]
+        title = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "torch_ext"}}
+        self._file.write(json.dumps({"traceEvents": [title, *names, *self._events]}) + "\n")
+        self._file.close()
+
+    def _end_class(self, key: _Key) -> None:
+        if key in self._open:
+            began_s, ended_s = self._open.pop(key)
+            self._draw(f"{key[0]}::{key[1]}", key, began_s, ended_s, {})
+
+    def _draw(self, name: str, key: _Key, began_s: float, ended_s: float, told: dict[str, Any]) -> None:
+        start_us, length_us = (began_s - self._start_s) * 1e6, (ended_s - began_s) * 1e6
+        place = {"pid": 1, "tid": self._rows.get(key, 0), "ts": round(start_us), "dur": max(1, round(length_us))}
+        self._events.append({"ph": "X", "name": name, "cat": "test" if told else "class", **place, "args": told})
