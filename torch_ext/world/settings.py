@@ -12,6 +12,7 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_HANG_AFTER``         seconds after which a provable hang ends, default 10; ``0``: only time limits end tests
 ``TORCH_EXT_REUSE``              ``class``: the ranks of a class serve all its tests, until one fails
 ``TORCH_EXT_OWNER``              set, not read, for the processes that a test starts; see Note [Leftovers]
+``TORCH_EXT_CUDA_AS_SIM``        files and folders, joined as in ``PATH``, in which CUDA means ``sim``
 ``TORCH_EXT_WAIT_PAGE``          set, not read, for the device's backend; see Note [The page of waits]
 ``TORCH_EXT_ADDRESS``            set, not read, in ranks; see Note [An address for each world]
 ``TORCH_EXT_HUGE_PAGES``         ``0``: off, see Note [Huge pages]

@@ -56,7 +56,7 @@ class GitHubReporter:
 def annotation(level: str, file: str, title: str, text: str) -> str:
     r"""Return the line that GitHub's runner obeys.
 
-    >>> annotation("error", "a,b.py", "a: 100%", "one\\ntwo")
+    >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
     '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
     """
     return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
