@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch_ext.upstream.export import change, check, lint, patch
 from torch_ext.upstream.export.cover import cover
-from torch_ext.upstream.export.link import Linker, Target
+from torch_ext.upstream.export.link import Linker
+from torch_ext.upstream.export.pieces import Target
 from torch_ext.upstream.export.trees import file_at, our_tree, project_root, tree_at
 from torch_ext.upstream.export.write import text_of
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from torch_ext.upstream.export import ruff
-from torch_ext.upstream.export.link import Target
+from torch_ext.upstream.export.pieces import Target
 
 __all__ = ["cover", "faults_of", "tests_of"]
 

@@ -6,7 +6,9 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Edit", "apply", "replace_node"]
+from torch_ext.upstream.export.modules import Definition
+
+__all__ = ["Edit", "apply", "renamed", "replace_node", "without"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,25 @@ class Edit:
 
 def replace_node(node: ast.expr | ast.stmt, text: str) -> Edit:
     return Edit((node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0), text)
+
+
+def without(statement: ast.stmt) -> Edit:
+    """Return the change that takes a statement out, with its lines."""
+    return Edit((statement.lineno, 0), ((statement.end_lineno or statement.lineno) + 1, 0), "")
+
+
+def renamed(definition: Definition, name: str) -> list[Edit]:
+    """Return the changes that give a definition another name where it is made."""
+    node = definition.node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
+        column = node.col_offset + len(keyword)
+        return [Edit((node.lineno, column), (node.lineno, column + len(node.name)), name)]
+    return [
+        replace_node(each, name)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == definition.name
+    ]
 
 
 def apply(text: str, edits: Iterable[Edit], first: int = 1, last: int | None = None) -> str:

@@ -14,71 +14,19 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch_ext.upstream.export import spelled
-from torch_ext.upstream.export.edits import Edit, replace_node
+from torch_ext.upstream.export.edits import Edit, renamed, replace_node, without
 from torch_ext.upstream.export.modules import Definition, Import, Module, Tree, members_of
+from torch_ext.upstream.export.pieces import Piece, Target
+from torch_ext.upstream.export.private_names import places_of
 from torch_ext.upstream.export.references import Use, bound_anywhere, nested_imports, own_attributes, uses
 from torch_ext.upstream.export.trees import OURS, THEIRS, path_of
 
-__all__ = ["Linker", "Piece", "Target"]
+__all__ = ["Linker"]
 
 _FSDP_ROOMS = f"{OURS}._fsdp"
 _COMPAT = "torch_ext.compat"
-
-
-@dataclass
-class Piece:
-    """A statement of ours on its way upstream, with the changes that its new place asks for.
-
-    Attributes:
-        module: the module of ours that it is from.
-        definition: the definition; for a member, that of the class around it.
-        name: what it is called upstream.
-        member: the member, if only this statement of a class goes.
-        into: upstream's class that a member goes into.
-        inside: the definitions of ours that it uses and that go along, in the order of their use.
-    """
-
-    module: Module
-    definition: Definition
-    name: str
-    member: ast.stmt | None = None
-    into: str = ""
-    edits: list[Edit] = field(default_factory=list)
-    inside: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def statements(self) -> list[ast.stmt]:
-        return [self.member] if self.member else [self.definition.node, *self.definition.trailers]
-
-
-@dataclass
-class Target:
-    """A file of upstream's that a change touches.
-
-    Attributes:
-        module: its dotted name, such as ``torch.testing._internal.common_fsdp`` or ``test.distributed.fsdp.test_x``.
-        existing: what upstream has there, if anything.
-        whole: our module that becomes this file, if upstream has none.
-        pieces: what is merged into an existing file, in the order in which it was found.
-        imports: what must be imported there, by local name.
-    """
-
-    module: str
-    existing: Module | None
-    whole: Module | None = None
-    pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
-    imports: dict[str, Import] = field(default_factory=dict)
-    edits: list[Edit] = field(default_factory=list)
-    replaced: list[tuple[ast.stmt, str]] = field(default_factory=list)  # statements of upstream's, and their new text
-
-    @property
-    def path(self) -> str:
-        package = (self.whole or self.existing).package if (self.whole or self.existing) else False  # type: ignore[union-attr]
-        return path_of(self.module) + ("/__init__.py" if package else ".py")
 
 
 class Linker:
@@ -189,10 +137,10 @@ class Linker:
         for statement in module.tree.body:
             if isinstance(statement, ast.ImportFrom):
                 if _is_ours(module.absolute(statement)):
-                    target.edits.append(_without(statement))
+                    target.edits.append(without(statement))
             elif isinstance(statement, ast.Import):
                 if any(_is_ours(alias.name) for alias in statement.names):
-                    target.edits.append(_without(statement))
+                    target.edits.append(without(statement))
             else:
                 edits: list[Edit] = []
                 self._link(statement, module, target, taken, edits, [])
@@ -205,7 +153,7 @@ class Linker:
         piece = Piece(home, definition, self._free_name(target, home, definition.name))
         target.pieces[key] = piece
         if piece.name != definition.name:
-            piece.edits += _renamed(definition, piece.name)
+            piece.edits += renamed(definition, piece.name)
         self._link_piece(piece, target)
         if definition.is_class:
             self._need_members(home, definition)
@@ -331,7 +279,7 @@ class Linker:
 
     def _through_module(self, use: Use, module: Module, name: str, target: Target) -> str:
         """Return ``use.name`` for a name that is an attribute of the module that our own name for it tells."""
-        home, _, attribute = (*_places(module, name), ":")[0].partition(":")
+        home, _, attribute = (*places_of(module, name), ":")[0].partition(":")
         package, _, last = home.rpartition(".")
         if not last or last not in use.name.split("_") or "." in attribute:
             return ""
@@ -387,7 +335,7 @@ class Linker:
 
     def _private(self, module: str, name: str, local: str, target: Target, taken: set[str], where: str) -> str:
         """A private name of torch, which upstream imports from where it is."""
-        places = _places(self.ours.module(module), name)
+        places = places_of(self.ours.module(module), name)
         if not places:
             self.problems.append(f"{where}: {module}.{name} is no name of torch; {spelled.advice_for(_COMPAT)}")
             return local
@@ -568,49 +516,3 @@ def _alike(one: Import, other: Import) -> bool:
     if one.attribute != other.attribute:
         return False
     return one.module == other.module or bool(one.attribute and one.module.split(".")[0] == other.module.split(".")[0])
-
-
-def _without(statement: ast.stmt) -> Edit:
-    return Edit((statement.lineno, 0), ((statement.end_lineno or statement.lineno) + 1, 0), "")
-
-
-def _renamed(definition: Definition, name: str) -> list[Edit]:
-    """Return the changes that give a definition another name where it is made."""
-    node = definition.node
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
-        column = node.col_offset + len(keyword)
-        return [Edit((node.lineno, column), (node.lineno, column + len(node.name)), name)]
-    return [
-        replace_node(each, name)
-        for each in ast.walk(node)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == definition.name
-    ]
-
-
-def _places(module: Module | None, name: str) -> tuple[str, ...]:
-    """Return the places of a private name, from the table that its area passes to ``lazy_names``, constants put in."""
-    if module is None:
-        return ()
-    constants = {
-        each: definition.node.value.value
-        for each, definition in module.definitions.items()
-        if isinstance(definition.node, ast.Assign) and isinstance(definition.node.value, ast.Constant)
-    }
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Tuple):
-                    return tuple(_text(each, constants) for each in value.elts)
-    return ()
-
-
-def _text(node: ast.expr, constants: Mapping[str, object]) -> str:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(
-            str(constants[ast.unparse(each.value)])
-            if isinstance(each, ast.FormattedValue)
-            else str(ast.literal_eval(each))
-            for each in node.values
-        )
-    return str(ast.literal_eval(node))

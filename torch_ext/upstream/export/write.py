@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 
 from torch_ext.upstream.export.edits import Edit, apply, replace_node
-from torch_ext.upstream.export.link import Piece, Target
 from torch_ext.upstream.export.modules import Import, Module, Tree
+from torch_ext.upstream.export.pieces import Piece, Target
 from torch_ext.upstream.export.references import annotations_of, evaluated_at_once, uses
 from torch_ext.upstream.export.ruff import formatted
 
