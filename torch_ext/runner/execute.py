@@ -61,7 +61,7 @@ class RunExecutor:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.environment = shared_environment(options.environment())
-        self._packs = options.jobs != 1 and not (options.jobs is None and options.show_output)
+        self._packs = options.packs
         self._stops = False  # a test has failed, and that is enough
         self._limit_s = options.timeout_s or _IMPORT_S
         self._root: RootZygote | None = None

@@ -54,7 +54,8 @@ class Options:
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         audit_order: find tests that depend on those before them, instead of a usual run.
-        jobs: the most classes that run at a time; None: as many as there are slots for, or one with ``show_output``.
+        jobs: the most classes that run at a time; 0: as many as there are slots for; None: one, or, where ``slots`` are
+            given, as many as there are.
         slots: how many ranks run at a time; None: the machine decides.
         reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
@@ -108,6 +109,13 @@ class Options:
     script: str = ""
     command: str = "python run_test.py"
 
+    @property
+    def packs(self) -> bool:
+        """Whether classes run side by side. Nobody could tell whose line it is that ``show_output`` shows."""
+        if self.jobs is None:
+            return self.slots is not None and not self.show_output
+        return self.jobs != 1
+
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the run: the user's, with what the command line adds."""
         environment = dict(os.environ)
@@ -160,8 +168,8 @@ def _count(least: int) -> Callable[[str], int]:
     return count
 
 
-def _jobs(text: str) -> int | None:
-    return None if text == "auto" else _count(1)(text)
+def _jobs(text: str) -> int:
+    return 0 if text == "auto" else _count(1)(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -257,7 +265,7 @@ TABLE: tuple[Row, ...] = (
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
     Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
-        "(default: auto, or 1 with --show-output)", "N", _jobs),
+        "(default: 1, or auto with --slots)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
     Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "

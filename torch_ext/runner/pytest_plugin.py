@@ -164,7 +164,7 @@ class _Run:
         # With one failure to stop at, a class must not go on either.
         failfast = config.getoption("maxfail", 0) == 1
         slots = None if asked == _AUTO else int(asked)
-        return Options(config.rootpath, failfast=failfast, jobs=jobs, slots=slots, command="python -m pytest")
+        return Options(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""

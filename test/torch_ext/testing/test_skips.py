@@ -192,7 +192,7 @@ def test_requires_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, there: bool
         (2, ["hccl"], {"nccl"}, True),
         (2, None, {"nccl"}, False),
         (2, None, {"own"}, False),
-        (2, ["hccl"], {"own"}, True),
+        (2, ["hccl"], {"own"}, False),
         (2, None, set(), True),
     ],
 )

@@ -428,7 +428,7 @@ def test_working_directory_that_is_gone_is_told_in_a_sentence(plain: Programs) -
 
 def test_cache_that_cannot_be_written_costs_nothing(plain: Programs) -> None:
     (plain.folder / "file").touch()
-    run = plain.run("-k", "plain", extra={"TORCH_EXT_CACHE": str(plain.folder / "file" / "cache")})
+    run = plain.run("-k", "test_plain", extra={"TORCH_EXT_CACHE": str(plain.folder / "file" / "cache")})
     assert run.code == 0, run
     assert "Traceback" not in run.out + run.err
 

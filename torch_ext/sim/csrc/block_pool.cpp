@@ -1,5 +1,6 @@
 #include "block_pool.h"
 
+#include "device.h"
 #include <c10/util/Exception.h>
 
 #include <algorithm>

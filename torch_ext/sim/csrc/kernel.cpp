@@ -1,9 +1,13 @@
 #include "kernel.h"
 
+#include "device.h"
+#include "kernel_observer.h"
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string_view>
 #include <utility>

@@ -1,5 +1,6 @@
 #include "observer_log.h"
 
+#include <cstddef>
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 

@@ -119,7 +119,7 @@ void settle(Running& one) noexcept {
   try {
     one.finish(kNoTimeout);
   } catch (...) {
-    // Whoever waits for it is told.
+    return; // whoever waits for it is told
   }
 }
 

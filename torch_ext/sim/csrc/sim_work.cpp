@@ -1,17 +1,18 @@
 #include "sim_work.h"
 
+#include "device.h"
+#include "running.h"
+#include "stream.h"
 #include <ATen/core/jit_type.h>
 
 #include <chrono>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "kernel_observer.h"
-#include "transport/transport.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {

@@ -4,6 +4,7 @@
 // on aliases of their memory. They start in one place, see Note [Where operations start]; a transport carries them.
 #include "simccl.h"
 
+#include <cstddef>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,7 +14,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>

@@ -6,7 +6,6 @@
 #include <string>
 #include <string_view>
 #include <typeindex>
-#include <typeinfo>
 #include <unordered_map>
 
 namespace torch_ext::sim::races {

@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <string>
 
 #include "../device.h"
 #include "../kernel.h"

@@ -1,7 +1,5 @@
 #include "lanes.h"
 
-#include <utility>
-
 #include "clock.h"
 
 namespace torch_ext::sim::races {

@@ -4,15 +4,12 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "../allocator.h"
 #include "../block_pool.h"
-#include "../device.h"
 #include "../kernel_observer.h"
 #include "checker.h"
 #include "history.h"
@@ -68,6 +65,7 @@ class Stacks {
   // Frames as (file, line, function), innermost first.
   pybind11::list symbolized() const {
     std::vector<torch::CapturedTraceback*> raw;
+    raw.reserve(stacks_.size());
     for (const auto& stack : stacks_) {
       raw.push_back(stack.get());
     }

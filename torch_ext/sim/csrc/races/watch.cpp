@@ -5,7 +5,6 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>

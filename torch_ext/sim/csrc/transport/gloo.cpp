@@ -1,5 +1,6 @@
 #include "gloo.h"
 
+#include "/work/main/torch_ext/sim/csrc/transport_view.h"
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -206,6 +207,7 @@ void Gloo::compare(GlooCollective& collective, uint64_t number) {
     std::rethrow_exception(failure(self(), c10::str("in ", phrase(own), ", gloo says: ", error.what())));
   }
   std::vector<Said> ranks;
+  ranks.reserve(size);
   for (size_t peer = 0; peer < size; ++peer) {
     ranks.push_back(said_in(outputs.front()[peer], called(peer)));
   }

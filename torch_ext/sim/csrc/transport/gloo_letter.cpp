@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>

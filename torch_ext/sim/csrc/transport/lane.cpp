@@ -286,6 +286,7 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   }
   if (need_a_closer_look(*group_, front.number)) {
     std::vector<Said> ranks;
+    ranks.reserve(size);
     for (int peer = 0; peer < size; ++peer) {
       ranks.push_back(said_by(*group_, peer, front.number));
     }

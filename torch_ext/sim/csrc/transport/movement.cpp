@@ -14,7 +14,6 @@
 #include "futex.h"
 #include "group.h"
 #include "layout.h"
-#include "rendezvous.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
