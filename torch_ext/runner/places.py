@@ -73,9 +73,11 @@ class Machine:
     def place(self, slots: Sequence[int], *, packed: bool) -> Place:
         """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
-        environment = {**self._environment, "TMPDIR": os.path.join(folder, "tmp")}
-        os.mkdir(environment["TMPDIR"])
+        environment = dict(self._environment)
         if packed:
+            # Alone, a class keeps the user's: sockets are made there, and a longer path may not fit into an address.
+            environment["TMPDIR"] = os.path.join(folder, "tmp")
+            os.mkdir(environment["TMPDIR"])
             environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
         if packed and self._devices.number:
             environment[self._devices.variable] = ",".join(self._names_of(slots))
