@@ -46,9 +46,12 @@ _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What makes an unmodified upstream file see our harness.
 _REWRITING = "torch_ext.cuda_as_sim.ahead"
 _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
-# How long an import may take unless --timeout says so, and after how many seconds without news another file's begins
-# beside those that go on, so that some that hang block no others.
-_IMPORT_S, _NEWS_S = 120.0, 2.0
+# How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
+# says little of an import on a busy machine, which would cost the file all its tests.
+_IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
+# After how many seconds without news another file's import begins beside those that go on, so that some that hang block
+# no others.
+_NEWS_S = 2.0
 # How often those who show the time are told that it passes, in seconds.
 _TICK_S = 0.25
 
@@ -63,7 +66,7 @@ class RunExecutor:
         self.environment = shared_environment(options.environment())
         self._packs = options.packs
         self._stops = False  # a test has failed, and that is enough
-        self._limit_s = options.timeout_s or _IMPORT_S
+        self._limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
         self._root: RootZygote | None = None
         self._zygotes: dict[str, ModuleZygote] = {}
         self._collected: set[str] = set()
