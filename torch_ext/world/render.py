@@ -19,7 +19,9 @@ _OUTPUT_LINES = 20
 _COLLECTIVES = 3
 # What differs between the tracebacks of ranks that failed in the same way.
 _RANK_DEPENDENT = re.compile(
-    r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b", re.IGNORECASE
+    r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b"
+    r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices, as each rank has its own
+    re.IGNORECASE,
 )
 
 
