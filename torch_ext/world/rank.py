@@ -28,7 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, loopback, operations, stores, transport_errors
+from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
@@ -58,11 +58,10 @@ _RELEASE_WAIT_S = 1.0
 frames.hide(r"/compat/c10d\.py")
 frames.hide(r"/world/stores\.py", "wait_in_store")
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _DEFAULTS = {
     # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-    "GLOO_SOCKET_IFNAME": _LOOPBACK,
-    "TP_SOCKET_IFNAME": _LOOPBACK,
+    "GLOO_SOCKET_IFNAME": transports.LOOPBACK,
+    "TP_SOCKET_IFNAME": transports.LOOPBACK,
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
 }
@@ -262,7 +261,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     say_before_abort(rank.say_last_words)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        _prepare_transports(order.address)
+        transports.prepare()
+        transports.listen_at(order.address)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
@@ -273,18 +273,6 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     if not rank.handed_in:
         rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
-
-
-def _prepare_transports(address: str) -> None:
-    """Have gloo listen at the world's address, and stores tell what is waited for in them."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
-        return
-    stores.watch_waits()
-    if address:
-        from torch_ext.compat.c10d import bind_gloo
-
-        bind_gloo(_LOOPBACK, address)
 
 
 def failure(error: BaseException) -> Receipt:
