@@ -21,6 +21,7 @@ from torch_ext.testing._internal._fsdp.extensions import *
 from torch_ext.testing._internal._fsdp.fsdp1_parity import *
 from torch_ext.testing._internal._fsdp.fsdp2_parity import *
 from torch_ext.testing._internal._fsdp.models.base import *
+from torch_ext.testing._internal._fsdp.models.chain import *
 from torch_ext.testing._internal._fsdp.models.experts import *
 from torch_ext.testing._internal._fsdp.models.mlp import *
 from torch_ext.testing._internal._fsdp.models.nested import *
