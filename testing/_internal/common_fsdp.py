@@ -33,6 +33,7 @@ from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
 from torch_ext.testing._internal._fsdp.state_dict import *
 from torch_ext.testing._internal._fsdp.step_log import *
+from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *
 
 if TYPE_CHECKING:
