@@ -28,6 +28,7 @@ from torch_ext.testing._internal._distributed.methods import (
     waits_or_runs,
 )
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
+from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
@@ -270,7 +271,7 @@ class MultiProcContinuousTest(TestCase):
             try:
                 if no_group is not None:
                     raise no_group
-                with accelerator.race_check():
+                with race_check(ticket.test):
                     cls._run_test_given_id(ticket.test)
             except BaseException as error:
                 receipt = receipts.receipt_of(error)
