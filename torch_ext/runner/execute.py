@@ -57,7 +57,7 @@ _TICK_S = 0.25
 
 
 class RunExecutor:
-    """The zygotes of one run; see ``cli.Executor``. They start on first use; :meth:`close` ends them with all their
+    """The zygotes of one run; see :class:`Executor`. They start on first use; :meth:`close` ends them with all their
     children.
     """
 
@@ -145,7 +145,7 @@ class RunExecutor:
             self.close_zygotes()
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See ``cli.Executor``. As many files as there are cores are imported side by side, more while they hang."""
+        """See :class:`Executor`. As many files as there are cores are imported side by side, more while they hang."""
         waiting, at_once = deque(files), os.cpu_count() or 1
         loading: list[TestFile] = []
         while waiting or loading:
@@ -227,7 +227,7 @@ class RunExecutor:
         sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
-        """See ``cli.Executor``."""
+        """See :class:`Executor`."""
         if not plan.batches:
             return
         machine = self._machine(plan)

@@ -28,7 +28,6 @@ from torch_ext.testing._internal._distributed.methods import (
     waits_or_runs,
 )
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
-from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
@@ -268,17 +267,12 @@ class MultiProcContinuousTest(TestCase):
         except (Exception, SystemExit) as error:
             no_group = error
         while (ticket := _next_test(tests)) is not None:
-            try:
-                if no_group is not None:
-                    raise no_group
-                with race_check(ticket.test):
-                    cls._run_test_given_id(ticket.test)
-            except BaseException as error:
-                receipt = receipts.receipt_of(error)
+            if no_group is not None:
+                receipt = receipts.receipt_of(no_group)
                 if receipt is None:
-                    raise
+                    raise no_group
             else:
-                receipt = receipts.passed()
+                receipt = receipts.run_test(cls._run_test_given_id, ticket.test)
             if me.report(receipt).said is Said.FAILED:
                 return
         if no_group is None:
