@@ -124,12 +124,16 @@ class Rank:
             self._send(Collectives(flight_record.read()))
         return receipt
 
+    def tell(self, text: str) -> None:
+        """Have the parent half say ``text`` to the user, once however many ranks say it."""
+        self._send(Notice(text))
+
     def tell_of_globals(self, module: str) -> None:
         """Tell the user which globals of ``module`` are not finalized here."""
         names = unfinalized_globals(module)
         if names:
             which = f"{', '.join(names)} of {module}"
-            self._send(Notice(f"ranks end without finalizing globals: __del__ of {which} does not run in them"))
+            self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
 
     @property
     def handed_in(self) -> bool:
