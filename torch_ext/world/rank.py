@@ -86,12 +86,19 @@ class Rank:
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
         threading.Thread(target=self._listen, name="torch_ext listener", daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Take on another run of a test: receipts are about it from now on."""
         self._ticket = ticket
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
+
+    def made_group(self, from_s: float, to_s: float) -> None:
+        """Take note of when a process group was made; the first one counts."""
+        if not self._met_s[1]:
+            self._met_s = from_s, to_s
 
     def hand_in(self, receipt: Receipt) -> bool:
         """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
@@ -154,7 +161,7 @@ class Rank:
         return replace(receipt, time_s=time.monotonic())
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        return replace(receipt, ticket=self._ticket, pid=self._pid)
+        return replace(receipt, ticket=self._ticket, pid=self._pid, began_s=self._began_s, met_s=self._met_s)
 
     def say_last_words(self) -> None:
         """Say that this rank aborts, and what it has called last, if no other thread is just sending."""
@@ -262,7 +269,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     say_before_abort(rank.say_last_words)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        _prepare_transports(order.address)
+        _prepare_transports(order.address, rank)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
@@ -275,15 +282,16 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
 
 
-def _prepare_transports(address: str) -> None:
-    """Have gloo listen at the world's address, and stores tell what is waited for in them."""
+def _prepare_transports(address: str, rank: Rank) -> None:
+    """Have gloo listen at the world's address, stores tell what is waited for in them, and ``rank`` know its groups."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return
-    stores.watch_waits()
-    if address:
-        from torch_ext.compat.c10d import bind_gloo
+    from torch_ext.compat.c10d import bind_gloo, watch_groups
 
+    stores.watch_waits()
+    watch_groups(rank.made_group)
+    if address:
         bind_gloo(_LOOPBACK, address)
 
 
