@@ -48,7 +48,7 @@ _TICK_S = 0.25
 
 
 class RunExecutor:
-    """Collects and runs tests; see ``cli.Executor``."""
+    """Collects and runs tests; see :class:`Executor`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -64,7 +64,7 @@ class RunExecutor:
             atexit.register(self.close)
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See ``cli.Executor``. As many files as there are cores are imported side by side, more while they hang."""
+        """See :class:`Executor`. As many files as there are cores are imported side by side, more while they hang."""
         waiting, at_once = deque(files), os.cpu_count() or 1
         loading: list[TestFile] = []
         while waiting or loading:
@@ -146,7 +146,7 @@ class RunExecutor:
         sink: Sink,
         renew: Callable[[Collected], Sequence[Batch]],
     ) -> None:
-        """See ``cli.Executor``."""
+        """See :class:`Executor`."""
         if not plan.batches:
             return
         packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1

@@ -12,29 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
+from torch_ext.runner.executor import PlanRunner
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.progress import Progress
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick, import_failure
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick, import_failure
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["Rounds", "Runner"]
-
-
-class Runner(Protocol):
-    """Runs a plan once."""
-
-    def run(
-        self,
-        plan: Plan,
-        sink: Sink,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> None:
-        """See ``cli.Executor``."""
-        ...
+__all__ = ["Rounds"]
 
 
 class Rounds:
@@ -111,7 +98,7 @@ class Rounds:
             return []
         return [one for one in self.progress.missing() if (one.file, one.cls) == (test.file, test.cls)]
 
-    def run(self, runner: Callable[[], Runner]) -> None:
+    def run(self, runner: Callable[[], PlanRunner]) -> None:
         """Run every round. An interrupt passes through."""
         while True:
             self._one_round(runner)
@@ -128,7 +115,7 @@ class Rounds:
         """Tell the reporters that no more results come."""
         self._reporters.finish(interrupted=interrupted)
 
-    def _one_round(self, runner: Callable[[], Runner]) -> None:
+    def _one_round(self, runner: Callable[[], PlanRunner]) -> None:
         reasons = {test: reason for test in self._plan.tests if (reason := self._skipped(test))}
         for test, reason in reasons.items():
             self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
