@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from torch_ext.compat._lookup import lazy_names
@@ -25,6 +26,7 @@ __all__ = [
     "_set_thread_isolation_mode",
     "bind_gloo",
     "ranks_of_groups",
+    "watch_groups",
 ]
 
 
@@ -34,6 +36,26 @@ def ranks_of_groups() -> dict[str, list[int]]:
 
     names = _world.pg_names
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
+
+
+def watch_groups(made: Callable[[float, float], None]) -> None:
+    """Have ``made`` called whenever a process group has been made in this process, with its beginning and its end by
+    ``time.monotonic``.
+    """
+    from torch.distributed import distributed_c10d
+
+    make = getattr(distributed_c10d, "_new_process_group_helper", None)
+    if make is None or make.__module__ == __name__:
+        return
+
+    @functools.wraps(make, assigned=("__name__", "__qualname__", "__doc__"))
+    def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.monotonic()
+        group = make(*args, **kwargs)
+        made(began_s, time.monotonic())
+        return group
+
+    distributed_c10d._new_process_group_helper = _new_process_group_helper
 
 
 def bind_gloo(interface: str, address: Callable[[], str]) -> None:

@@ -85,12 +85,19 @@ class Rank:
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
         threading.Thread(target=self._listen, name="torch_ext listener", daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Take on another run of a test: receipts are about it from now on."""
         self._ticket = ticket
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
+
+    def made_group(self, from_s: float, to_s: float) -> None:
+        """Take note of when a process group was made; the first one counts."""
+        if not self._met_s[1]:
+            self._met_s = from_s, to_s
 
     def hand_in(self, receipt: Receipt) -> bool:
         """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
@@ -157,7 +164,7 @@ class Rank:
         return replace(receipt, time_s=time.monotonic())
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        return replace(receipt, ticket=self._ticket, pid=self._pid)
+        return replace(receipt, ticket=self._ticket, pid=self._pid, began_s=self._began_s, met_s=self._met_s)
 
     def say_last_words(self) -> None:
         """Say that this rank aborts, and what it has called last, if no other thread is just sending."""
@@ -266,7 +273,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     try:
         function, args, kwargs = pickle.loads(order.task)
         transports.prepare()
-        transports.listen_at(order.address)
+        transports.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
