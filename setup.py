@@ -28,6 +28,7 @@ setup(
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={
         "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
+        "torch_ext.sim.races": ["*.json"],
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],
     },

@@ -60,6 +60,7 @@ class Outcome:
         output: the end of its own stdout and stderr.
         left_behind: command lines of processes that it left running.
         task: what it ran, in a word.
+        ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Outcome:
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
     task: str = "test"
+    ended_s: float = 0.0
 
     @property
     def ok(self) -> bool:
