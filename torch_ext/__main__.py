@@ -2,6 +2,7 @@
 
 ==============================  ====================================================================
 ``python -m torch_ext run``     runs your own program on several ranks, each with a simulated device
+``python -m torch_ext serve``   keeps torch loaded for the runs that follow
 ``python -m torch_ext demo``    shows in ten seconds what that is good for
 ``python -m torch_ext doctor``  says on one screen what this machine has, for a bug report or for CI
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
@@ -28,6 +29,7 @@ _PROGRAMS = {
     "run": "torch_ext.program.supervise",
     "demo": "torch_ext.program.demo",
     "doctor": "torch_ext.program.doctor",
+    "serve": "torch_ext.program.serve",
 }
 
 

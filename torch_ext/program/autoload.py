@@ -36,7 +36,7 @@ def load() -> None:
     if not asked:
         return
     program = _program()
-    if program and asked == "cuda":
+    if program and asked == variables.ON_AS_CUDA:
         from torch_ext.program.interpreter_line import run_again
 
         run_again(_AGAIN)
@@ -44,9 +44,9 @@ def load() -> None:
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", ranks)
     import torch_ext.sim  # noqa: F401  # registers the device
 
-    is_rewritten = asked == "cuda" and "torch_ext.program.as_sim" in _main_name()
+    is_rewritten = asked == variables.ON_AS_CUDA and "torch_ext.program.as_sim" in _main_name()
     if (program or is_rewritten) and os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ:
-        _look_at_the_end(cuda_as_sim=asked == "cuda")
+        _look_at_the_end(cuda_as_sim=asked == variables.ON_AS_CUDA)
 
 
 def _main_name() -> str:

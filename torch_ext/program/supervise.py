@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -18,7 +17,7 @@ from torch_ext.program import fake, rank, report, variables
 from torch_ext.program.options import Options, Output, parse
 from torch_ext.program.spec import Facts, Program
 from torch_ext.program.store import HOST_NAME, Store
-from torch_ext.program.warm import zygote_for
+from torch_ext.program.warm import search_path, zygote_for
 from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Ending
@@ -30,8 +29,6 @@ from torch_ext.world.verdict import Judgement, WorldReport, judge
 from torch_ext.world.watch import Limits
 
 __all__ = ["main"]
-
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 # How long the peers of a rank that failed may go on, and how long any rank may after a signal, in seconds: programs
 # have exit functions, and write checkpoints.
@@ -88,7 +85,7 @@ def _told(trace: str) -> str:
 
 
 def _run(options: Options) -> int:
-    path = _search_path()
+    path = search_path()
     variables.hide()
     before = dict(os.environ)
     _set_environment(options)
@@ -123,17 +120,10 @@ def _store(zygote: ZygoteClient) -> Iterator[Store]:
         store.close()
 
 
-def _search_path() -> tuple[str, ...]:
-    """``sys.path`` without the entry that belongs to this command; this package is found behind all others."""
-    entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
-    path = [os.path.abspath(entry) for entry in entries]
-    return tuple(path if _PACKAGE_ROOT in path else [*path, _PACKAGE_ROOT])
-
-
 def _set_environment(options: Options) -> None:
     """Set in this process what all ranks get, and what the processes get that they start."""
     if options.simulated:
-        variables.ask("cuda" if options.cuda_as_sim else "1", options.packages)
+        variables.ask(variables.ON_AS_CUDA if options.cuda_as_sim else variables.ON, options.packages)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
     if options.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import environment_as_sim

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["SIM", "ask", "hide", "is_strict", "mark_worker", "packages", "wanted", "worker_above"]
+__all__ = ["ON", "ON_AS_CUDA", "SIM", "ask", "hide", "is_strict", "mark_worker", "packages", "wanted", "worker_above"]
 
 SIM = "TORCH_EXT_SIM"
+# Its values.
+ON, ON_AS_CUDA = "1", "cuda"
+_OFF = ("", "0")
 _PACKAGES, _STRICT, _WORKER = "TORCH_EXT_SIM_PACKAGES", "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
 # What the simulator does as soon as it is loaded.
 _RACES = "TORCH_EXT_RACES"
@@ -27,9 +30,9 @@ def wanted() -> str:
         ValueError: the variable has another value.
     """
     asked = os.environ.get("TORCH_EXT_SIM", "")
-    if asked not in ("", "0", "1", "cuda"):
+    if asked not in (*_OFF, ON, ON_AS_CUDA):
         raise ValueError(f"{SIM}={asked}: expected 1, or cuda to have CUDA mean the simulated accelerator.")
-    return "" if asked == "0" else asked
+    return "" if asked in _OFF else asked
 
 
 def packages() -> tuple[str, ...]:
