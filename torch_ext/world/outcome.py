@@ -59,6 +59,7 @@ class Outcome:
             the same time.
         output: the end of its own stdout and stderr.
         left_behind: command lines of processes that it left running.
+        ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Outcome:
     collectives: str = ""
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
+    ended_s: float = 0.0
 
     @property
     def ok(self) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["printable", "ranks_phrase", "short_command"]
+__all__ = ["LEFT_BEHIND", "printable", "ranks_phrase", "short_command"]
+
+# What is said of a rank whose processes outlive it.
+LEFT_BEHIND = "left a process behind"
 
 # What a terminal obeys instead of showing it: control characters but tab and newline, and those that turn the
 # direction of writing round.

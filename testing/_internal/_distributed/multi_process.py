@@ -34,7 +34,7 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import EXPECTABLE, Outcome
-from torch_ext.world.phrases import short_command
+from torch_ext.world.phrases import LEFT_BEHIND, short_command
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
@@ -108,7 +108,7 @@ def raise_verdict(
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(
-                f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {short_command(command)}",
+                f"torch_ext: rank {outcome.rank} {LEFT_BEHIND}, which was ended: {short_command(command)}",
                 file=sys.stderr,
             )
 

@@ -3,7 +3,7 @@
 ====================================  ==================================================================
 what became of a test                 what stands in its ``testcase``
 ====================================  ==================================================================
-passed                                nothing
+passed                                ``system-out`` with a line for each rank, if it has any
 failed                                ``failure``
 its process died, its ranks hung      ``error``; so do a file's import and a class's ``setUpClass``
 skipped, failed as it is expected to  ``skipped``
@@ -97,7 +97,10 @@ def _count(element: Element, cases: list[Element], *, skipped: bool) -> None:
 def _case(result: TestResult) -> Element:
     attempts = (*result.earlier, result)
     case = _named(result.test, sum(each.duration_s for each in attempts))
-    if result.status is Status.SKIPPED:
+    if result.status is Status.PASSED and result.ranks:
+        lines = [f"rank {one.rank} {one.ending}" for one in sorted(result.ranks, key=lambda one: one.rank)]
+        SubElement(case, "system-out").text = _clean("\n".join(lines))
+    elif result.status is Status.SKIPPED:
         SubElement(case, "skipped", message=_clean(result.reason or "no reason given"))
     elif result.status is Status.XFAIL:
         SubElement(case, "skipped", type="expected failure", message="failed, as it is expected to")
