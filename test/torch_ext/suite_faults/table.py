@@ -6,6 +6,7 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 from __future__ import annotations
 
 from test.torch_ext.suite_faults import (
+    ddp,
     fsdp1,
     fsdp1_areas,
     fsdp1_originals,
@@ -17,6 +18,7 @@ from test.torch_ext.suite_faults import (
 __all__ = ["FAULTS", "inject"]
 
 _TABLES = (
+    ddp.MISTAKES,
     fsdp1.MISTAKES,
     fsdp1_areas.MISTAKES,
     fsdp1_originals.MISTAKES,
