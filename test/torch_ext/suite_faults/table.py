@@ -5,11 +5,27 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 
 from __future__ import annotations
 
-from test.torch_ext.suite_faults import fsdp1, fsdp1_areas, fsdp1_originals, fsdp2, mirrored
+from test.torch_ext.suite_faults import (
+    fsdp1,
+    fsdp1_areas,
+    fsdp1_originals,
+    fsdp1_subjects,
+    fsdp2,
+    mirrored,
+    rpc_barrier,
+)
 
 __all__ = ["FAULTS", "inject"]
 
-_TABLES = (fsdp1.MISTAKES, fsdp1_areas.MISTAKES, fsdp1_originals.MISTAKES, fsdp2.MISTAKES, mirrored.MISTAKES)
+_TABLES = (
+    fsdp1.MISTAKES,
+    fsdp1_areas.MISTAKES,
+    fsdp1_originals.MISTAKES,
+    fsdp1_subjects.MISTAKES,
+    fsdp2.MISTAKES,
+    mirrored.MISTAKES,
+    rpc_barrier.MISTAKES,
+)
 
 FAULTS = {name: mistake for table in _TABLES for name, mistake in table.items()}
 
