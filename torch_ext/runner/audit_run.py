@@ -6,33 +6,26 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Protocol
 
 from torch_ext.runner.audit import Dependence, find_culprits, suspects
+from torch_ext.runner.executor import PlanRunner
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["audit_order"]
 
 
-class Executor(Protocol):
-    """What the audit needs of ``cli.Executor``."""
-
-    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Runs:
     """Runs plans on fresh ranks, or on ranks that the tests of a class share."""
 
-    def __init__(self, open_executor: Callable[[Options], Executor], options: Options) -> None:
+    def __init__(self, open_executor: Callable[[Options], PlanRunner], options: Options) -> None:
         each_fresh = replace(options, failfast=False, reuse="")
         self._options = {False: each_fresh, True: replace(each_fresh, reuse="class")}
         self._open = open_executor
-        self._executors: dict[bool, Executor] = {}
+        self._executors: dict[bool, PlanRunner] = {}
         self.number = 0
 
     def passed(self, plan: Plan, *, shared: bool) -> dict[TestName, bool]:
@@ -58,7 +51,9 @@ class _Runs:
             executor.close()
 
 
-def audit_order(open_executor: Callable[[Options], Executor], options: Options, plan: Plan, out: StyledWriter) -> bool:
+def audit_order(
+    open_executor: Callable[[Options], PlanRunner], options: Options, plan: Plan, out: StyledWriter
+) -> bool:
     """Audit ``plan`` and print what is found; return whether no test depends on another. See Note [Audit of order]."""
     with closing(_Runs(open_executor, options)) as runs:
         return _audit(runs, options, plan, out)

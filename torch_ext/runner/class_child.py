@@ -40,14 +40,24 @@ _KILL_S = 5.0
 
 
 class Zygotes(Protocol):
-    """Where a class's zygote comes from.
+    """Where a class's zygote comes from. Called on the main thread."""
 
-    Called on the main thread. The task of :meth:`zygote` waits while the file is imported.
-    """
+    def module_of(self, file: TestFile) -> str:
+        """Return the name under which the file's tests are found in its zygote."""
+        ...
 
-    def module_of(self, file: TestFile) -> str: ...
-    def zygote(self, file: TestFile) -> Task[ZygoteClient]: ...
-    def drop(self, file: TestFile, zygote: ZygoteClient | None = None) -> None: ...
+    def of_class(self, batch: Batch) -> Task[ZygoteClient]:
+        """A task that returns the zygote of a class, which waits while the file is imported. See Note [Neighbours].
+
+        Raises:
+            LoadError: the file cannot be imported.
+            ZygoteDiedError: the process ended while importing it.
+        """
+        ...
+
+    def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
+        """Give up ``zygote``, which is gone; None if there was none. The next use starts another."""
+        ...
 
 
 class ClassChild:

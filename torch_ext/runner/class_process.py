@@ -29,7 +29,7 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, frames, provider
+from torch_ext.world import _os, frames, provider, rank_times
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.limits import timeout_of
@@ -192,6 +192,7 @@ class _Result(unittest.TestResult):
         super().startTest(test)
         self._started_s = time.monotonic()
         self._status, self._problems, self._reasons = None, [], []
+        rank_times.take()  # of a world that a fixture has started
         self.tell(TestStarted(_method(test), timeout_of(test)))
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -203,7 +204,8 @@ class _Result(unittest.TestResult):
             self._fail(Remark("unittest ended the test without saying how."))
         took_s = time.monotonic() - self._started_s
         status = self._status or Status.FAILED
-        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), "; ".join(self._reasons)))
+        reasons, ranks = "; ".join(self._reasons), rank_times.take()
+        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks))
         self.told = passing_by[1]
 
     def addSuccess(self, test: unittest.TestCase) -> None:

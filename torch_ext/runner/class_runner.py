@@ -120,7 +120,7 @@ class ClassRunner:
         return self._failed and self._options.failfast
 
     def _run_one_process(self) -> Task[None]:
-        zygote = self._zygote = yield from self._zygotes.zygote(self._batch.file)
+        zygote = self._zygote = yield from self._zygotes.of_class(self._batch)
         before, module = len(self._left), self._zygotes.module_of(self._batch.file)
         with ClassChild(module, zygote, self._batch, tuple(self._left), self._options, self._place) as process:
             running = ""
@@ -165,7 +165,7 @@ class ClassRunner:
             self._class_is_over = True
 
     def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
-        self._zygotes.drop(self._batch.file, self._zygote)
+        self._zygotes.drop(self._batch, self._zygote)
         if not fruitless:
             return
         if not self._may_lose_zygote:
@@ -186,6 +186,7 @@ class ClassRunner:
                 event.reason,
                 _announcements(output),
                 output if failed else "",
+                event.ranks,
             )
         )
 

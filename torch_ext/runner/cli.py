@@ -13,9 +13,9 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from torch_ext import cache
 from torch_ext.compat import untested_torch
@@ -24,66 +24,24 @@ from torch_ext.runner.arguments import parse, parse_for_file
 from torch_ext.runner.changed import changed_files
 from torch_ext.runner.choice import Choice
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
+from torch_ext.runner.executor import Executor, Judge
 from torch_ext.runner.history import History
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root
-from torch_ext.runner.results import Needs, OutputError, SetupError, Sink, Status, TestName, TestResult, import_failure
-from torch_ext.runner.schedule import Batch, Plan, make_plan
+from torch_ext.runner.results import Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
+from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
 if TYPE_CHECKING:
     from torch_ext.runner.rounds import Rounds
 
-__all__ = ["INTERRUPTED", "Executor", "main", "main_for_file"]
+__all__ = ["INTERRUPTED", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
-
-
-class Executor(Protocol):
-    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
-
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
-        ...
-
-    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
-        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
-        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
-
-        Before the first test of a file that :meth:`collect` was not asked for, ``renew`` is told what the file holds,
-        and returns what of it is to run in the place of what was planned.
-
-        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
-        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
-        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
-        """
-        ...
-
-    def close(self) -> None:
-        """End every process and remove every file of the run. Idempotent."""
-        ...
-
-
-class Judge(Protocol):
-    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
-
-    told: str
-
-    def skipped(self, test: TestName) -> str:
-        """Return why ``test`` must not run; empty if it may."""
-        ...
-
-    def judged(self, result: TestResult) -> TestResult:
-        """Return what counts in the place of ``result``."""
-        ...
-
-    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
-        ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,6 +217,7 @@ def _select_and_run_with(
     for one in collected:
         _tell_difference(one.file, one.before, one)
     before = {one.file.name: one.tests for one in collected if one.remembered}
+    chosen = set(tests)
 
     def renewed(found: Collected) -> Plan | None:
         """Return what of a file runs, now that it is imported; None if it holds the tests that were remembered."""
@@ -268,7 +227,7 @@ def _select_and_run_with(
         _tell_difference(found.file, before[found.file.name], found)
         now = [test for test in fitting_tests(selection, found.tests) if keywords(test)]
         if options.last_failed or options.shard:  # what was chosen was chosen by name
-            now = [test for test in now if test in set(tests)]
+            now = [test for test in now if test in chosen]
         needs.update(zip(found.tests, found.needs, strict=False))
         return make_plan(*choice.arrange([found.file], now), needs, expected_s)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_ext.runner.results import Needs, Problem, Status
+from torch_ext.world.rank_times import RankTimes
 
 __all__ = [
     "ClassEnded",
@@ -83,6 +84,7 @@ class TestEnded:
     duration_s: float
     problems: tuple[Problem, ...]
     reason: str
+    ranks: tuple[RankTimes, ...] = ()
 
 
 @dataclass(frozen=True)

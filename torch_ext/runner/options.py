@@ -54,8 +54,8 @@ class Options:
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         audit_order: find tests that depend on those before them, instead of a usual run.
-        jobs: the most classes that run at a time; 0: as many as there are slots for; None: one, or, where ``slots`` are
-            given, as many as there are.
+        jobs: the most classes that run at a time; 0: as many as there are slots for; None: likewise, or one where
+            output is shown as it comes or files are not ours.
         slots: how many ranks run at a time; None: the machine decides.
         reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
@@ -111,9 +111,13 @@ class Options:
 
     @property
     def packs(self) -> bool:
-        """Whether classes run side by side. Nobody could tell whose line it is that ``show_output`` shows."""
+        """Whether classes run side by side.
+
+        Unless that is asked for, not with ``show_output``, where nobody could tell whose line it is, and not with
+        ``upstream``, whose files were written to run one after another.
+        """
         if self.jobs is None:
-            return self.slots is not None and not self.show_output
+            return not self.show_output and (not self.upstream or self.slots is not None)
         return self.jobs != 1
 
     def environment(self) -> dict[str, str]:
@@ -123,8 +127,9 @@ class Options:
             environment["TORCH_EXT_DEVICE"] = self.device
         if self.timeout_s is not None:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
-        if self.races:
-            environment["TORCH_EXT_RACES"] = self.races
+        if self.races or (self.upstream and not environment.get("TORCH_EXT_RACES")):
+            # The races of upstream's own tests are not ours to mend.
+            environment["TORCH_EXT_RACES"] = self.races or "off"
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.reuse:
@@ -259,13 +264,13 @@ TABLE: tuple[Row, ...] = (
         "TYPE", _device, variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
-    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: off)",
-        "WHAT",
+    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: error; "
+        "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
     Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
-        "(default: 1, or auto with --slots)", "N", _jobs),
+        "(default: auto, or 1 with --show-output or --upstream)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
     Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "

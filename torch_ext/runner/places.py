@@ -5,6 +5,8 @@ Note [Neighbours]
 Several classes run at once, of one run or of several in one checkout. None of them may meet another by accident, so
 each has
 
+- a zygote of its own, so that one that a rank stops or kills costs no other class a test, and a process that is left
+  behind is charged to the class that left it;
 - ranks, a parent half and a process group of its own;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
 - ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
@@ -34,6 +36,8 @@ __all__ = ["Machine", "Place", "ask_for_devices", "shared_environment"]
 
 # Slots for each core where ranks wait for one another most of the time.
 _SLOTS_PER_CORE = 4
+# torch's manager of shared memory makes a socket below TMPDIR, whose name takes 34 bytes of the 107 of an address.
+_LONGEST_TMPDIR = 107 - 34
 _DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 
 
@@ -75,9 +79,11 @@ class Machine:
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
         environment = dict(self._environment)
         if packed:
-            # Alone, a class keeps the user's: sockets are made there, and a longer path may not fit into an address.
-            environment["TMPDIR"] = os.path.join(folder, "tmp")
-            os.mkdir(environment["TMPDIR"])
+            # A longer path would not fit into the address of a socket: better the user's own than none at all.
+            own = os.path.join(folder, "t")
+            if len(os.fsencode(own)) <= _LONGEST_TMPDIR or len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+                environment["TMPDIR"] = own
+                os.mkdir(own)
             environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
         if packed and self._devices.number:
             environment[self._devices.variable] = ",".join(self._names_of(slots))

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch_ext.world.rank_times import RankTimes
     from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
 
 __all__ = [
@@ -182,7 +183,7 @@ Problem = Raised | RanksFailed | Died | Remark
 class TestResult:
     """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
 
-    What runs tests fills in ``test`` to ``output``; the rest is known to what counts rounds and attempts.
+    What runs tests fills in ``test`` to ``ranks``; the rest is known to what counts rounds and attempts.
 
     Attributes:
         test: the test; without a method for a failure of the class, without a class for a failure of the file.
@@ -192,6 +193,7 @@ class TestResult:
         reason: why it was skipped, in words that a user can act on.
         warnings: sentences worth repeating in the summary.
         output: what its parent half printed, without hidden frames; empty unless the test failed.
+        ranks: what became of its ranks, and when; several of one number if it started several worlds.
         round: which of the rounds of the run it belongs to, from 1.
         attempt: how often the test has run in this round, this time included.
         again: whether it failed and runs once more, so that this is not its last word.
@@ -207,6 +209,7 @@ class TestResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     output: str = ""
+    ranks: tuple[RankTimes, ...] = ()
     round: int = 1
     attempt: int = 1
     again: bool = False

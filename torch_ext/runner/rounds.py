@@ -4,36 +4,24 @@ Note [Reruns]
 ~~~~~~~~~~~~~
 A test that failed runs again when its round is through, in a class process and ranks of its own. If it passes then, it
 is flaky: not passed, for the same code has failed, and no failure. What is skipped when it runs again has told nothing,
-so its failure stands. A file that cannot be imported and a class whose fixture raises are not run again.
+so its failure stands. A class that failed before all its tests had run runs again as far as they have not: it is flaky
+if it does not fail then. A file that cannot be imported is not loaded again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
+from torch_ext.runner.executor import PlanRunner
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.progress import Progress
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Sink, Status, TestName, TestResult, Tick, import_failure
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick, import_failure
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["Rounds", "Runner"]
-
-
-class Runner(Protocol):
-    """Runs a plan once."""
-
-    def run(
-        self,
-        plan: Plan,
-        sink: Sink,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> None:
-        """See ``cli.Executor``."""
-        ...
+__all__ = ["Rounds"]
 
 
 class Rounds:
@@ -70,6 +58,8 @@ class Rounds:
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
+        self._classes_again: list[TestName] = []
+        self._failed: set[TestName] = set()  # since a plan was begun
 
     @property
     def plan(self) -> Plan:
@@ -86,19 +76,29 @@ class Rounds:
     def _numbered(self, result: TestResult) -> TestResult:
         earlier = self._earlier.get(result.test, ())
         failed = result.status.counted is Status.FAILED
-        again = failed and bool(result.test.method) and len(earlier) < self._options.reruns
+        left = self._left_of(result.test)
+        again = failed and bool(result.test.method or left) and len(earlier) < self._options.reruns
         attempt = len(earlier) + 1
         if earlier and result.status is Status.SKIPPED:
             result, earlier = replace(earlier[-1], warnings=result.warnings), earlier[:-1]
         elif earlier and not failed:
             result = replace(result, status=Status.FLAKY)
         result = replace(result, round=self._round, attempt=attempt, again=again, earlier=earlier)
+        if failed:
+            self._failed.add(result.test)
         if again:
             self._earlier[result.test] = (*earlier, replace(result, earlier=()))
-            self._again.append(result.test)
+            self._again += [result.test] if result.test.method else left
+            self._classes_again += [] if result.test.method else [result.test]
         return result
 
-    def run(self, runner: Callable[[], Runner]) -> None:
+    def _left_of(self, test: TestName) -> list[TestName]:
+        """If ``test`` is a class, return those of its tests that have no result."""
+        if not test.cls or test.method:
+            return []
+        return [one for one in self.progress.missing() if (one.file, one.cls) == (test.file, test.cls)]
+
+    def run(self, runner: Callable[[], PlanRunner]) -> None:
         """Run every round. An interrupt passes through."""
         while True:
             self._one_round(runner)
@@ -115,7 +115,7 @@ class Rounds:
         """Tell the reporters that no more results come."""
         self._reporters.finish(interrupted=interrupted)
 
-    def _one_round(self, runner: Callable[[], Runner]) -> None:
+    def _one_round(self, runner: Callable[[], PlanRunner]) -> None:
         reasons = {test: reason for test in self._plan.tests if (reason := self._skipped(test))}
         for test, reason in reasons.items():
             self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
@@ -126,7 +126,11 @@ class Rounds:
             runner().run(plan, self.take, self._renew)
             while self._again:
                 tests, self._again = self._again, []
+                classes, self._classes_again = self._classes_again, []
+                self._failed.clear()
                 runner().run(self._part(tests), self.take, self._renew)
+                for each in (one for one in classes if one not in self._failed):
+                    self.take(TestResult(each, Status.PASSED, 0.0))
             if not self._options.failfast or any(one.status.counted is Status.FAILED for one in self.progress.results):
                 return
             plan = self._part(self.progress.missing())

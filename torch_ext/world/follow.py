@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from torch_ext.world import _os, frames, notices
+from torch_ext.world import _os, frames, notices, rank_times
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.output import Capture
@@ -284,7 +284,9 @@ class World:
                     self.pump(None if left == float("inf") else max(0.0, left))
         finally:
             self._listeners.remove(watch)
-        return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
+        outcomes = [self._complete(outcome, stacks) for outcome in watch.outcomes()]
+        rank_times.keep(outcomes, self.started_s)
+        return outcomes
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
@@ -346,6 +348,8 @@ class World:
         outcome.phase = self._phases.get(outcome.rank)
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
+        if outcome.rank in self._ended:
+            outcome.ended_s = self._ended[outcome.rank].time_s
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
         return outcome
 

@@ -23,10 +23,10 @@ from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process
-from torch_ext.world.protocol import STACK_SIGNAL, Loaded, ModuleOrder, NotLoaded, Preparation
+from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.zygote import Zygote
 
-__all__ = ["become_zygote", "load_module", "main"]
+__all__ = ["become_zygote", "load_module", "main", "serve_as_copy"]
 
 frames.hide(r"/world/loading\.py", "load_module", outwards=True)
 frames.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
@@ -83,6 +83,16 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     command.send(Loaded(depends, frames.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
+
+
+def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
+    """Target of a child of a zygote, which has loaded what that has: serve as it does. Descriptor: the command
+    channel.
+    """
+    command = Channel.from_descriptor(descriptors[0])
+    compute_on_one_thread()
+    command.send(Loaded())
+    Zygote(command, order.description, order.preparation, gathered=order.gathered).serve()
 
 
 @contextlib.contextmanager

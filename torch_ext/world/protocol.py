@@ -15,10 +15,11 @@ nothing but wait.
 ==================  =======================================================================================
 from -> to          messages
 ==================  =======================================================================================
-client -> zygote    :class:`Start`, :class:`AddClient`; on a group channel :class:`Signal`
+client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`; on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
 client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
+zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
 child -> supervisor :class:`Devices`, where it was asked for them
@@ -41,6 +42,8 @@ __all__ = [
     "AddClient",
     "Ask",
     "Collectives",
+    "Copy",
+    "CopyOrder",
     "Dependencies",
     "Devices",
     "Ended",
@@ -109,6 +112,15 @@ class Start:
 @dataclass(frozen=True)
 class AddClient:
     """Serve another command channel, whose descriptor comes along. Closing that one does not end the zygote."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Ask for a zygote like this one, as the only child of a group. Descriptors: the group channel, and the first
+    command channel of the copy.
+
+    What a child of the copy does to its zygote reaches no child of another.
+    """
 
 
 @dataclass(frozen=True)
@@ -201,6 +213,21 @@ class ModuleOrder:
     argv: tuple[str, ...]
     record: bool = False
     first: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CopyOrder:
+    """What the copy of a zygote is to be.
+
+    Attributes:
+        description: what it is called in messages.
+        preparation: what fresh interpreters load.
+        gathered: its heap lies in huge pages already.
+    """
+
+    description: str
+    preparation: Preparation
+    gathered: bool
 
 
 @dataclass(frozen=True)
@@ -419,6 +446,8 @@ class Receipt:
         waits: what it waited for when it failed, if the failure tells.
         ticket: which run of which test it is about; set by the rank.
         pid: the process that hands it in; set by the rank.
+        began_s: when the body began; set by the rank.
+        met_s: when the rank began and finished to make its first process group, 0 if it made none; set by the rank.
     """
 
     said: Said
@@ -429,3 +458,5 @@ class Receipt:
     waits: tuple[Wait, ...] = ()
     ticket: Ticket = NO_TICKET
     pid: int = 0
+    began_s: float = 0.0
+    met_s: tuple[float, float] = (0.0, 0.0)

@@ -28,7 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, loopback, operations, stores, transport_errors
+from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
@@ -58,11 +58,10 @@ _RELEASE_WAIT_S = 1.0
 frames.hide(r"/compat/c10d\.py")
 frames.hide(r"/world/stores\.py", "wait_in_store")
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _DEFAULTS = {
     # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-    "GLOO_SOCKET_IFNAME": _LOOPBACK,
-    "TP_SOCKET_IFNAME": _LOOPBACK,
+    "GLOO_SOCKET_IFNAME": transports.LOOPBACK,
+    "TP_SOCKET_IFNAME": transports.LOOPBACK,
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
 }
@@ -86,12 +85,19 @@ class Rank:
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
         threading.Thread(target=self._listen, name="torch_ext listener", daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Take on another run of a test: receipts are about it from now on."""
         self._ticket = ticket
         operations.test_began()
+        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
+
+    def made_group(self, from_s: float, to_s: float) -> None:
+        """Take note of when a process group was made; the first one counts."""
+        if not self._met_s[1]:
+            self._met_s = from_s, to_s
 
     def hand_in(self, receipt: Receipt) -> bool:
         """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
@@ -125,12 +131,16 @@ class Rank:
             self._send(Collectives(flight_record.read()))
         return receipt
 
+    def tell(self, text: str) -> None:
+        """Have the parent half say ``text`` to the user, once however many ranks say it."""
+        self._send(Notice(text))
+
     def tell_of_globals(self, module: str) -> None:
         """Tell the user which globals of ``module`` are not finalized here."""
         names = unfinalized_globals(module)
         if names:
             which = f"{', '.join(names)} of {module}"
-            self._send(Notice(f"ranks end without finalizing globals: __del__ of {which} does not run in them"))
+            self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
 
     @property
     def handed_in(self) -> bool:
@@ -154,7 +164,7 @@ class Rank:
         return replace(receipt, time_s=time.monotonic())
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        return replace(receipt, ticket=self._ticket, pid=self._pid)
+        return replace(receipt, ticket=self._ticket, pid=self._pid, began_s=self._began_s, met_s=self._met_s)
 
     def say_last_words(self) -> None:
         """Say that this rank aborts, and what it has called last, if no other thread is just sending."""
@@ -262,7 +272,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     say_before_abort(rank.say_last_words)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        _prepare_transports(order.address)
+        transports.prepare()
+        transports.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
@@ -273,18 +284,6 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     if not rank.handed_in:
         rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
-
-
-def _prepare_transports(address: str) -> None:
-    """Have gloo listen at the world's address, and stores tell what is waited for in them."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
-        return
-    stores.watch_waits()
-    if address:
-        from torch_ext.compat.c10d import bind_gloo
-
-        bind_gloo(_LOOPBACK, address)
 
 
 def failure(error: BaseException) -> Receipt:

@@ -21,6 +21,7 @@ from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
+    Copy,
     Dependencies,
     Ended,
     Loaded,
@@ -42,6 +43,7 @@ __all__ = [
     "ModuleZygote",
     "RootZygote",
     "ZygoteClient",
+    "ZygoteCopy",
     "ZygoteDiedError",
 ]
 
@@ -79,33 +81,36 @@ class ZygoteDiedError(RuntimeError):
 class Child:
     """A process that a zygote started for the supervisor: its pid, and a channel on which its end is told.
 
-    ``zygote_pid`` is looked at while the zygote does not answer; one that has been stopped by a signal is ended.
+    ``zygote_pid`` is looked at while the zygote does not answer; one that has been stopped by a signal is ended. The
+    caller waits until the child is started, but for a :class:`Copy`.
     """
 
-    def __init__(
-        self,
-        zygote: Channel,
-        order: Order,
-        descriptors: Sequence[int],
-        environment: Mapping[str, str],
-        interpreter: bool,
-        zygote_pid: int = 0,
-    ) -> None:
+    def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
         self.pid = 0
         self.why_interpreter = ""
         self.ended: Ended | None = None
+        self._zygote_pid = zygote_pid
         self._group, theirs = channel_pair()
         try:
-            zygote.send(Start((order,), dict(environment), interpreter), [theirs.fileno(), *descriptors])
+            zygote.send(request, [theirs.fileno(), *descriptors])
         except ChannelClosedError as error:
             raise ZygoteDiedError("the zygote is gone") from error
         finally:
             theirs.close()
+        if isinstance(request, Start):
+            self.wait_started()
+
+    def wait_started(self) -> None:
+        """Wait until the zygote has started the child.
+
+        Raises:
+            ZygoteDiedError: it is gone, or was stopped by a signal and so was ended.
+        """
         stopped = False
         while not self._group.poll(_SILENCE_S):
-            if zygote_pid and _os.is_stopped(zygote_pid):
+            if self._zygote_pid and _os.is_stopped(self._zygote_pid):
                 stopped = True
-                _os.end_process(zygote_pid)
+                _os.end_process(self._zygote_pid)
         try:
             self.take_in()
         except ZygoteDiedError:
@@ -169,7 +174,7 @@ class ZygoteClient:
             ZygoteDiedError: the zygote is gone.
         """
         order = Order(target, payload, len(descriptors))
-        return Child(self.channel, order, descriptors, environment, interpreter, self.pid)
+        return Child(self.channel, Start((order,), dict(environment), interpreter), descriptors, self.pid)
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
@@ -198,11 +203,10 @@ class ModuleZygote(ZygoteClient):
         self.order = order
         self.depends: Dependencies | None = None
         zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
+        # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
+        request = Start((zygote_order,), dict(os.environ))
         try:
-            # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
-            self.process = Child(
-                root, zygote_order, [theirs.fileno(), stacks_writer], os.environ, interpreter=False, zygote_pid=root_pid
-            )
+            self.process = Child(root, request, [theirs.fileno(), stacks_writer], root_pid)
         except BaseException:
             os.close(self._stacks)
             raise
@@ -271,6 +275,48 @@ class ModuleZygote(ZygoteClient):
         if self._stacks >= 0:
             os.close(self._stacks)
             self._stacks = -1
+
+
+class ZygoteCopy(ZygoteClient):
+    """A zygote that has loaded what ``original`` has, and ends with it at the latest. In the background until
+    :meth:`wait_loaded`: where the original cannot fork, the copy loads everything once more.
+
+    Raises:
+        ZygoteDiedError: the original is gone.
+    """
+
+    def __init__(self, original: ZygoteClient) -> None:
+        ours, theirs = channel_pair()
+        try:
+            self.process = Child(original.channel, Copy(), [theirs.fileno()], original.pid)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        super().__init__(ours)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`wait_loaded` returns or raises at once."""
+        return self.channel.fileno()
+
+    def wait_loaded(self) -> None:
+        """Wait until the copy serves.
+
+        Raises:
+            ZygoteDiedError: it or the original ended before it did.
+        """
+        try:
+            self.channel.receive()
+        except ChannelClosedError as error:
+            raise ZygoteDiedError("the copy of a zygote ended before it could serve,") from error
+        self.process.wait_started()
+        self.pid = self.process.pid
+
+    def close(self) -> None:
+        """End the copy and all its children."""
+        self.channel.close()
+        self.process.close()
 
 
 class RootZygote:

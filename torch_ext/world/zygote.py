@@ -8,8 +8,9 @@ Note [Huge pages]
 ~~~~~~~~~~~~~~~~~
 Forking costs about a third less once the zygote's heap lies in huge pages, since the kernel then copies fewer page
 tables. Gathering it (``MADV_COLLAPSE``) costs as much as some fifteen worlds, so it is done once, after the eighth
-fork, when spares are forked and nobody waits. It changes where pages lie and nothing else; kernels that cannot do it
-refuse. ``TORCH_EXT_HUGE_PAGES=0`` turns it off.
+fork, when spares are forked and nobody waits. Copies of the zygote inherit it, so before the second copy it is done as
+well. It changes where pages lie and nothing else; kernels that cannot do it refuse. ``TORCH_EXT_HUGE_PAGES=0`` turns it
+off.
 
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -35,16 +36,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, settings
+from torch_ext.world import _os, settings, transports
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
 from torch_ext.world.interpreter import start_interpreter
 from torch_ext.world.leftovers import Leftovers, end_everything
-from torch_ext.world.protocol import AddClient, Ended, LeftBehind, Preparation, Signal, Start, Started
+from torch_ext.world.protocol import (
+    AddClient,
+    Copy,
+    CopyOrder,
+    Ended,
+    LeftBehind,
+    Order,
+    Preparation,
+    Signal,
+    Start,
+    Started,
+)
+from torch_ext.world.settling import disown_exit_functions
 from torch_ext.world.thread_origin import find_thread_origin
 
 __all__ = ["Zygote"]
+
+# What the copy of a zygote runs.
+_SERVE = "torch_ext.world.loading:serve_as_copy"
 
 # Prefixes of the variables that Note [Variables read at load] is about.
 _READ_AT_LOAD = (
@@ -56,7 +72,7 @@ _READ_AT_LOAD = (
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
 # See Note [Huge pages].
-_COLLAPSE_AFTER_FORKS = 8
+_GATHER_AFTER_FORKS = 8
 
 # On a build that knows CUDA, torch formats a stack each time the generators are seeded, and so reads the files of these
 # modules. In every rank that would take longer than forking it; in a zygote it is done once.
@@ -101,9 +117,18 @@ class Zygote:
         description: what this process is, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
         preparation: what a child with a fresh interpreter loads to be like one that was forked.
         scratch: a folder of the first client's. The zygote removes it when it ends, since the client may be dead.
+        gathered: this process's heap lies in huge pages already.
     """
 
-    def __init__(self, command: Channel, description: str, preparation: Preparation, scratch: str = "") -> None:
+    def __init__(
+        self,
+        command: Channel,
+        description: str,
+        preparation: Preparation,
+        scratch: str = "",
+        *,
+        gathered: bool = False,
+    ) -> None:
         self._command = command
         self._description = description
         self._preparation = preparation
@@ -113,7 +138,8 @@ class Zygote:
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._forks = 0
-        self._collapsed = False
+        self._copies = 0
+        self._gathered = gathered or not settings.huge_pages()
         self._environment = _os.environment_at_start()
         self._leftovers = Leftovers()
         self._origin: str | None = None  # None: not looked for yet
@@ -123,6 +149,8 @@ class Zygote:
         _os.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
         _read_sources()
+        transports.prepare()
+        disown_exit_functions()
         gc.collect()
         gc.freeze()
         self._watch(self._command, self._on_command)
@@ -146,11 +174,20 @@ class Zygote:
             return
         if isinstance(message, Start):
             self._start(message, descriptors)
+        elif isinstance(message, Copy):
+            self._copy(descriptors)
         elif isinstance(message, AddClient):
             self._watch(Channel.from_descriptor(descriptors[0]), self._on_command)
         else:
             close_all(descriptors)
             raise AssertionError(f"a zygote does not understand {type(message).__name__}")
+
+    def _copy(self, descriptors: list[int]) -> None:
+        if self._copies:
+            self._gather()
+        self._copies += 1
+        order = Order(_SERVE, CopyOrder(self._description, self._preparation, self._gathered), 1)
+        self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]))
@@ -243,11 +280,15 @@ class Zygote:
         return self._spares.pop(0) if self._spares else None
 
     def _prepare_next(self, spares: int) -> None:
-        if self._forks >= _COLLAPSE_AFTER_FORKS and not self._collapsed and settings.huge_pages():
-            _os.collapse_memory()
-            self._collapsed = True
+        if self._forks >= _GATHER_AFTER_FORKS:
+            self._gather()
         while len(self._spares) < spares:
             self._spares.append(self._fork())
+
+    def _gather(self) -> None:
+        if not self._gathered:
+            _os.collapse_memory()
+            self._gathered = True
 
     # Events
 

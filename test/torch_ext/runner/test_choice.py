@@ -315,6 +315,44 @@ def test_a_rerun_that_skips_leaves_the_failure(
     assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
 
 
+class FailingClass(FakeExecutor):
+    """Its TestA fails ``times`` times in ``setUpClass``."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(FakeCollector(LAYOUT))
+        self.times = times
+
+    def _run_all(self, tests, options, sink):  # type: ignore[no-untyped-def]
+        ours = [test for test in tests if test.cls == "TestA" and self.times]
+        if ours:
+            self.times -= 1
+            problem = Remark("no server")
+            sink(TestResult(TestName(ours[0].file, ours[0].cls), Status.FAILED, 0.0, (problem,)))
+        return super()._run_all([test for test in tests if test not in ours], options, sink)
+
+
+@pytest.mark.parametrize(
+    ("times", "code", "last"),
+    [
+        (0, 0, "6 passed, 0 failed, 0 skipped"),
+        (1, 0, "6 passed, 0 failed, 0 skipped, 1 flaky"),
+        (2, 0, "6 passed, 0 failed, 0 skipped, 1 flaky"),
+        (3, 1, "4 passed, 1 failed, 0 skipped"),
+    ],
+)
+def test_a_class_that_failed_before_its_tests_runs_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], times: int, code: int, last: str
+) -> None:
+    executor = FailingClass(times)
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
+    assert main(["--root", "suites", "--reruns", "2"]) == code
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == last
+    assert executor.ran.count(A1) == (times < 3) and executor.ran.count(B1) == 1
+    assert ("2 tests, the first of them" in out) == (times == 3), out
+    assert ("1 class failed as a whole" in out) == (times == 3)
+
+
 def test_failfast_goes_on_after_a_flake(command: Command, flaky: Callable[..., Flaky]) -> None:
     ran = flaky(A2=1, C1=9)
     assert command("-f", "--reruns", "1") == 1

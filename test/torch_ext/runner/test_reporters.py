@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -145,7 +146,7 @@ def test_the_text_and_the_exit_code(ran: Ran) -> None:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("test_passes", []),
+        ("test_passes", ["system-out"]),
         ("test_skipped", ["skipped"]),
         ("test_expected", ["skipped"]),
         ("test_unexpected", ["failure", "rerunFailure"]),
@@ -155,7 +156,7 @@ def test_the_text_and_the_exit_code(ran: Ran) -> None:
         ("test_dies", ["error", "rerunError"]),
         ("test_flakes", ["flakyFailure"]),
         ("test_never", ["error"]),
-        ("setUpClass or tearDownClass", ["error"]),
+        ("setUpClass or tearDownClass", ["error", "rerunError"]),
         ("import", ["error"]),
     ],
 )
@@ -171,6 +172,8 @@ def test_junit_counts_what_it_holds(ran: Ran) -> None:
 
 
 def test_junit_says_what_became_of_each_rank(ran: Ran) -> None:
+    (told,) = ran.cases["test_passes"].findall("system-out")
+    assert told.text == "rank 0 passed\nrank 1 passed"
     case = ran.cases["test_crashes"]
     zero, one = (each.text or "" for each in case.findall("system-out"))
     assert zero.startswith("rank 0 was stopped by the harness") and "last words of 0" in zero
@@ -280,6 +283,21 @@ def test_the_trace_holds_tests_inside_their_classes(ran: Ran) -> None:
         assert len(inside) == 1, test
     (crashed, _) = [one for one in tests if one["name"] == "test_crashes"]
     assert crashed["args"]["ranks"]["1"] == "was killed by SIGSEGV"
+
+
+def test_the_trace_holds_what_each_rank_did_inside_its_test(ran: Ran) -> None:
+    drawn = [one for one in ran.trace if one["ph"] == "X"]
+    (test,) = [one for one in drawn if one["name"] == "test_passes"]
+    row = test["tid"]
+    for rank in (0, 1):
+        mine = [one for one in drawn if one["cat"] == "rank" and one["tid"] == row + 1 + rank]
+        # The runner hears of a test's beginning a moment after it, and of its end a moment after that.
+        inside = [one for one in mine if test["ts"] < one["ts"] + one["dur"] and one["ts"] < test["ts"] + test["dur"]]
+        assert [one["name"] for one in inside] == ["start", "body", "teardown"]
+        for one, following in itertools.pairwise(inside):
+            assert abs(one["ts"] + one["dur"] - following["ts"]) <= 2
+    met = {one["args"]["rank"] for one in drawn if one["name"] == "rendezvous"}
+    assert met == {1}, "test_hangs alone makes a group, and its rank 0 had no time to tell"
 
 
 def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:

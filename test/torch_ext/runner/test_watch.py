@@ -21,6 +21,7 @@ from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
+from torch_ext.world.phrases import LEFT_BEHIND
 
 FILE = TestFile("a.py", Path("/root/a.py"), "a", Path("/root"))
 ONE, TWO, OTHER = (
@@ -63,6 +64,14 @@ def test_a_slow_test_is_told_when_it_becomes_slow_and_when_its_time_has_doubled(
     view.add(passed(ONE), 230.0)
     view.begin(Began(TWO), 230.0)
     assert view.newly_slow(280.0) == []
+
+
+def test_a_process_that_is_left_behind_is_told_at_once() -> None:
+    stream = io.StringIO()
+    watch = PlainWatch(running(), StyledWriter(stream))
+    told = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
+    watch.add(TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told)))
+    assert stream.getvalue() == f"leak: {ONE.id}: {told}\n"
 
 
 def test_a_pipe_gets_a_line_for_a_slow_test_and_after_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,25 @@ class TestOverrides(Overrides):
             self.fail("no")
 
 
+class TestStandingOverrides(Standing):
+    @classmethod
+    def _run_test_given_id(cls, test_id, **kwargs):
+        name = test_id.rpartition(".")[2]
+        if cls.rank == 0 or "returns" not in name:
+            with contextlib.suppress(AssertionError):
+                getattr(cls(name), name)()
+
+    def test_standing_1_calls_the_body(self):
+        pass
+
+    def test_standing_2_returns(self):
+        pass
+
+    def test_standing_3_swallows(self):
+        if type(self).rank == 1:
+            self.fail("no")
+
+
 class TestHandler(TestCase):
     def test_handler(self):
         atexit.register(note, "handled")
@@ -126,6 +145,8 @@ def run(suite: Programs) -> Run:
         ("finalizer_fails", "a finalizer registered with weakref raised: ValueError: it failed", {1}),
         ("override_returns", "the test method has not run to its end", {1}),
         ("override_swallows", "the test method has not run to its end", {1}),
+        ("standing_2_returns", "the test method has not run to its end", {1}),
+        ("standing_3_swallows", "the test method has not run to its end", {1}),
     ],
 )
 def test_what_goes_wrong_around_a_body_fails_the_test(run: Run, name: str, words: str, ranks: set[int]) -> None:
@@ -147,8 +168,24 @@ def test_what_goes_wrong_at_the_end_of_a_class_is_an_error_of_the_class(run: Run
     assert words in run.text[cls], run
 
 
+def test_reused_ranks_owe_a_body_for_every_test(suite: Programs) -> None:
+    run = suite.run("--reuse", "class", "-k", "override_")
+    assert {name: status for name, status in run.status.items() if "override" in name} == {
+        "test_override_calls_the_body": "passed",
+        "test_override_returns": "failed",
+        "test_override_swallows": "failed",
+    }, run
+
+
 def test_the_rest_passes_and_what_was_registered_is_called(run: Run, suite: Programs) -> None:
-    for name in ("temporary_folder_stays", "finalizer_runs", "next", "override_calls_the_body", "handler"):
+    for name in (
+        "temporary_folder_stays",
+        "finalizer_runs",
+        "next",
+        "override_calls_the_body",
+        "standing_1_calls_the_body",
+        "handler",
+    ):
         assert run.status[f"test_{name}"] == "passed", run
     assert {path.name for path in suite.folder.glob("*nal*")} == {"finalized0", "finalized1"}
     assert (suite.folder / "handled").exists()

@@ -267,17 +267,12 @@ class MultiProcContinuousTest(TestCase):
         except (Exception, SystemExit) as error:
             no_group = error
         while (ticket := _next_test(tests)) is not None:
-            try:
-                if no_group is not None:
-                    raise no_group
-                with accelerator.race_check():
-                    cls._run_test_given_id(ticket.test)
-            except BaseException as error:
-                receipt = receipts.receipt_of(error)
+            if no_group is not None:
+                receipt = receipts.receipt_of(no_group)
                 if receipt is None:
-                    raise
+                    raise no_group
             else:
-                receipt = receipts.passed()
+                receipt = receipts.run_test(cls._run_test_given_id, ticket.test)
             if me.report(receipt).said is Said.FAILED:
                 return
         if no_group is None:

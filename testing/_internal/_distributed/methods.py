@@ -23,6 +23,7 @@ __all__ = [
     "call_with_cleanups",
     "chosen_method",
     "expect_no_more",
+    "forget_body",
     "parent_half_of",
     "set_parent_half",
     "take_over",
@@ -31,7 +32,7 @@ __all__ = [
 
 _DEFAULT = "runTest"
 _PARENT_HALF = "_torch_ext_parent_half"
-_ended_bodies: set[int] = set()
+_ended_in = 0  # the process in which a test method has run to its end
 
 
 def chosen_method(method_name: str, methodName: str) -> str:
@@ -72,12 +73,22 @@ def _run_body(case: Any, method: Callable[[], Any]) -> None:
     if isinstance(case, IsolatedAsyncioTestCase) and inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     check_ran(returned, getattr(method, "__name__", "the test"))
-    _ended_bodies.add(os.getpid())
+    _note_ended(os.getpid())
+
+
+def _note_ended(pid: int) -> None:
+    global _ended_in
+    _ended_in = pid
+
+
+def forget_body() -> None:
+    """Take no body that has run in this rank so far for that of the next test."""
+    _note_ended(0)
 
 
 def body_has_ended() -> bool:
-    """Whether a test method has run to its end in this rank, whoever called it."""
-    return os.getpid() in _ended_bodies
+    """Whether a test method has run to its end in this rank since the last :func:`forget_body`, whoever called it."""
+    return _ended_in == os.getpid()
 
 
 def call_with_cleanups(case: Any, body: Callable[[], Any]) -> None:

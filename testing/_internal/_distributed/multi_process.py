@@ -23,6 +23,7 @@ from torch_ext.testing._internal._distributed.methods import (
     take_over,
     waits_or_runs,
 )
+from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.reuse import Conditions, Kept, in_reused_rank, run_tests_in_rank
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -33,7 +34,7 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import EXPECTABLE, Outcome
-from torch_ext.world.phrases import short_command
+from torch_ext.world.phrases import LEFT_BEHIND, short_command
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
@@ -107,7 +108,7 @@ def raise_verdict(
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(
-                f"torch_ext: rank {outcome.rank} left a process behind, which was ended: {short_command(command)}",
+                f"torch_ext: rank {outcome.rank} {LEFT_BEHIND}, which was ended: {short_command(command)}",
                 file=sys.stderr,
             )
 
@@ -316,7 +317,7 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            with accelerator.race_check():
+            with race_check(self.id()):
                 call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             receipt = receipts.receipt_of(error)

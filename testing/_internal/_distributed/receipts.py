@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as c10d
 
 from torch_ext import accelerator
-from torch_ext.testing._internal._distributed.methods import body_has_ended
+from torch_ext.testing._internal._distributed.methods import body_has_ended, forget_body
+from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings
@@ -26,6 +27,7 @@ __all__ = [
     "passed",
     "receipt_of",
     "run_rank",
+    "run_test",
     "skipped",
     "take_wish_to_end_group",
 ]
@@ -55,23 +57,21 @@ def receipt_of(error: BaseException) -> Receipt | None:
     return world_rank.failure(error)
 
 
-def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """The body of a rank: call ``run`` (a class's ``_run``) and hand in a receipt.
+def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
+    """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended.
 
-    Args:
-        devices: how many devices the test needs.
-        run, args, kwargs: the call.
+    A ``run`` that returns though no test method has run to its end has failed, also where it swallowed the failure.
 
     Raises:
-        SystemExit: the test failed or skipped. One whose code means no skip is passed on without a receipt, unless the
-            code is 0 and the test had passed by then.
+        SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
+        BaseException: whatever ``run`` raised after the receipt was handed in.
     """
-    rank = world_rank.current()
-    if rank is None:
-        raise AssertionError("run_rank() runs in a rank only")
-    accelerator.request_devices(devices)
+    global _body_has_passed
+    rank = _this_rank()
+    _body_has_passed = False
+    forget_body()
     try:
-        with accelerator.race_check():
+        with race_check():
             run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:
@@ -80,20 +80,44 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
             receipt = receipt_of(error)
             if receipt is None:
                 raise
-            rank.hand_in(receipt)
-            sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
+            return receipt
+    if not body_has_ended():
+        unrun = f"{run.__name__}() of the class returned, but the test method has not run to its end in this rank"
+        return Receipt(Said.FAILED, time.monotonic(), unrun, unrun)
+    return passed()
+
+
+def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The body of a rank: call ``run`` (a class's ``_run``) and hand in a receipt.
+
+    Args:
+        devices: how many devices the test needs.
+        run, args, kwargs: the call.
+
+    Raises:
+        SystemExit: the test failed or skipped, or as :func:`run_test` says.
+    """
+    rank = _this_rank()
+    accelerator.request_devices(devices)
+    receipt = run_test(run, *args, **kwargs)
     if rank.handed_in:
         return
-    if not body_has_ended():
-        unrun = "the class's _run() returned, but the test method has not run to its end in this rank"
-        rank.hand_in(Receipt(Said.FAILED, time.monotonic(), unrun, unrun))
-        sys.exit(TEST_ERROR_EXIT_CODE)
+    if receipt.said is not Said.PASSED:
+        rank.hand_in(receipt)
+        sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
     rank.tell_of_globals(getattr(getattr(run, "__self__", None), "__module__", ""))
     if settings.full_teardown():
         end_group()
         rank.hand_in(passed())
     elif not rank.hand_in(passed()):
         end_group()
+
+
+def _this_rank() -> world_rank.Rank:
+    rank = world_rank.current()
+    if rank is None:
+        raise AssertionError("a test's body runs in a rank only")
+    return rank
 
 
 def body_passed() -> None:

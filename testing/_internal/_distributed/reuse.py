@@ -109,14 +109,8 @@ def run_tests_in_rank(
         raise AssertionError("run_tests_in_rank() runs in a rank only")
     accelerator.request_devices(devices)
     while True:
-        try:
-            run(rank, name, file_name, Connection(os.dup(pipe.fileno())), **kwargs)
-        except BaseException as error:
-            receipt = receipts.receipt_of(error)
-            if receipt is None:
-                raise
-        else:
-            receipt = receipts.passed()
+        connection = Connection(os.dup(pipe.fileno()))
+        receipt = receipts.run_test(run, rank, name, file_name, connection, **kwargs)
         if me.report(receipt).said is Said.FAILED:
             sys.exit(receipts.TEST_ERROR_EXIT_CODE)
         if receipts.take_wish_to_end_group() and c10d.is_initialized():

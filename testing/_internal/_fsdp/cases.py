@@ -361,7 +361,7 @@ class TwoRankTest(FSDPTest):
         """The device of this rank. Ranks share devices if there are too few."""
         return device.rank_device(self.rank)
 
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
+    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
         """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
         try:
             self.assertEqual(found, expected, **tolerance)

@@ -1,13 +1,14 @@
-"""What every reporter of results can do."""
+"""What every reporter of results can do, and what those share that write when the run is over."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from torch_ext.runner.progress import Progress
 from torch_ext.runner.results import Began, TestResult
 from torch_ext.runner.schedule import Plan
 
-__all__ = ["Reporter"]
+__all__ = ["AtEnd", "Reporter"]
 
 
 class Reporter(Protocol):
@@ -38,3 +39,34 @@ class Reporter(Protocol):
     def finish(self, *, interrupted: bool = False) -> None:
         """Take note that no more results come. Called once, also after an interrupt."""
         ...
+
+
+class AtEnd:
+    """A reporter that keeps what comes, and has only :meth:`Reporter.finish` to write.
+
+    Args:
+        plan: what should run.
+
+    Attributes:
+        progress: what has come, of all rounds.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.progress = Progress(plan)
+        self._plan = plan
+
+    def begin(self, began: Began) -> None:
+        """Nothing is kept of it."""
+
+    def add(self, result: TestResult) -> None:
+        """Keep ``result``, in the place of an earlier attempt."""
+        self.progress.add(result)
+
+    def replan(self, plan: Plan) -> None:
+        """Miss what ``plan`` has and what has no result."""
+        self._plan = plan
+        self.progress.replan(plan)
+
+    def new_round(self, number: int) -> None:
+        """Miss every test once more."""
+        self.progress.new_round(self._plan)

@@ -6,15 +6,17 @@ import json
 from collections import Counter
 from typing import TextIO
 
+from torch_ext.runner.progress import Progress
+from torch_ext.runner.reporters.base import AtEnd
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Began, Status, TestResult
+from torch_ext.runner.results import Status, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["CoverageReporter"]
 
 
-class CoverageReporter:
-    """Sums up a run; :meth:`finish` writes it.
+class CoverageReporter(AtEnd):
+    """Sums up the last round of a run; :meth:`finish` writes it.
 
     Args:
         plan: what should run.
@@ -23,39 +25,25 @@ class CoverageReporter:
     """
 
     def __init__(self, plan: Plan, stream: TextIO, *, as_json: bool) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._out = StyledWriter(stream)
         self._as_json = as_json
-        self._results: list[TestResult] = []
-
-    def begin(self, began: Began) -> None:
-        """A test that begins is not counted before it ends."""
-
-    def add(self, result: TestResult) -> None:
-        """Take one result, if it is the last word on its test."""
-        if not result.again:
-            self._results.append(result)
-
-    def replan(self, plan: Plan) -> None:
-        """Sum up against ``plan`` from now on."""
-        self._plan = plan
 
     def new_round(self, number: int) -> None:
-        """Sum up the last round alone."""
-        self._results = []
+        """Forget the rounds before."""
+        self.progress = Progress(self._plan)
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the sum."""
-        told = {result.test for result in self._results}
-        missing = [test for test in self._plan.tests if test not in told]
-        files = sorted({result.test.file for result in self._results} | {test.file for test in self._plan.tests})
-        total = _sums(self._results, len(missing))
-        why_not = Counter(_why_not(result) for result in self._results if result.status is not Status.PASSED) + Counter(
+        results, missing = self.progress.results, self.progress.missing()
+        files = sorted({result.test.file for result in results} | {test.file for test in self._plan.tests})
+        total = _sums(results, len(missing))
+        why_not = Counter(_why_not(result) for result in results if result.status is not Status.PASSED) + Counter(
             {"not run": len(missing)}
         )
         by_file = {
             file: _sums(
-                [result for result in self._results if result.test.file == file],
+                [result for result in results if result.test.file == file],
                 sum(test.file == file for test in missing),
             )
             for file in files

@@ -6,9 +6,10 @@ import os
 from typing import TextIO
 
 from torch_ext.runner.options import Options
+from torch_ext.runner.reporters.base import AtEnd
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.results import Began, Status, TestResult
+from torch_ext.runner.results import Status, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["GitHubReporter", "annotation"]
@@ -17,40 +18,28 @@ __all__ = ["GitHubReporter", "annotation"]
 _MOST_CHARACTERS = 4000
 
 
-class GitHubReporter:
+class GitHubReporter(AtEnd):
     """Prints an ``::error`` for each failure and a ``::warning`` for each flaky test when the run is over, so that no
     other output stands between them.
     """
 
-    def __init__(self, options: Options, stream: TextIO) -> None:
+    def __init__(self, plan: Plan, options: Options, stream: TextIO) -> None:
+        super().__init__(plan)
         self._root = os.path.relpath(options.root)
         self._out = StyledWriter(stream)
-        self._lines: list[str] = []
-
-    def begin(self, began: Began) -> None:
-        """Nothing is printed of it."""
-
-    def add(self, result: TestResult) -> None:
-        """Keep what is to be told of ``result``."""
-        if result.again or result.status.counted not in (Status.FAILED, Status.FLAKY):
-            return
-        file = os.path.normpath(os.path.join(self._root, result.test.file))
-        if result.status is Status.FLAKY:
-            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
-            self._lines.append(annotation("warning", file, f"flaky: {result.test.id}", text))
-        else:
-            self._lines.append(annotation("error", file, result.test.id, describe_failure(result)))
-
-    def replan(self, plan: Plan) -> None:
-        """Nothing is printed of it."""
-
-    def new_round(self, number: int) -> None:
-        """Nothing is printed of it."""
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Print the annotations."""
-        for line in self._lines:
-            self._out.verbatim(line)
+        for result in self.progress.results:
+            if result.status.counted in (Status.FAILED, Status.FLAKY):
+                self._out.verbatim(self._annotated(result))
+
+    def _annotated(self, result: TestResult) -> str:
+        file = os.path.normpath(os.path.join(self._root, result.test.file))
+        if result.status is Status.FLAKY:
+            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
+            return annotation("warning", file, f"flaky: {result.test.id}", text)
+        return annotation("error", file, result.test.id, describe_failure(result))
 
 
 def annotation(level: str, file: str, title: str, text: str) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 import torch_ext
 from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress, counts
+from torch_ext.runner.progress import counts
+from torch_ext.runner.reporters.base import AtEnd
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.reporters.rerun import rerun_command
-from torch_ext.runner.results import Began, RanksFailed, Status, TestResult
+from torch_ext.runner.results import RanksFailed, Status, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.phrases import printable
 
@@ -61,33 +62,19 @@ filter();
 """
 
 
-class HtmlReporter:
+class HtmlReporter(AtEnd):
     """Writes the page to ``file`` when the run is over."""
 
     def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
-        self._progress = Progress(plan)
+        super().__init__(plan)
         self._options = options
         self._file = file
         self._began_s, self._start_s = time.time(), time.monotonic()
 
-    def begin(self, began: Began) -> None:
-        """Nothing is written of it."""
-
-    def add(self, result: TestResult) -> None:
-        """Keep ``result`` for :meth:`finish`."""
-        self._progress.add(result)
-
-    def replan(self, plan: Plan) -> None:
-        """Miss what ``plan`` has and what has no result."""
-        self._progress.replan(plan)
-
-    def new_round(self, number: int) -> None:
-        """Results bring the number of their round along."""
-
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the page."""
-        results = self._progress.results
-        found, missing = counts(results), self._progress.missing()
+        results = self.progress.results
+        found, missing = counts(results), self.progress.missing()
         total = ", ".join(f'<b class="{one.value}">{found[one]} {one.value}</b>' for one in _COLUMNS)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._began_s))
         took = f"{time.monotonic() - self._start_s:.1f} s"

@@ -3,7 +3,7 @@
 ====================================  ==================================================================
 what became of a test                 what stands in its ``testcase``
 ====================================  ==================================================================
-passed                                nothing
+passed                                ``system-out`` with a line for each rank, if it has any
 failed                                ``failure``
 its process died, its ranks hung      ``error``; so do a file's import and a class's ``setUpClass``
 skipped, failed as it is expected to  ``skipped``
@@ -26,10 +26,10 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress
+from torch_ext.runner.reporters.base import AtEnd
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.report_file import ReportFile
-from torch_ext.runner.results import Began, Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
+from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Ending
 from torch_ext.world.phrases import printable
@@ -44,38 +44,24 @@ _NO_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
 _ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending.HUNG)
 
 
-class JUnitReporter:
+class JUnitReporter(AtEnd):
     """Writes the report to ``file`` when the run is over. Every class is a ``testsuite``, in every round."""
 
     def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
-        self._progress = Progress(plan)
+        super().__init__(plan)
         self._options = options
         self._file = file
         self._start_s = time.time()
-
-    def begin(self, began: Began) -> None:
-        """Nothing is written of it."""
-
-    def add(self, result: TestResult) -> None:
-        """Keep ``result`` for :meth:`finish`."""
-        self._progress.add(result)
-
-    def replan(self, plan: Plan) -> None:
-        """Miss what ``plan`` has and what has no result."""
-        self._progress.replan(plan)
-
-    def new_round(self, number: int) -> None:
-        """Results bring the number of their round along."""
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the report."""
         stopped = interrupted or self._options.failfast
         cases: dict[tuple[int, str, str], list[Element]] = {}
-        for result in self._progress.results:
+        for result in self.progress.results:
             place = result.round, result.test.file, result.test.cls
             cases.setdefault(place, []).append(_case(result))
-        last = max((result.round for result in self._progress.results), default=1)
-        for test in self._progress.missing():
+        last = max((result.round for result in self.progress.results), default=1)
+        for test in self.progress.missing():
             cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
         root = Element("testsuites", name="torch_ext")
         for (number, file, cls), found in cases.items():
@@ -111,7 +97,10 @@ def _count(element: Element, cases: list[Element], *, skipped: bool) -> None:
 def _case(result: TestResult) -> Element:
     attempts = (*result.earlier, result)
     case = _named(result.test, sum(each.duration_s for each in attempts))
-    if result.status is Status.SKIPPED:
+    if result.status is Status.PASSED and result.ranks:
+        lines = [f"rank {one.rank} {one.ending}" for one in sorted(result.ranks, key=lambda one: one.rank)]
+        SubElement(case, "system-out").text = _clean("\n".join(lines))
+    elif result.status is Status.SKIPPED:
         SubElement(case, "skipped", message=_clean(result.reason or "no reason given"))
     elif result.status is Status.XFAIL:
         SubElement(case, "skipped", type="expected failure", message="failed, as it is expected to")

@@ -65,7 +65,7 @@ class Reporters:
         if options.github:
             from torch_ext.runner.reporters.github import GitHubReporter
 
-            files.append(GitHubReporter(options, sys.stderr if options.json == "-" else sys.stdout))
+            files.append(GitHubReporter(plan, options, sys.stderr if options.json == "-" else sys.stdout))
         if options.coverage:
             from torch_ext.runner.reporters.coverage import CoverageReporter
 

@@ -114,7 +114,7 @@ class TextReporter:
                 self._batch_line(batch)
 
     def _ran(self) -> str:
-        results = self._progress.results
+        results = [one for one in self._progress.results if one.test.method or one.status is not Status.FLAKY]
         said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
         for number, one, many in (
             (sum(not result.test.cls for result in results), "file", "files"),

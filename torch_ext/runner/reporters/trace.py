@@ -1,4 +1,5 @@
-"""What ran when, as a trace: a row for each class that runs at a time, with its tests, for https://ui.perfetto.dev.
+"""What ran when, as a trace for https://ui.perfetto.dev: a row for each class that runs at a time, with its tests, and
+below it one for each of its ranks, with start, body and teardown and, within the body, the making of its first group.
 
 The format is Chrome's trace events: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -12,10 +13,13 @@ from typing import Any
 from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Began, Over, RanksFailed, TestName, TestResult
 from torch_ext.runner.schedule import Plan
+from torch_ext.world.rank_times import RankTimes
 
 __all__ = ["TraceReporter"]
 
 _Key = tuple[str, str]
+# Rows of ranks are numbered apart from rows of classes, and at most so many of them belong to one class.
+_RANKS = 1000
 
 
 class TraceReporter:
@@ -28,6 +32,7 @@ class TraceReporter:
         self._rows: dict[_Key, int] = {}
         self._open: dict[_Key, tuple[float, float]] = {}  # when a class began, and when its last test ended
         self._tests: dict[TestName, float] = {}
+        self._rank_rows: set[int] = set()
 
     def begin(self, began: Began) -> None:
         """Note when it began."""
@@ -54,6 +59,8 @@ class TraceReporter:
                 if isinstance(problem, RanksFailed):
                     told["ranks"] = {str(one.rank): one.describe() for one in problem.report.outcomes}
             self._draw(result.test.method, key, began_s, now_s, told)
+            for each in result.ranks:
+                self._draw_rank(each, self._rows.get(key, 0))
 
     def over(self, over: Over) -> None:
         """End the row of a class of which nothing more comes."""
@@ -70,9 +77,12 @@ class TraceReporter:
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the trace."""
         self.new_round(0)
-        rows = range(max(self._rows.values(), default=0) + 1)
+        rows = {row * _RANKS: f"row {row}" for row in range(max(self._rows.values(), default=0) + 1)}
+        rows |= {row: f"row {row // _RANKS} rank {row % _RANKS - 1}" for row in self._rank_rows}
         names = [
-            {"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": f"row {row}"}} for row in rows
+            {"ph": "M", "pid": 1, "tid": row, "name": kind, "args": told}
+            for row, name in sorted(rows.items())
+            for kind, told in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": row}))
         ]
         title = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "torch_ext"}}
         self._file.write(json.dumps({"traceEvents": [title, *names, *self._events]}) + "\n")
@@ -83,7 +93,24 @@ class TraceReporter:
             began_s, ended_s = self._open.pop(key)
             self._draw(f"{key[0]}::{key[1]}", key, began_s, ended_s, {})
 
+    def _draw_rank(self, rank: RankTimes, row: int) -> None:
+        """Draw what the rank came to, in a row below that of its class."""
+        place = row * _RANKS + 1 + min(rank.rank, _RANKS - 2)
+        self._rank_rows.add(place)
+        end_s = rank.ended_s or rank.done_s or time.monotonic()
+        told = {"rank": rank.rank, "ending": rank.ending}
+        self._slice("start", "rank", place, rank.started_s, rank.began_s or end_s, told)
+        if rank.began_s:
+            self._slice("body", "rank", place, rank.began_s, rank.done_s or end_s, told)
+        if rank.met_s[1]:
+            self._slice("rendezvous", "rank", place, *rank.met_s, told)
+        if rank.done_s and rank.ended_s:
+            self._slice("teardown", "rank", place, rank.done_s, end_s, told)
+
     def _draw(self, name: str, key: _Key, began_s: float, ended_s: float, told: dict[str, Any]) -> None:
+        self._slice(name, "test" if told else "class", self._rows.get(key, 0) * _RANKS, began_s, ended_s, told)
+
+    def _slice(self, name: str, kind: str, row: int, began_s: float, ended_s: float, told: dict[str, Any]) -> None:
         start_us, length_us = (began_s - self._start_s) * 1e6, (ended_s - began_s) * 1e6
-        place = {"pid": 1, "tid": self._rows.get(key, 0), "ts": round(start_us), "dur": max(1, round(length_us))}
-        self._events.append({"ph": "X", "name": name, "cat": "test" if told else "class", **place, "args": told})
+        place = {"pid": 1, "tid": row, "ts": round(start_us), "dur": max(1, round(length_us))}
+        self._events.append({"ph": "X", "name": name, "cat": kind, **place, "args": told})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 from torch_ext.runner.reporters.running import Running
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.results import Began, Over, Status, TestResult
-from torch_ext.world.phrases import printable
+from torch_ext.world.phrases import LEFT_BEHIND, printable
 
 if TYPE_CHECKING:
     from torch_ext.runner.schedule import Plan
@@ -27,7 +27,8 @@ _REDRAW_S = 0.2
 class PlainWatch:
     """Adds lines to a report that goes to a file or a pipe.
 
-    Tells of each test that has become slow, and how far the run has come if nothing has been printed for a minute.
+    Tells of each test that has become slow or has left a process behind, and how far the run has come if nothing has
+    been printed for a minute.
     """
 
     def __init__(self, running: Running, out: StyledWriter) -> None:
@@ -41,6 +42,9 @@ class PlainWatch:
 
     def add(self, result: TestResult) -> None:
         self._running.add(result, time.monotonic())
+        for told in result.warnings:
+            if LEFT_BEHIND in told:
+                self._out.line((f"leak: {result.test.id}: {told}", "yellow"))
 
     def over(self, over: Over) -> None:
         self._running.over(over)

@@ -1,0 +1,60 @@
+"""What the command asks of the half of the runner that starts processes, and of what judges results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import Collected
+from torch_ext.runner.results import Sink, TestName, TestResult
+from torch_ext.runner.schedule import Batch, Plan
+
+__all__ = ["Executor", "Judge", "PlanRunner"]
+
+
+class PlanRunner(Protocol):
+    """Runs plans, and ends what it started."""
+
+    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
+
+        Before the first test of a file whose tests were not asked for, ``renew`` is told what the file holds,
+        and returns what of it is to run in the place of what was planned.
+
+        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
+        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Executor(PlanRunner, Protocol):
+    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
+
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
+        ...

@@ -1,0 +1,209 @@
+"""The zygotes of a run: one for each file, and where classes run side by side a copy of it for each of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.interrupts import held
+from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import SetupError
+from torch_ext.runner.schedule import Batch
+from torch_ext.world import _os, provider
+from torch_ext.world.patience import Patience
+from torch_ext.world.protocol import ModuleOrder, Preparation
+from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
+
+__all__ = ["RunZygotes"]
+
+# What nearly every distributed test imports.
+_PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
+# What makes an unmodified upstream file see our harness.
+_REWRITING = "torch_ext.cuda_as_sim.ahead"
+_BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
+# How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
+# says little of an import on a busy machine, which would cost the file all its tests.
+_IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
+
+
+class RunZygotes:
+    """See :class:`~torch_ext.runner.class_child.Zygotes`. They start on first use; :meth:`close` ends them with all
+    their children.
+
+    Args:
+        options: what the user asked for.
+        environment: of every zygote.
+        scratch: a folder that the root removes if this process is gone.
+
+    Attributes:
+        limit_s: how long an import may take, in seconds.
+        copies: each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
+    """
+
+    def __init__(self, options: Options, environment: Mapping[str, str], scratch: str) -> None:
+        self._options = options
+        self._environment = dict(environment)
+        self._scratch = scratch
+        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
+        self.copies = False
+        self._root: RootZygote | None = None
+        self._of_files: dict[str, ModuleZygote] = {}
+        self._copies: dict[tuple[str, str], ZygoteCopy] = {}
+
+    def module_of(self, file: TestFile) -> str:
+        """Return the name under which the file's tests are found in its zygote."""
+        return "__main__" if self._options.script else file.module
+
+    def known(self, file: TestFile) -> ModuleZygote | None:
+        """Return the zygote that loads or has loaded ``file``, if there is one."""
+        return self._of_files.get(file.name)
+
+    def begin(self, file: TestFile, *, record: bool = False) -> None:
+        """Have the file's zygote load in the background; with ``record`` it will tell what its tests depend on.
+
+        Raises:
+            ZygoteDiedError: the root of all zygotes is gone.
+        """
+        if self._options.script or file.name in self._of_files:
+            return
+        root = self._ready_root(file)
+        argv = (str(file.path),)
+        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, record, first)
+        self._of_files[file.name] = root.load(order, self.limit_s)
+
+    def _ready_root(self, file: TestFile) -> RootZygote:
+        root = self._root or self._start_root(file)
+        try:
+            root.wait_ready()
+        except (LoadError, ZygoteDiedError) as error:
+            raise SetupError(_what_to_tell(str(error))) from None
+        return root
+
+    def _ahead(self) -> tuple[str, ...]:
+        return (_REWRITING,) if self._options.cuda_as_sim else ()
+
+    def _start_root(self, file: TestFile) -> RootZygote:
+        path = [str(file.import_root), *(entry for entry in sys.path if entry)]
+        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        with held():
+            self._root = RootZygote(Preparation(tuple(path), preload), self._scratch, self._environment)
+        return self._root
+
+    def root(self, file: TestFile) -> ZygoteClient:
+        """Return the zygote of all others, which has loaded torch; of a file that was started by itself, the file's.
+
+        Raises:
+            ZygoteDiedError: it is gone.
+        """
+        if self._options.script:
+            return self._own()
+        root = self._ready_root(file)
+        return ZygoteClient(root.channel, root.process.pid)
+
+    def _own(self) -> ZygoteClient:
+        """This process has loaded the file as ``__main__`` and run nothing."""
+        channel = provider.zygote_for("__main__")
+        return ZygoteClient(channel, provider.pid_behind(channel))
+
+    def of_file(self, file: TestFile) -> Task[ZygoteClient]:
+        """A task that returns the file's zygote when it has loaded the file.
+
+        Raises:
+            LoadError: the file cannot be imported.
+            ZygoteDiedError: the process ended while importing it.
+        """
+        if self._options.script:
+            return self._own()
+        while True:
+            self.begin(file)
+            zygote = self._of_files[file.name]  # another task may have replaced it since the last look
+            if zygote.channel.poll() or zygote.check():
+                zygote.wait_loaded()
+                return zygote
+            yield Wait((zygote.channel.fileno(),), zygote.look_s)
+
+    def of_class(self, batch: Batch) -> Task[ZygoteClient]:
+        """See :class:`~torch_ext.runner.class_child.Zygotes`."""
+        if not self.copies:
+            return (yield from self.of_file(batch.file))
+        if batch.key in self._copies:
+            return self._copies[batch.key]
+        for once_more in (True, False):
+            original = yield from self.of_file(batch.file)
+            try:
+                self._copies[batch.key] = yield from self._copy_of(original)
+                break
+            except ZygoteDiedError:
+                self._drop_file(batch.file, original)
+                if not once_more:
+                    raise
+        return self._copies[batch.key]
+
+    def _copy_of(self, original: ZygoteClient) -> Task[ZygoteCopy]:
+        copy = ZygoteCopy(original)
+        try:
+            patience = Patience(self.limit_s, time.monotonic())
+            while not copy.channel.poll():
+                yield Wait((copy,), patience.look_s)
+                if not copy.channel.poll() and patience.is_over(time.monotonic(), _os.computed_s(original.pid)):
+                    original.kill()
+            copy.wait_loaded()
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
+        """See :class:`~torch_ext.runner.class_child.Zygotes`."""
+        copy = self._copies.get(batch.key)
+        if copy is not None and copy is zygote:
+            self.leave(batch)
+        elif not self.copies:
+            self._drop_file(batch.file, zygote)
+
+    def leave(self, batch: Batch) -> None:
+        """End what a class had to itself."""
+        copy = self._copies.pop(batch.key, None)
+        if copy is not None:
+            copy.close()
+
+    def forget(self, file: TestFile) -> None:
+        """End the file's zygote; the next use starts another."""
+        self._drop_file(file, None)
+
+    def _drop_file(self, file: TestFile, zygote: ZygoteClient | None) -> None:
+        """End the file's zygote; with ``zygote`` only if it is that one: of two classes that have lost it, the first
+        has got another already. If the root is gone too, the next use starts another of that.
+        """
+        if self._options.script:
+            provider.forget(provider.zygote_for("__main__"))
+            return
+        if zygote is not None and self._of_files.get(file.name) is not zygote:
+            return
+        dropped = self._of_files.pop(file.name, None)
+        if dropped is not None:
+            dropped.close()
+        if self._root is not None and self._root.process.poll() is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End them all. Idempotent."""
+        for copy in self._copies.values():
+            copy.close()
+        for zygote in self._of_files.values():
+            zygote.close()
+        self._copies, self._of_files = {}, {}
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+
+def _what_to_tell(trace: str) -> str:
+    """Return the message of an error of our own, which says it all; of any other error the traceback."""
+    last = trace.rstrip().rpartition("\n")[2]
+    kind, _, message = last.partition(": ")
+    return message if kind.startswith("torch_ext.") else f"the zygote cannot load what it needs\n{trace}"
