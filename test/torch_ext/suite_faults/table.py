@@ -5,11 +5,18 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 
 from __future__ import annotations
 
-from test.torch_ext.suite_faults import ddp, fsdp1, fsdp2, fsdp2_streams, mirrored
+from test.torch_ext.suite_faults import ddp, fsdp1, fsdp2, fsdp2_areas, fsdp2_streams, mirrored
 
 __all__ = ["FAULTS", "inject"]
 
-FAULTS = {**fsdp1.MISTAKES, **fsdp2.MISTAKES, **fsdp2_streams.MISTAKES, **mirrored.MISTAKES, **ddp.MISTAKES}
+FAULTS = {
+    **fsdp1.MISTAKES,
+    **fsdp2.MISTAKES,
+    **fsdp2_streams.MISTAKES,
+    **mirrored.MISTAKES,
+    **ddp.MISTAKES,
+    **fsdp2_areas.MISTAKES,
+}
 
 
 def inject(name: str) -> None:

@@ -373,6 +373,14 @@ class FourRankTest(TwoRankTest):
         """Like ``assertEqual``, with ``what`` in front of the message."""
         self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
 
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Put ``what`` in front of the message of an assertion that fails in the body."""
+        try:
+            yield
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
+
     def shared_folder(self) -> str:
         """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""
         folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
