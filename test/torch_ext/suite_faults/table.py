@@ -5,7 +5,7 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 
 from __future__ import annotations
 
-from test.torch_ext.suite_faults import ddp, fsdp1, fsdp2, fsdp2_areas, fsdp2_streams, mirrored
+from test.torch_ext.suite_faults import checkpoint, ddp, fsdp1, fsdp2, fsdp2_areas, fsdp2_init, fsdp2_streams, mirrored
 
 __all__ = ["FAULTS", "inject"]
 
@@ -16,6 +16,8 @@ FAULTS = {
     **mirrored.MISTAKES,
     **ddp.MISTAKES,
     **fsdp2_areas.MISTAKES,
+    **fsdp2_init.MISTAKES,
+    **checkpoint.MISTAKES,
 }
 
 
