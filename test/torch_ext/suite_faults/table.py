@@ -6,12 +6,15 @@ Each is a change of a line or two of torch's own code, of the kind that a patch 
 from __future__ import annotations
 
 from test.torch_ext.suite_faults import (
+    checkpoint,
     ddp,
     fsdp1,
     fsdp1_areas,
     fsdp1_originals,
     fsdp1_subjects,
     fsdp2,
+    fsdp2_areas,
+    fsdp2_init,
     fsdp2_streams,
     mirrored,
     rpc_barrier,
@@ -20,12 +23,15 @@ from test.torch_ext.suite_faults import (
 __all__ = ["FAULTS", "inject"]
 
 _TABLES = (
+    checkpoint.MISTAKES,
     ddp.MISTAKES,
     fsdp1.MISTAKES,
     fsdp1_areas.MISTAKES,
     fsdp1_originals.MISTAKES,
     fsdp1_subjects.MISTAKES,
     fsdp2.MISTAKES,
+    fsdp2_areas.MISTAKES,
+    fsdp2_init.MISTAKES,
     fsdp2_streams.MISTAKES,
     mirrored.MISTAKES,
     rpc_barrier.MISTAKES,

@@ -361,12 +361,18 @@ class TwoRankTest(FSDPTest):
         """The device of this rank. Ranks share devices if there are too few."""
         return device.rank_device(self.rank)
 
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
-        """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Put ``what`` in front of the message of an assertion that fails in the body."""
         try:
-            self.assertEqual(found, expected, **tolerance)
+            yield
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from None
+
+    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
+        """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
+        with self.telling(what):
+            self.assertEqual(found, expected, **tolerance)
 
 
 class FourRankTest(TwoRankTest):

@@ -71,7 +71,7 @@ class DDPTest(TwoRankTest):
         """
         with CollectiveLog() as log:
             body()
-        return tuple(  # two of them
+        return tuple(
             sum(call.name == name and call.dtype.is_floating_point for call in log.calls)
             for name in ("allreduce", "broadcast")
         )

@@ -424,6 +424,43 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             self._check_hooks_ran(hooks, model, num_unshards)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_inner_tensors_keep_their_places(self):
+        """Each inner tensor of the unsharded weight has this rank's rows of the same inner tensor of the shard."""
+        with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
+            model = MLP(8, bias=False)
+            wrap_weights(model, lambda data: TwoTensor(data.to(self.device), -data.to(self.device)))
+            fully_shard(model)
+            shards = {name: param._local_tensor for name, param in model.named_parameters()}
+            for _ in range(2):  # made by the first, filled by the second
+                model.unshard()
+                for name, param in model.named_parameters():
+                    for inner in ("a", "b"):
+                        shard = getattr(shards[name], inner)
+                        own = getattr(param, inner).detach().chunk(self.world_size)[self.rank]
+                        self.assertEqual(own, shard, msg=lambda text, what=f"{inner} of {name}": f"{what}: {text}")
+                model.reshard()
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_arguments_of_the_hooks(self):
+        """The whole weight's size and stride, the module that owns it, and the policy; then the type to unshard to."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(MLP(6, bias=False).to(self.device), mp_policy=policy)
+        seen = {}
+        for name, param in model.named_parameters():
+            note_arguments(param._local_tensor, seen.setdefault(name, {}))
+        model(self._input(6))
+        for name, size in (("in_proj.weight", (24, 6)), ("out_proj.weight", (6, 24))):
+            expected = {
+                "size": torch.Size(size),
+                "stride": (size[1], 1),
+                "module": model.get_submodule(name.partition(".")[0]),
+                "policy": policy,
+                "type": torch.bfloat16,
+            }
+            for what, value in expected.items():
+                self.assertEqual(seen[name][what], value, f"{what} of {name}")
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_hooks_stay_until_the_last_rank_leaves(self):
         with self._patch_two_tensor_fsdp_all_gather():
             SHARED_HOOKS.enter(two_tensor_fsdp_pre_all_gather)
@@ -445,6 +482,23 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         model.weight = nn.Parameter(tensor)
         with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"):
             fully_shard(model)
+
+
+def note_arguments(tensor, notes):
+    """Give ``tensor`` hooks that gather it as it is and keep what FSDP passes to them."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        notes.update(size=outer_size, stride=outer_stride, module=module, policy=mp_policy)
+        return (self,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        notes.update(type=param_dtype)
+        unsharded = all_gather_outputs[0].to(torch.bfloat16)
+        return unsharded, (unsharded,)
+
+    tensor.fsdp_pre_all_gather = fsdp_pre_all_gather.__get__(tensor)
+    tensor.fsdp_post_all_gather = fsdp_post_all_gather.__get__(tensor)
 
 
 class OnlyPreAllGather(TwoTensor):

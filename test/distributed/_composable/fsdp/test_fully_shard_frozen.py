@@ -1,0 +1,126 @@
+# Owner(s): ["oncall: distributed"]
+"""Parameters that are frozen: before sharding or between steps, some of a group or all of it."""
+
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    REDUCE_SCATTER,
+    FullyShardParityTest,
+    average_gradients,
+    fully_shard_children,
+    patch_reduce_scatter,
+    sequential_mlps,
+)
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class TestFullyShardFrozen(FullyShardParityTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _step(self, reference, model, step, forwards=1):
+        """Run both and return how many elements each reduce-scatter took in. The width of 5 is padded to 6."""
+        reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
+
+        def noting(*args, **kwargs):
+            taken.append((args[1] if len(args) > 1 else kwargs["input"]).numel())
+            return reduce_scatter(*args, **kwargs)
+
+        with patch_reduce_scatter(noting):
+            for each in (reference, model):
+                each.zero_grad()
+                sum(each(self.rows(5, 10 * step + run)).square().sum() for run in range(forwards)).backward()
+        average_gradients(reference)
+        with self.telling(f"step {step}"):
+            self.check_shards(reference, model)
+        return taken
+
+    def _frozen(self, freeze):
+        model = sequential_mlps(2)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not freeze(name))
+        reference = self.replica(model)
+        return reference, fully_shard_children(model.to(self.device))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_train_mixed_requires_grad_per_group(self):
+        """Gradients of frozen weights are neither computed nor sent."""
+        reference, model = self._frozen(lambda name: "bias" in name)
+        for step in range(2):
+            self.check_equal("elements reduced", self._step(reference, model, step), [16 * 5 + 6 * 15, 10 * 5 + 6 * 10])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_train_mixed_requires_grad_across_groups(self):
+        reference, model = self._frozen(lambda name: name.startswith("0."))
+        for step in range(2):
+            reduced = self._step(reference, model, step)
+            self.check_equal("elements reduced", reduced, [16 * 5 + 16 + 6 * 15 + 6])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_multi_forward_mixed_requires_grad(self):
+        reference, model = self._frozen(lambda name: name == "1.in_proj.weight")
+        for step in range(2):
+            self._step(reference, model, step, forwards=2)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_requires_grad_changed_between_steps(self):
+        """On the sharded parameters, at any time between a backward and the next forward."""
+        reference, model = self._frozen(lambda name: False)
+        whole, without = 10 * 5 + 10 + 6 * 10 + 6, 10 + 6 * 10 + 6
+        for step, trains in enumerate((True, False, True, False)):
+            for each in (reference, model):
+                each[0].in_proj.weight.requires_grad_(trains)
+            reduced = self._step(reference, model, step)
+            self.check_equal(f"step {step}: elements reduced", reduced[-1], whole if trains else without)
+            self.check_equal(f"step {step}: a gradient", model[0].in_proj.weight.grad is not None, trains)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_requires_grad_is_that_of_the_unsharded_parameter(self):
+        """Whoever looks at a parameter in forward sees what was set outside."""
+        model = fully_shard(nn.Linear(4, 4).to(self.device))
+        seen = []
+        model.register_forward_hook(lambda *_: seen.append((model.weight.requires_grad, model.bias.requires_grad)))
+        for weight, bias in ((True, True), (False, True), (True, False)):
+            model.weight.requires_grad_(weight)
+            model.bias.requires_grad_(bias)
+            model(self.rows(4)).sum().backward()
+        self.check_equal("requires_grad in forward", seen, [(True, True), (False, True), (True, False)])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_frozen_parameters_may_have_another_type(self):
+        """A group reduces in one type, but what is frozen is not reduced."""
+
+        class Mixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.layer = nn.Linear(5, 5)
+                self.table = nn.Parameter(torch.randn(5).to(torch.bfloat16), requires_grad=False)
+
+            def forward(self, x):
+                return self.layer(x) + self.table.float()
+
+        model = Mixed()
+        reference = self.replica(model)
+        with self.telling("a frozen parameter in bfloat16"):
+            self._step(reference, fully_shard(model.to(self.device)), 0)
+        model = Mixed()
+        model.table.requires_grad_(True)
+        fully_shard(model.to(self.device))
+        with self.assertRaisesRegex(AssertionError, "FSDP expects uniform original parameter dtype"):
+            model(self.rows(5))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,167 @@
+# Owner(s): ["oncall: distributed"]
+"""Checkpoints of optimizers with several parameter groups, of other world sizes, and saved while training goes on."""
+
+import copy
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, first_ranks_mesh, full_tensor, world_mesh
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class TestStateDict(FullyShardParityTest):
+    """Two parameter groups with hyperparameters of their own, in an order that is not the model's."""
+
+    @property
+    def world_size(self):
+        return 2
+
+    def _trained(self, seed, steps, lrs=(0.1, 0.2)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(self.device)
+        for layer in model:
+            fully_shard(layer, mesh=world_mesh(2))
+        fully_shard(model, mesh=world_mesh(2))
+        groups = [
+            {"params": list(model[1].parameters()), "lr": lrs[0], "weight_decay": 0.5},
+            {"params": list(model[0].parameters()), "lr": lrs[1], "betas": (0.5, 0.6)},
+        ]
+        optimizer = torch.optim.Adam(groups)
+        self._train(model, optimizer, range(steps))
+        return model, optimizer
+
+    def _train(self, model, optimizer, steps):
+        for step in steps:
+            model(self.rows(4, step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _check_same(self, found, expected, what):
+        for name, parameter in expected[0].named_parameters():
+            other = found[0].get_parameter(name)
+            self.check_equal(f"{what}: parameter {name}", full_tensor(other), full_tensor(parameter), atol=0, rtol=0)
+            state, wanted = found[1].state[other], expected[1].state[parameter]
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                pair = full_tensor(state[key]), full_tensor(wanted[key])
+                self.check_equal(f"{what}: {key} of {name}", *pair, atol=0, rtol=0)
+        for index, groups in enumerate(zip(found[1].param_groups, expected[1].param_groups, strict=True)):
+            for key in ("lr", "weight_decay", "betas"):
+                self.check_equal(f"{what}: {key} of group {index}", groups[0][key], groups[1][key])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_multiple_param_groups(self):
+        """Sharded, full and flattened; then training goes on as it would have."""
+        self.run_subtests(
+            {
+                "options": [
+                    {},
+                    {"full_state_dict": True},
+                    {"flatten_optimizer_state_dict": True},
+                ]
+            },
+            self._test_multiple_param_groups,
+        )
+
+    def _test_multiple_param_groups(self, options):
+        source, target = self._trained(0, 2), self._trained(1, 0, lrs=(0.7, 0.8))
+        # Sharded state is not copied, so copy it, as a file would.
+        model_state, optimizer_state = copy.deepcopy(get_state_dict(*source, options=StateDictOptions(**options)))
+        if "flatten_optimizer_state_dict" in options:
+            self.check_equal("flat learning rate", optimizer_state["param_groups.1.weight.lr"], 0.1)
+        set_state_dict(
+            *target,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+            options=StateDictOptions(**options),
+        )
+        self._check_same(target, source, "loaded")
+        for each in (source, target):
+            self._train(*each, range(2, 3))
+        self._check_same(target, source, "trained on")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_state_of_a_fresh_optimizer_changes_nothing(self):
+        """Asking for the state initializes it, but neither trains nor changes hyperparameters."""
+        model, optimizer = self._trained(0, 0)
+        before = [full_tensor(each).clone() for each in model.parameters()]
+        _, state = get_state_dict(model, optimizer)
+        after = [full_tensor(each) for each in model.parameters()]
+        self.check_equal("parameters", after, before, atol=0, rtol=0)
+        self.check_equal("learning rates", [group["lr"] for group in optimizer.param_groups], [0.1, 0.2])
+        self.check_equal("saved learning rates", [group["lr"] for group in state["param_groups"]], [0.1, 0.2])
+        self.check_equal("gradients", [each.grad for each in model.parameters()], [None] * 4)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_missing_state_is_named(self):
+        model, optimizer = self._trained(0, 1)
+        model_state, state = get_state_dict(model, optimizer)
+        del state["state"]["0.bias"]
+        with self.assertRaisesRegex(RuntimeError, "Missing optimizer state for parameter '0.bias' in checkpoint"):
+            set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_async_save_keeps_the_moment_of_the_call(self):
+        """What training changes after the call is not in the checkpoint."""
+        group = dist.new_group(backend="cpu:gloo")
+        source, folder = self._trained(0, 2), self.shared_folder()
+        model_state, _ = get_state_dict(*source)
+        expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
+        saving = dcp.async_save(model_state, checkpoint_id=folder, process_group=group)
+        with torch.no_grad():
+            for parameter in source[0].parameters():
+                parameter.to_local().fill_(-1)
+        saving.result()
+        state = {name: torch.zeros_like(each) for name, each in model_state.items()}
+        dcp.load(state, checkpoint_id=folder)
+        for name, each in expected.items():
+            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+
+
+class TestDTensorReshardMeshChange(FullyShardParityTest):
+    """Checkpoints written by one world size and read by another. Row counts divide by neither."""
+
+    TENSORS = {"uneven": (7, 3), "few": (2, 3), "one": (1,), "even": (12, 2)}
+
+    def _whole(self, name):
+        sizes = self.TENSORS[name]
+        return torch.arange(1.0, 1 + torch.Size(sizes).numel(), device=self.device).view(sizes)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_dtensor_checkpoint_resharding_with_empty_shard(self):
+        self.run_subtests({"sizes": [(4, 3), (3, 4), (2, 4), (1, 3)], "dims": [(0, 0), (0, 1)]}, self._test_resharding)
+
+    def _test_resharding(self, sizes, dims):
+        folder = self.shared_folder()
+        for index, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
+            mesh = first_ranks_mesh(size)
+            if self.rank < size:
+                state = {}
+                for name in self.TENSORS:
+                    whole = self._whole(name)
+                    placement = Shard(min(dim, whole.ndim - 1))
+                    value = whole if index == 0 else torch.zeros_like(whole)
+                    state[name] = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+                run = dcp.load if index else dcp.save
+                run(state, checkpoint_id=folder, process_group=mesh.get_group())
+                if index:
+                    for name, found in state.items():
+                        self.assertIsInstance(found, DTensor)
+                        whole = found.full_tensor()
+                        self.check_equal(f"loaded {name}", whole, self._whole(name), atol=0, rtol=0)
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,86 @@
+"""Mistakes that checkpoints could contain: in optimizers' state, in resharding, in saving while training goes on."""
+
+from __future__ import annotations
+
+from test.torch_ext.suite_faults.fault import Fault, fault
+
+__all__ = ["MISTAKES"]
+
+_ROOM = "torch.distributed.checkpoint"
+_STATE = "checkpoint.test_state_dict:TestStateDict."
+_RESHARDING = (
+    "checkpoint.test_state_dict:TestDTensorReshardMeshChange.test_dtensor_checkpoint_resharding_with_empty_shard"
+)
+
+
+def _optimizer(function: str, old: str, new: str, test: str, says: str) -> Fault:
+    return fault(f"{_ROOM}.state_dict:{function}", old, new, _STATE + test, says)
+
+
+MISTAKES = {
+    "checkpoint_hyperparameters_of_the_first_group": _optimizer(
+        "_split_optim_state_dict",
+        "if fqn in cast(list[str], loaded_param_group[_PARAMS]):\n                        pg_mapping"
+        "[id(loaded_param_group)] = len(return_osd[_PG]) - 1",
+        "if fqn in cast(list[str], loaded_param_group[_PARAMS]):\n                        pg_mapping"
+        "[id(loaded_param_group)] = 0",
+        "test_multiple_param_groups",
+        "loaded: lr of group|KeyError|lr",
+    ),
+    "checkpoint_flat_state_of_the_last_group": _optimizer(
+        "_unflatten_optim_state_dict",
+        "cast(list[str], pg_state[-1][_PARAMS])[0]",
+        "cast(list[str], pg_state[0][_PARAMS])[0]",
+        "test_multiple_param_groups",
+        "loaded: lr of group 1",
+    ),
+    "checkpoint_fresh_state_trains": _optimizer(
+        "_init_optim_state",
+        "else 0.0\n",
+        'else param_group["lr"]\n',
+        "test_state_of_a_fresh_optimizer_changes_nothing",
+        "parameters: ",
+    ),
+    "checkpoint_fresh_state_leaves_no_learning_rate": _optimizer(
+        "_init_optim_state",
+        'param_group["lr"] = lrs.pop(0)',
+        "pass",
+        "test_state_of_a_fresh_optimizer_changes_nothing",
+        "learning rates: ",
+    ),
+    "checkpoint_fresh_state_leaves_gradients": _optimizer(
+        "_init_optim_state",
+        "optim.zero_grad(set_to_none=True)",
+        "pass",
+        "test_state_of_a_fresh_optimizer_changes_nothing",
+        "gradients: ",
+    ),
+    "checkpoint_missing_state_ignored": _optimizer(
+        "_split_optim_state_dict",
+        "elif info.strict:",
+        "elif False:",
+        "test_missing_state_is_named",
+        "not raised|does not match",
+    ),
+    "checkpoint_region_of_the_wrong_shard": fault(
+        f"{_ROOM}.resharding:_shards_get_overlap_region_wrt_saved_tensor",
+        "offset_for_current_tensor = saved_shard_offset - current_shard_offset",
+        "offset_for_current_tensor = 0",
+        _RESHARDING,
+        "loaded uneven",
+    ),
+    "checkpoint_last_shard_not_read": fault(
+        f"{_ROOM}.planner_helpers:create_read_items_for_chunk_list",
+        "while saved_ptr < num_saved:",
+        "while saved_ptr < num_saved - 1:",
+        _RESHARDING,
+        "loaded (uneven|even|few|one)",
+    ),
+    "checkpoint_shards_that_meet_taken_for_none": fault(
+        f"{_ROOM}.resharding:_check_shard_metadata_pair_overlap",
+        "if shard1.offsets[i] >= shard2.offsets[i] + shard2.sizes[i]:",
+        "if shard1.offsets[i] + 1 >= shard2.offsets[i] + shard2.sizes[i]:",
+        _RESHARDING,
+        "loaded (uneven|even|few|one)",
+    ),
+}
