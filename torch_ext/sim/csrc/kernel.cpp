@@ -117,6 +117,13 @@ c10::DeviceIndex Kernel::launch() {
   if (touches_memory_) {
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
+    if (watched_) {
+      tell([&](Observer& to) {
+        if (to.wants_beginnings()) {
+          to.kernel_begins(name_, stream, accesses());
+        }
+      });
+    }
   }
   scope_.emplace(device_->index());
   return device_->index();
@@ -134,8 +141,7 @@ void Kernel::wrote(const at::Tensor& tensor) {
   }
 }
 
-void Kernel::account_to(Observer& to) const noexcept {
-  const auto stream = current_stream(device_->index());
+c10::SmallVector<Access, 8> Kernel::accesses() const {
   c10::SmallVector<Access, 8> accesses;
   for (const auto& use : uses_) {
     if (use.tensor.defined()) {
@@ -153,7 +159,12 @@ void Kernel::account_to(Observer& to) const noexcept {
            use.write});
     }
   }
-  to.kernel(name_, stream, accesses);
+  return accesses;
+}
+
+void Kernel::account_to(Observer& to) const noexcept {
+  const auto stream = current_stream(device_->index());
+  to.kernel(name_, stream, accesses());
   if (host_reads_) {
     to.host_knows(stream);
   }
