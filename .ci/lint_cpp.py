@@ -32,7 +32,7 @@ def include_paths() -> list[str]:
     torch = importlib.util.find_spec("torch")  # found, not imported, which takes seconds
     roots = [Path(root) / "include" for root in (torch.submodule_search_locations or [])] if torch else []
     return [
-        *(str(each) for root in roots for each in (root, root / "torch/csrc/api/include")),
+        *(str(each) for root in roots for each in (root, root / "torch/csrc/api/include", root / "kineto")),
         sysconfig.get_path("include"),
     ]
 

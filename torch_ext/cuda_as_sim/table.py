@@ -30,7 +30,7 @@ _GRAPHS = (
 _NVML = "Power, clocks and processes come from NVML, and there is no such hardware behind the simulated accelerator."
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
-_ALLOCATOR = "CUDA's allocator has pools, segments and a history; the simulated accelerator counts bytes only."
+_ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accelerator's cannot."
 _TYPES = "torch.cuda's legacy tensor types have no simulated ones; give a factory its device and dtype."
 _DRIVER = "This is a call of CUDA's driver or runtime, and there is none."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
@@ -46,9 +46,8 @@ REFUSED: Mapping[str, str] = {
         ("all_gather", "all_reduce", "broadcast", "init_rank", "reduce", "reduce_scatter", "unique_id",
          "ProcessGroupNCCL"), _NCCL),
     **dict.fromkeys(
-        ("CUDAPluggableAllocator", "MemPool", "_dump_snapshot", "_record_memory_history", "_snapshot",
-         "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "memory_snapshot",
-         "use_mem_pool"), _ALLOCATOR),
+        ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
+         "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
     **dict.fromkeys(
         (f"{kind}{what}" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long",
          "Short") for what in ("Tensor", "Storage")), _TYPES),
@@ -62,8 +61,7 @@ REFUSED: Mapping[str, str] = {
 DOES_NOTHING = frozenset(
     {
         "_lazy_call", "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
-        "ipc_collect", "mark", "range_end", "range_pop", "range_push", "range_start", "set_per_process_memory_fraction",
-        "set_sync_debug_mode", "start", "stop",
+        "ipc_collect", "mark", "range_end", "range_pop", "range_push", "range_start", "start", "stop",
     }
 )  # fmt: skip
 
@@ -78,10 +76,6 @@ CONSTANTS: Mapping[str, Any] = {
 
 def _device_name(device: Any = None) -> str:
     return f"{torch.get_device_module(DEVICE).get_device_name(device)}, simulated on the CPU"
-
-
-def _peers(device: Any, peer_device: Any) -> bool:
-    return True
 
 
 def _none_captures() -> bool:
@@ -118,19 +112,15 @@ def _version() -> tuple[int, int, int]:
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_name": _device_name,
     "get_device_capability": _capability,
-    "can_device_access_peer": _peers,
     "is_current_stream_capturing": _none_captures,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
     "get_allocator_backend": lambda: "native",
-    "get_sync_debug_mode": lambda: 0,
-    "get_per_process_memory_fraction": lambda device=None: 1.0,
     "is_tf32_supported": lambda: False,
     "memory_cached": lambda device=None: torch.get_device_module(DEVICE).memory_reserved(device),
     "max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).max_memory_reserved(device),
     "reset_max_memory_allocated": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
     "reset_max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
-    "StreamContext": lambda stream: torch.get_device_module(DEVICE).stream(stream),
     "GradScaler": _scaler,
     "autocast": _autocast,
     "custom_fwd": _amp("custom_fwd"),

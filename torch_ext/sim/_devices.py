@@ -157,6 +157,47 @@ def get_device_capability(device: Device = None) -> tuple[int, int]:
     return (0, 0)
 
 
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Whether one device can read the memory of another: True, since all is the host's, except for one and itself."""
+    one, other = index_of(device), index_of(peer_device)
+    _native.check_index(one)
+    _native.check_index(other)
+    return one != other
+
+
+_SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Say what else an operation that blocks the host does: ``"default"`` (0) nothing, ``"warn"`` (1), ``"error"`` (2).
+
+    These are host reads such as ``item()`` and ``nonzero()``, copies between host and device that were not asked not to
+    block, and ``Stream.synchronize()``. For all threads.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    mode = _SYNC_DEBUG_MODES.get(debug_mode, -1) if isinstance(debug_mode, str) else debug_mode
+    if mode not in _SYNC_DEBUG_MODES.values():
+        raise ValueError(f"Expected one of 0, 1, 2, 'default', 'warn', 'error' for debug_mode, got {debug_mode!r}.")
+    _native.set_sync_debug(mode)
+
+
+def get_sync_debug_mode() -> int:
+    """Return the mode as a number."""
+    return _native.sync_debug()
+
+
+def is_current_stream_capturing() -> bool:
+    """Return False: there are no graphs."""
+    return False
+
+
+def is_tf32_supported() -> bool:
+    """Return False: float32 is computed as such."""
+    return False
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Return the types that autocast may use."""
     return [torch.float16, torch.bfloat16]

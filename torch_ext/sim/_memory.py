@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from torch_ext.sim import _native
+from torch_ext.sim._absent import refuse
 from torch_ext.sim._devices import Device, index_of, is_initialized
+from torch_ext.sim._memory_history import (  # noqa: F401 - torch.cuda.memory has them
+    _dump_snapshot,
+    _record_memory_history,
+    _snapshot,
+    memory_snapshot,
+)
 from torch_ext.sim._name import NAME
 
 
@@ -68,6 +75,70 @@ def set_memory_limit(nbytes: int, device: Device = None) -> None:
     if nbytes < 0:
         raise ValueError(f"Expected a number of bytes, got {nbytes}.")
     _native.set_memory_limit(index_of(device), nbytes)
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """Allow this process a part of the memory of ``device``, from 0 to 1. Past it ``torch.OutOfMemoryError`` is raised.
+
+    Raises:
+        TypeError: ``fraction`` is not a float.
+        ValueError: it is not between 0 and 1.
+    """
+    if not isinstance(fraction, float):
+        raise TypeError(f"Expected a float for the fraction, got {type(fraction).__name__}.")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Expected a fraction from 0 to 1, got {fraction}.")
+    _native.set_memory_fraction(index_of(device), fraction)
+
+
+def get_per_process_memory_fraction(device: Device = None) -> float:
+    """Return the part of the memory of ``device`` that this process may use."""
+    return _native.memory_fraction(index_of(device))
+
+
+def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
+    """Return what :func:`memory_stats` does, as dictionaries in each other."""
+    return dict(torch._C._accelerator_getDeviceStats(index_of(device)))
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    """Return the statistics of pinned host memory, as dictionaries in each other."""
+    return _native.pinned_memory_stats()
+
+
+def host_memory_stats() -> dict[str, Any]:
+    """Return the statistics of pinned host memory, such as ``"active_bytes.current"``."""
+    flat: dict[str, Any] = {}
+    for name, value in sorted(host_memory_stats_as_nested_dict().items()):
+        if isinstance(value, dict):
+            flat.update({f"{name}.{kind}": number for kind, number in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Reset the counts of what pinned host memory has been allocated and freed."""
+    _native.reset_accumulated_pinned_memory_stats()
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Make the current numbers of pinned host memory its peaks."""
+    _native.reset_peak_pinned_memory_stats()
+
+
+def get_allocator_backend() -> str:
+    """Return ``"native"``: there is one allocator."""
+    return "native"
+
+
+# Names from before, which torch.cuda has still.
+memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+
+def __getattr__(name: str) -> Any:
+    raise refuse(name)
 
 
 def set_poison(enabled: bool) -> None:

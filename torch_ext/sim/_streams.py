@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,20 +71,29 @@ def set_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-@contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Run the body with ``stream`` current, then put the previous stream and device back. ``None`` changes nothing."""
-    if stream is None:
-        yield
-        return
-    previous_device = current_device()
-    previous = torch.accelerator.current_stream(stream.device_index)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(previous)
-        _native.set_device(previous_device)
+class StreamContext:
+    """Context manager that makes a stream and its device current and puts both back. ``None`` changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+        # Of each entry that is open: the device before, and the stream that its device had.
+        self._before: list[tuple[int, torch.Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before.append((current_device(), torch.accelerator.current_stream(self.stream.device_index)))
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.stream is not None:
+            device, stream = self._before.pop()
+            torch.accelerator.set_stream(stream)
+            _native.set_device(device)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    """Return a context manager whose body runs with ``stream`` current. ``None`` changes nothing."""
+    return StreamContext(stream)
 
 
 def sleep(cycles: int) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torch_ext import cache
 
-__all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
+__all__ = ["BuildError", "MissingCompilerError", "cache_root", "compiler_found", "ensure_built", "finished_builds"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
@@ -39,7 +39,8 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 # Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
-    {"autocast", "bindings", "flight_record", "generated", "launcher", "observer_log", "reduction", "running"}
+    {"autocast", "bindings", "flight_record", "generated", "launcher", "memory_snapshot", "observer_log", "profiler"}
+    | {"reduction", "running", "sharing"}
     | {"sim_work", "simccl", "races/autograd_node", "races/report", "races/trace"}
     | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
     | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
@@ -99,6 +100,19 @@ def ensure_built(*, verbose: bool = False) -> Path:
             if not library.exists():
                 _build(target, compiler, verbose=verbose)
     return _trusted(library)
+
+
+def finished_builds() -> list[Path]:
+    """Return the finished builds for this torch, these sources and any compiler; none where there is no folder."""
+    with contextlib.suppress(BuildError):
+        return sorted((cache_root() / "sim" / _family_key()).glob(f"*/{_LIBRARY}"))
+    return []
+
+
+def compiler_found() -> str:
+    """Return what the C++ compiler calls itself, and where it is; empty if there is none."""
+    found = _find_compiler()
+    return f"{found.version} at {found.path}" if found is not None else ""
 
 
 def _trusted(path: Path) -> Path:
@@ -241,7 +255,10 @@ def _write_plan(workplace: Path, compiler: _Compiler) -> None:
 def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
     from torch.utils import cpp_extension
 
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    of_torch = cpp_extension.include_paths()
+    # Kineto's headers include each other, and torch's include them, without their folder.
+    of_kineto = [path for path in (f"{each}/kineto" for each in of_torch) if os.path.isdir(path)]
+    includes = [*of_torch, *of_kineto, sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
     sanitizer = _sanitizer_flags()
     flags = " ".join([*_FLAGS, *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])

@@ -79,7 +79,7 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
             self.assertEqual(settings(), expected, "settings in a context")
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded):
                 inner = [StateDictType.SHARDED_STATE_DICT, sharded, ShardedOptimStateDictConfig()]
-                inner = {name: inner for name in modules}
+                inner = dict.fromkeys(modules, inner)
                 self.assertEqual(settings(), inner, "settings in a context within")
                 with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
                     self.assertNotEqual(settings(), inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -31,7 +32,10 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),
-    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.sim.command"}),
+    "torch_ext.program": frozenset(
+        {"torch_ext.world", "torch_ext.cache", "torch_ext.compat", "torch_ext.cuda_as_sim", "torch_ext.sim"}
+    ),
+    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),
@@ -180,7 +184,9 @@ def test_the_front_doors_name_no_torch(file: str) -> None:
 
 def modules_after(statement: str) -> set[str]:
     program = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True, text=True)
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # without the entry point that torch would call
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=CHECKOUT, env=alone, stdout=subprocess.PIPE, check=True, text=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -32,8 +32,9 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (Task(1, "python", "lock", 60.0, 5, IN_BARRIER), 60.0),
         (Task(1, "python", "sleep", INF, 5, IN_BARRIER, sliced=True), 1800.0),
         (Task(1, "python", "poll", INF, 5, IN_BARRIER), 1800.0),
+        (Task(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
     ],
-    ids=["lock", "lock with a limit", "native lock", "operation's own lock", "operation that polls", "on a socket"],
+    ids=["lock", "with a limit", "native lock", "operation's own", "operation that polls", "on a socket", "shared"],
 )
 def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
     progress = judge_tasks([task], "")
@@ -46,12 +47,22 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
         Task(1, "python", "running", INF, 5, IN_TEST),
         Task(1, "python", "sleep", INF, 5, IN_TEST),
         Task(1, "python", "poll", INF, 5, IN_TEST),
+        Task(1, "python", "shared", INF, 5, IN_TEST),
         Task(1, "python", "unknown", INF, 5, IN_TEST),
         Task(1, "python", "unknown", INF, 5, IN_BARRIER),
         Task(1, "native", "sleep", INF, 5),
         Task(1, "native", "running", INF, 5),
     ],
-    ids=["runs", "sleeps", "reads a socket", "unknown", "unknown in an operation", "native sleep", "native run"],
+    ids=[
+        "runs",
+        "sleeps",
+        "reads",
+        "waits for another process",
+        "unknown",
+        "in an operation",
+        "native sleep",
+        "native",
+    ],
 )
 def test_one_thread_that_may_go_on_is_enough(task: Task) -> None:
     blocked = Task(2, "python", "lock", INF, 5, IN_TEST)

@@ -207,3 +207,14 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
         "rank 1 called gloo:all_gather([3] Float)." in text
     )
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
+
+
+def test_ranks_that_say_the_same_of_devices_of_their_own_are_named_together() -> None:
+    verdict = judge([failed(rank, f"OutOfMemoryError: out of memory. Device sim:{rank} is full") for rank in (0, 1)])
+    assert verdict.summary.startswith("ranks 0, 1 of 2 failed with OutOfMemoryError")
+
+
+def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim() -> None:
+    said = "DistBackendError: simccl on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called"
+    waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
+    assert (judge([waited, failed(1, time_s=2.0)]).culprits, judge([waited, failed(1)]).victims) == ((1,), (0,))

@@ -334,6 +334,15 @@ def test_a_rank_that_may_go_on_is_no_hang(second: Progress, rank: int) -> None:
         assert look(watch, now_s, **answers) == []
 
 
+@pytest.mark.parametrize(("own_limit_s", "hangs"), [(90.0, True), (40.0, False)])
+def test_where_nothing_else_ends_it_a_wait_of_a_long_limit_counts_as_endless(own_limit_s: float, hangs: bool) -> None:
+    watch = Watch(2, Limits(test_s=float("inf"), hang_s=8.0, endless_s=60.0), 0.0)
+    waits = Progress(True, own_limit_s, "1:2")
+    assert look(watch, 2.0, r0=BLOCKED, r1=waits) == []
+    stopped = [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
+    assert look(watch, 4.0, r0=BLOCKED, r1=waits) == (stopped if hangs else [])
+
+
 def test_a_rank_that_does_not_answer_is_no_hang() -> None:
     watch = Watch(2, HANGS, 0.0)
     for now_s in (2.0, 4.0, 6.0, 8.0):

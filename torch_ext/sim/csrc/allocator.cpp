@@ -12,10 +12,13 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "block_pool.h"
 #include "device.h"
 #include "kernel_observer.h"
+#include "kernel_scope.h"
+#include "memory_history.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -56,6 +59,13 @@ void fill_with_poison(Block& block) {
   if (poison.load(std::memory_order_relaxed) != 0) {
     std::memset(block.data(), kPoisonByte, block.capacity);
     block.poisoned = true;
+  }
+}
+
+// Before anybody else can own it.
+void note(MemoryEvent::Kind kind, const Block& block) {
+  if (is_recording_memory()) {
+    note_memory({kind, block.pool->device(), block.data(), block.rounded, block.home, 0, 0, nullptr});
   }
 }
 
@@ -108,7 +118,9 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
     fill_with_poison(*block);
   }
   block->poisoned = false;
+  block->tag = tag_of(current_kernel());
   report(block->data(), static_cast<int64_t>(block->rounded), totals, pool.device());
+  note(MemoryEvent::Kind::kAllocate, *block);
   tell([&](Observer& to) { to.allocated(block->data(), block->rounded, current_stream(pool.device())); });
   return {block->data(), block->data(), &free_on_device, owner};
 }
@@ -116,6 +128,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
 void free_on_device(void* data) {
   auto* block = Block::of(data);
   tell([&](Observer& to) { to.freed(data, block->pool->device()); });
+  note(MemoryEvent::Kind::kFree, *block);
   fill_with_poison(*block);
   BlockPool& pool = *block->pool;
   const auto size = static_cast<int64_t>(block->rounded);
@@ -129,6 +142,18 @@ void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
 
 size_t memory_limit(c10::DeviceIndex device) {
   return pool_of(device).limit();
+}
+
+void set_memory_fraction(c10::DeviceIndex device, double fraction) {
+  pool_of(device).set_fraction(fraction);
+}
+
+double memory_fraction(c10::DeviceIndex device) {
+  return pool_of(device).fraction();
+}
+
+std::vector<BlockFacts> blocks_on(c10::DeviceIndex device) {
+  return pool_of(device).blocks();
 }
 
 void set_poison(PoisonFor whom, bool enabled) {

@@ -8,7 +8,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
+#include "block_pool.h"
 #include "device.h"
 
 namespace torch_ext::sim {
@@ -26,6 +28,12 @@ void free_on_device(void* data);
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
 size_t memory_limit(c10::DeviceIndex device);
+
+// Allows a part of the memory, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
+void set_memory_fraction(c10::DeviceIndex device, double fraction);
+double memory_fraction(c10::DeviceIndex device);
+
+std::vector<BlockFacts> blocks_on(c10::DeviceIndex device);
 
 // Fill fresh and freed blocks with 0xff bytes, as long as somebody wants it: NaN in every float type, -1 in signed
 // integers.

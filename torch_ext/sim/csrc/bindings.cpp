@@ -10,12 +10,16 @@
 #include "generator.h"
 #include "hooks.h"
 #include "kernel_scope.h"
+#include "memory_snapshot.h"
 #include "observer_log.h"
 #include "pinned_memory.h"
+#include "profiler.h"
 #include "races/report.h"
 #include "races/trace.h"
+#include "sharing.h"
 #include "simccl.h"
 #include "stream.h"
+#include "sync_debug.h"
 
 namespace torch_ext::sim {
 
@@ -40,7 +44,17 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
   m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
+  m.def("set_memory_fraction", [](int index, double fraction) {
+    set_memory_fraction(static_cast<c10::DeviceIndex>(index), fraction);
+  });
+  m.def("memory_fraction", [](int index) { return memory_fraction(static_cast<c10::DeviceIndex>(index)); });
+  m.def("set_sync_debug", [](int mode) { set_sync_debug(static_cast<SyncDebug>(mode)); });
+  m.def("sync_debug", [] { return static_cast<int>(sync_debug()); });
   m.def("sleep", &sleep);
+  bind_memory_snapshot(m);
+  bind_pinned_memory(m);
+  bind_sharing(m);
+  register_profiler();
   bind_simccl(m);
   bind_flight_record(m);
   bind_observer_log(m);

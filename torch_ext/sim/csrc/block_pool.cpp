@@ -16,10 +16,12 @@
 #include <new>
 #include <shared_mutex>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "allocator.h"
+#include "out_of_memory.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -90,8 +92,8 @@ void for_each_stat(DeviceStats& stats, Reset reset) {
 } // namespace
 
 std::pair<Block*, Totals> BlockPool::take(size_t nbytes, c10::Stream stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
   const size_t rounded = round_up(nbytes);
+  std::unique_lock<std::mutex> lock(mutex_);
   poll();
   Block* block = dangerous_.empty() ? nullptr : take_dangerous(rounded, stream);
   if (block == nullptr) {
@@ -99,6 +101,11 @@ std::pair<Block*, Totals> BlockPool::take(size_t nbytes, c10::Stream stream) {
   }
   if (block == nullptr) {
     block = take_fresh(nbytes, rounded);
+  }
+  if (block == nullptr) {
+    stats_.num_ooms += 1;
+    lock.unlock();
+    raise_out_of_memory(*this, nbytes);
   }
   block->requested = nbytes;
   block->rounded = rounded;
@@ -154,6 +161,45 @@ void BlockPool::set_limit(size_t nbytes) {
 size_t BlockPool::limit() {
   std::lock_guard<std::mutex> lock(mutex_);
   return limit_;
+}
+
+void BlockPool::set_fraction(double fraction) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fraction_ = fraction;
+}
+
+double BlockPool::fraction() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return fraction_;
+}
+
+size_t BlockPool::allowed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return allowance();
+}
+
+size_t BlockPool::allowance() const {
+  return fraction_ < 1 ? static_cast<size_t>(static_cast<double>(limit_) * fraction_) : limit_;
+}
+
+std::vector<BlockFacts> BlockPool::blocks() {
+  using State = BlockFacts::State;
+  std::vector<BlockFacts> facts;
+  std::lock_guard<std::mutex> lock(mutex_);
+  poll();
+  std::unordered_set<const Block*> in_use;
+  for (const auto& each : in_use_) {
+    in_use.insert(each.block);
+  }
+  std::shared_lock<std::shared_mutex> index_lock(block_index().mutex);
+  for (const auto& [start, block] : block_index().blocks) {
+    if (block->pool == this) {
+      const auto state = block->live ? State::kLive : in_use.count(block) != 0 ? State::kInUse : State::kIdle;
+      facts.push_back(
+          {block->data(), block->capacity, block->requested, block->rounded, block->home, block->tag, state});
+    }
+  }
+  return facts;
 }
 
 size_t BlockPool::reserved() {
@@ -224,14 +270,14 @@ Block* BlockPool::take_dangerous(size_t rounded, c10::Stream stream) {
 }
 
 Block* BlockPool::take_fresh(size_t nbytes, size_t rounded) {
-  const auto has_room = [&] { return total(stats_.reserved_bytes) + rounded <= limit_; };
+  const auto has_room = [&] { return total(stats_.reserved_bytes) + rounded <= allowance(); };
   if (!has_room()) {
     stats_.num_alloc_retries += 1;
     release_idle();
   }
   void* memory = nullptr;
   if (!has_room() || posix_memalign(&memory, kBlockAlignment, sizeof(Block) + rounded) != 0) {
-    raise_out_of_memory(nbytes);
+    return nullptr;
   }
   auto* block = new (memory) Block{this, rounded, nbytes, rounded, next_serial.fetch_add(1), 0, nullptr};
   {
@@ -287,16 +333,22 @@ void BlockPool::release_idle() {
     std::this_thread::sleep_for(std::chrono::nanoseconds(std::max<int64_t>(each.until - stream_clock(), 0)));
     settle(each.block);
   }
+  idle_bytes_ = 0;
+  const auto idle = std::exchange(idle_, {});
   for (auto& [home, blocks] : std::exchange(dangerous_, {})) {
     std::for_each(blocks.begin(), blocks.end(), [this](Block* block) { release(block); });
   }
-  for (auto& [key, blocks] : std::exchange(idle_, {})) {
+  for (const auto& [key, blocks] : idle) {
     std::for_each(blocks.begin(), blocks.end(), [this](Block* block) { release(block); });
   }
-  idle_bytes_ = 0;
 }
 
 void BlockPool::release(Block* block) {
+  if (block->pins.load(std::memory_order_acquire) != 0) {
+    idle_[shelf(block->home, block->capacity)].push_back(block);
+    idle_bytes_ += block->capacity;
+    return;
+  }
   decrease(stats_.reserved_bytes, block->capacity, block->capacity);
   decrease(stats_.segment, block->capacity, 1);
   stats_.num_device_free += 1;
@@ -316,17 +368,6 @@ void BlockPool::count_taken(const Block& block) {
   increase(stats_.requested_bytes, block.rounded, block.requested);
 }
 
-[[noreturn]] void BlockPool::raise_out_of_memory(size_t nbytes) {
-  stats_.num_ooms += 1;
-  const size_t held = total(stats_.reserved_bytes);
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "sim out of memory. Tried to allocate ", nbytes,
-      " bytes. Device sim:", static_cast<int>(device_), " has a capacity of ", limit_, " bytes of which ",
-      limit_ > held ? limit_ - held : 0, " bytes are free; ", total(stats_.allocated_bytes),
-      " bytes are allocated by tensors. Raise the capacity with torch.sim.set_memory_limit or free tensors.");
-  std::abort(); // the check above always throws
-}
-
 Block* block_at(const void* pointer) {
   auto& index = block_index();
   const auto* wanted = static_cast<const char*>(pointer);
@@ -337,6 +378,21 @@ Block* block_at(const void* pointer) {
   }
   const auto& [start, block] = *std::prev(after);
   return wanted < start + block->capacity ? block : nullptr;
+}
+
+void PinnedBlocks::add(const void* pointer) {
+  Block* block = pointer == nullptr ? nullptr : block_at(pointer);
+  if (block != nullptr) {
+    block->pins.fetch_add(1, std::memory_order_acq_rel);
+    blocks_.push_back(block);
+  }
+}
+
+void PinnedBlocks::clear() noexcept {
+  for (Block* block : blocks_) {
+    block->pins.fetch_sub(1, std::memory_order_acq_rel);
+  }
+  blocks_.clear();
 }
 
 void set_danger(IsDangerous ask) {

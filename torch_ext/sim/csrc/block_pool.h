@@ -44,7 +44,9 @@ struct alignas(kBlockAlignment) Block {
   c10::StreamId home;
   std::unique_ptr<std::vector<c10::Stream>> users; // streams named since it was taken
   std::atomic<bool> live{false};
-  bool poisoned = false; // all of its bytes, since it was last freed
+  bool poisoned = false;         // all of its bytes, since it was last freed
+  std::atomic<uint16_t> pins{0}; // operations under way that use its memory, freed or not: see PinnedBlocks
+  uint32_t tag = 0;              // of the kernel that allocated it: see memory_history.h
 
   void* data() { return this + 1; }
   const void* data() const { return this + 1; }
@@ -54,6 +56,18 @@ static_assert(sizeof(Block) == kBlockAlignment, "data must start aligned");
 
 // Whether work of an earlier owner of the block at `data` could still be going on for one on `stream`.
 using IsDangerous = bool (*)(const void* data, c10::Stream stream);
+
+// A block as it was for a moment.
+struct BlockFacts {
+  enum class State : uint8_t { kLive, kInUse, kIdle }; // kInUse: freed, but streams still use it
+  const void* data;
+  size_t capacity;
+  size_t requested;
+  size_t rounded;
+  c10::StreamId home;
+  uint32_t tag;
+  State state;
+};
 
 // What the profiler is told with every change.
 struct Totals {
@@ -68,7 +82,7 @@ class BlockPool {
 
   c10::DeviceIndex device() const { return device_; }
 
-  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the limit.
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past what is allowed.
   std::pair<Block*, Totals> take(size_t nbytes, c10::Stream stream);
   Totals give_back(Block* block);
 
@@ -80,6 +94,11 @@ class BlockPool {
 
   void set_limit(size_t nbytes);
   size_t limit();
+  // Allows a part of the limit, 0 to 1.
+  void set_fraction(double fraction);
+  double fraction();
+  size_t allowed();
+  std::vector<BlockFacts> blocks();
   size_t reserved();
   c10::CachingDeviceAllocator::DeviceStats stats();
   void reset_accumulated();
@@ -95,18 +114,18 @@ class BlockPool {
   Totals totals() const;
   Block* take_idle(size_t rounded, c10::StreamId home);
   Block* take_dangerous(size_t rounded, c10::Stream stream);
-  Block* take_fresh(size_t nbytes, size_t rounded);
+  Block* take_fresh(size_t nbytes, size_t rounded); // nullptr past what is allowed
+  size_t allowance() const;
   void settle(Block* block);
   void make_idle(Block* block);
   void poll();
   void release_idle();
   void release(Block* block);
   void count_taken(const Block& block);
-  [[noreturn]] void raise_out_of_memory(size_t nbytes);
-
   const c10::DeviceIndex device_;
   std::mutex mutex_;
   size_t limit_ = size_t{16} << 30;
+  double fraction_ = 1;
   size_t idle_bytes_ = 0;
   std::unordered_map<uint64_t, std::vector<Block*>> idle_;           // by home and capacity, newest last
   std::unordered_map<c10::StreamId, std::vector<Block*>> dangerous_; // by home, newest last
@@ -116,6 +135,22 @@ class BlockPool {
 
 // The block, live or idle, whose data contains `pointer`; nullptr for memory that is not of a device.
 Block* block_at(const void* pointer);
+
+// Keeps the blocks that pointers lie in from going back to the host, freed or not: somebody still writes there. They
+// may be handed out again meanwhile, as on a GPU. Memory that is not of a device is left alone.
+class PinnedBlocks {
+ public:
+  PinnedBlocks() = default;
+  ~PinnedBlocks() { clear(); }
+  PinnedBlocks(const PinnedBlocks&) = delete;
+  PinnedBlocks& operator=(const PinnedBlocks&) = delete;
+
+  void add(const void* pointer);
+  void clear() noexcept;
+
+ private:
+  std::vector<Block*> blocks_;
+};
 
 // Asks `ask` at every free and request; nullptr: nobody.
 void set_danger(IsDangerous ask);

@@ -15,7 +15,7 @@
 namespace torch_ext::sim {
 namespace {
 
-constexpr size_t kMostFrames = 12;
+constexpr size_t kFramesOfShrinking = 12;
 constexpr int kIllegalAddress = 700; // cudaErrorIllegalAddress
 
 struct Shrunk {
@@ -39,7 +39,7 @@ std::string why_too_small(const c10::Storage& storage) {
   if (shrunk == nullptr) {
     return "";
   }
-  const auto lines = lines_of(shrunk->by, kMostFrames);
+  const auto lines = lines_of(shrunk->by, kFramesOfShrinking);
   return (storage.nbytes() == 0 ? " freed by resize_(0)" : " made smaller by resize_") +
       (lines.empty() ? "" : " at" + lines);
 }

@@ -9,12 +9,15 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
 #include "alias.h"
 #include "bounds.h"
+#include "profiler.h"
 #include "stream.h"
+#include "sync_debug.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -115,6 +118,9 @@ Kernel& Kernel::touches_nothing() {
 c10::DeviceIndex Kernel::launch() {
   TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
   if (touches_memory_) {
+    if (host_reads_) {
+      tell_host_blocks(name_);
+    }
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
     if (watched_) {
@@ -125,7 +131,10 @@ c10::DeviceIndex Kernel::launch() {
       });
     }
   }
-  scope_.emplace(device_->index());
+  if (C10_UNLIKELY(is_profiling()) && touches_memory_) {
+    profiled_since_ = stream_clock();
+  }
+  scope_.emplace(device_->index(), name_);
   return device_->index();
 }
 
@@ -175,6 +184,11 @@ Kernel::~Kernel() {
     return; // it was refused
   }
   scope_.reset();
+  if (profiled_since_ != 0) {
+    record_device_work(
+        {std::string(name_), device_->index(), current_stream(device_->index()).id(), profiled_since_, stream_clock(),
+         current_correlation()});
+  }
   if (watched_ && touches_memory_) {
     tell([this](Observer& to) { account_to(to); });
   }

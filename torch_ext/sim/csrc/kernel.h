@@ -8,7 +8,7 @@
 //   - the check that they lie inside their storages (Note [Bounds] in bounds.h);
 //   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
 //   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
-//   - whoever observes (kernel_observer.h).
+//   - whoever observes (kernel_observer.h) or profiles (profiler.h).
 //
 // An operator that is written in terms of others on device tensors is no kernel: those it calls are. It checks its
 // devices with `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
@@ -96,6 +96,7 @@ class Kernel {
   bool host_reads_ = false;
   bool touches_memory_ = true;
   bool watched_;
+  int64_t profiled_since_ = 0;       // on the clock of streams; 0: nobody profiles
   std::optional<KernelScope> scope_; // since its launch
   c10::SmallVector<Use, 6> uses_;    // of tensors, only while somebody watches
 };

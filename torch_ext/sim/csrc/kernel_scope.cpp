@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 
 #include "allocator.h"
 
@@ -14,6 +15,7 @@ namespace {
 constexpr c10::DeviceIndex kNoKernel = -1;
 
 thread_local c10::DeviceIndex kernel_device = kNoKernel;
+thread_local std::string_view kernel_name;
 
 class HostOverride final : public c10::Allocator {
  public:
@@ -45,16 +47,23 @@ c10::Allocator* HostOverride::host_ = nullptr;
 
 } // namespace
 
-KernelScope::KernelScope(c10::DeviceIndex device) noexcept : previous_(kernel_device) {
+KernelScope::KernelScope(c10::DeviceIndex device, std::string_view name) noexcept
+    : previous_(kernel_device), previous_name_(kernel_name) {
   kernel_device = device;
+  kernel_name = name;
 }
 
 KernelScope::~KernelScope() {
   kernel_device = previous_;
+  kernel_name = previous_name_;
 }
 
 bool in_kernel() noexcept {
   return kernel_device != kNoKernel;
+}
+
+std::string_view current_kernel() noexcept {
+  return kernel_name;
 }
 
 void install_host_override() {

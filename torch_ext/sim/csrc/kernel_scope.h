@@ -7,6 +7,8 @@
 // worker threads inside a kernel's parallel region are the exception: the flag is per thread.
 #pragma once
 
+#include <string_view>
+
 #include "device.h"
 
 namespace torch_ext::sim {
@@ -14,17 +16,22 @@ namespace torch_ext::sim {
 // While alive, host allocations of this thread come from the pool of `device`.
 class KernelScope {
  public:
-  explicit KernelScope(c10::DeviceIndex device) noexcept;
+  // name: of the kernel; must outlive the object.
+  KernelScope(c10::DeviceIndex device, std::string_view name) noexcept;
   ~KernelScope();
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;
 
  private:
   c10::DeviceIndex previous_;
+  std::string_view previous_name_;
 };
 
 // Whether this thread is working for a device.
 bool in_kernel() noexcept;
+
+// The name of the kernel that this thread is working on; empty outside of one.
+std::string_view current_kernel() noexcept;
 
 // Puts the allocator that obeys KernelScope in front of torch's host allocator. Called once, when the library loads.
 void install_host_override();

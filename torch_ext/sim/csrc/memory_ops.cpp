@@ -24,6 +24,7 @@
 #include "hooks.h"
 #include "kernel.h"
 #include "stream.h"
+#include "sync_debug.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -161,6 +162,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   } else {
     // A copy that ends on the host hands it values, which it must not see before the stream has produced them.
     const bool host_reads = !to_device && !non_blocking;
+    if (!from_device && !non_blocking) {
+      tell_host_blocks("aten::copy_");
+    }
     copy_on((from_device ? self : destination).device().index(), self, destination, host_reads);
   }
   return destination;

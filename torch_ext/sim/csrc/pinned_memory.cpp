@@ -140,6 +140,30 @@ uint64_t pinned_blocks_made() {
   return pinned()->made();
 }
 
+void bind_pinned_memory(pybind11::module_& m) {
+  m.def("pinned_memory_stats", [] {
+    const auto stats = pinned()->get_stats();
+    pybind11::dict all;
+    const auto add = [&all](const char* name, const at::Stat& stat) {
+      pybind11::dict one;
+      one["current"] = stat.current;
+      one["peak"] = stat.peak;
+      one["allocated"] = stat.allocated;
+      one["freed"] = stat.freed;
+      all[name] = one;
+    };
+    add("active_requests", stats.active_requests);
+    add("active_bytes", stats.active_bytes);
+    add("allocations", stats.allocations);
+    add("allocated_bytes", stats.allocated_bytes);
+    all["num_host_alloc"] = stats.num_host_alloc;
+    all["num_host_free"] = stats.num_host_free;
+    return all;
+  });
+  m.def("reset_accumulated_pinned_memory_stats", [] { pinned()->reset_accumulated_stats(); });
+  m.def("reset_peak_pinned_memory_stats", [] { pinned()->reset_peak_stats(); });
+}
+
 void install_pinned_allocator() {
   at::setHostAllocator(kSim, pinned());
 }

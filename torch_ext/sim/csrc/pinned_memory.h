@@ -3,6 +3,8 @@
 
 #include <c10/core/Allocator.h>
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 #include <optional>
 
@@ -24,5 +26,7 @@ std::optional<PinnedBlock> pinned_block_at(const void* pointer);
 // How many blocks have ever been made. Cheap.
 uint64_t pinned_blocks_made();
 void install_pinned_allocator();
+
+void bind_pinned_memory(pybind11::module_& m);
 
 } // namespace torch_ext::sim

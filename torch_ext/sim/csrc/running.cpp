@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "profiler.h"
 #include "transport/transport.h"
 
 namespace torch_ext::sim {
@@ -25,7 +26,12 @@ Running::Running(
       rank_(rank),
       sequence_(sequence),
       transfers_(std::move(transfers)),
-      held_(std::move(held)) {}
+      device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
+      held_(std::move(held)) {
+  for (const auto& tensor : held_) {
+    pins_.add(tensor.storage().data());
+  }
+}
 
 std::exception_ptr Running::why() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -42,10 +48,12 @@ void Running::end(const std::exception_ptr& why) {
     }
     why_ = why;
     over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
+    pins_.clear();
     if (is_let_go_) {
       dropped.swap(held_);
     }
   }
+  tell_profiler();
   if (record_ != nullptr) {
     record_->finish();
   }
@@ -56,6 +64,13 @@ void Running::end(const std::exception_ptr& why) {
       std::lock_guard<std::mutex> lock(mutex_);
       why_ = why_ ? why_ : std::current_exception();
     }
+  }
+}
+
+void Running::tell_profiler() const {
+  if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
+    const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
+    record_device_work({c10::str("simccl:", name_), device_, kLaneRow, started, over_at_, launched_by_});
   }
 }
 

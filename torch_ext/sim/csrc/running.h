@@ -9,6 +9,8 @@
 //
 // Note [What an operation holds]
 // Its tensors, as NCCL stashes them: until somebody has waited for it or nobody can, and at least until it is over.
+// A program may free their storages all the same (`resize_(0)`); what the operation writes then lands in memory that is
+// the next owner's, as on a GPU, and never in the host's.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -21,7 +23,9 @@
 #include <mutex>
 #include <vector>
 
+#include "block_pool.h"
 #include "flight_record.h"
+#include "profiler.h"
 #include "stream.h"
 #include "transport/transport.h"
 
@@ -67,6 +71,7 @@ class Running final : public Elsewhere {
 
  private:
   void end(const std::exception_ptr& why);
+  void tell_profiler() const;
 
   const c10d::OpType kind_;
   const char* name_;
@@ -74,6 +79,8 @@ class Running final : public Elsewhere {
   const uint64_t sequence_;
   const std::vector<TransferPtr> transfers_;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  const c10::DeviceIndex device_; // -1 without tensors
+  const int64_t launched_by_ = current_correlation();
   CompletionHook hook_;
   ProgressPtr record_;
 
@@ -82,6 +89,7 @@ class Running final : public Elsewhere {
   mutable std::mutex mutex_; // guards what follows
   std::exception_ptr why_;
   std::vector<at::Tensor> held_;
+  PinnedBlocks pins_; // a storage that is held may still be resized
   bool is_let_go_ = false;
 };
 

@@ -16,6 +16,7 @@
 #include "allocator.h"
 #include "device.h"
 #include "kernel_observer.h"
+#include "sync_debug.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {
@@ -170,7 +171,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &track_of(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    tell_host_blocks("Stream.synchronize");
+    synchronize(stream);
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag /*flag*/)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -186,6 +188,33 @@ def test_collectives_use_no_memory_that_is_gone(name: str, group: Any) -> None:
         _free(tensors[broken])
         with pytest.raises(torch.AcceleratorError, match=ILLEGAL):
             COLLECTIVES[name](group, *tensors)
+
+
+def test_an_operation_under_way_never_writes_where_memory_went_back_to_the_host() -> None:
+    size, device = 1 << 20, "sim:3"
+    store = dist.HashStore()
+
+    def join(rank: int) -> _native.ProcessGroupSimCCL:
+        return _native.ProcessGroupSimCCL(store, rank, [0, 1], timedelta(seconds=100), any_device=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        receiver, sender = pool.map(join, (0, 1))
+    options = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = 1, True
+    SIM.empty_cache()
+    before = SIM.memory_reserved(device)
+    target = torch.zeros(size, device=device)
+    work = receiver.broadcast([target], options)
+    _free(target)
+    SIM.empty_cache()
+    assert SIM.memory_reserved(device) == before + 4 * size and SIM.memory_allocated(device) <= before
+    source = torch.ones(size, device=device)
+    sender.broadcast([source], options).wait()
+    work.wait()
+    SIM.synchronize(device)
+    del source, target, work
+    SIM.empty_cache()
+    assert SIM.memory_reserved(device) == before
 
 
 def test_a_parameter_that_fsdp_has_resharded_says_that_fsdp_freed_it(group: Any) -> None:

@@ -17,8 +17,10 @@ __all__ = [
     "Accumulator",
     "UnrebuildableError",
     "add_to_rref",
+    "arrivals",
     "call",
     "my_name",
+    "note_arrival",
     "open_gate",
     "pass_gate",
     "raise_unrebuildable",
@@ -131,3 +133,16 @@ def pass_gate(result: Any, timeout_s: float = 60.0) -> Any:
 
 def open_gate() -> None:
     _gate.set()
+
+
+_arrivals: set[tuple[int, int]] = set()
+
+
+def note_arrival(turn: int, rank: int) -> None:
+    """Note on this worker that ``rank`` has come to the barrier of ``turn``."""
+    _arrivals.add((turn, rank))
+
+
+def arrivals(turn: int) -> set[int]:
+    """Return which ranks are noted on this worker for ``turn``."""
+    return {rank for each, rank in _arrivals if each == turn}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -112,11 +113,30 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init
     def test_barrier_of_some_workers_leaves_the_others_alone(self) -> None:
-        some = {worker_name(0), worker_name(1)}
-        if worker_name(self.rank) in some:
-            for _ in range(3):
-                private.barrier(some)
-        private.barrier({worker_name(rank) for rank in range(self.world_size)})
+        """Worker 2 comes to no barrier until the other two have passed theirs."""
+        if self.rank == 2:
+            remote.pass_gate(None)
+        else:
+            for turn in range(3):
+                self._check_barrier(turn, {0, 1})
+        if self.rank == 0:
+            rpc.rpc_sync(worker_name(2), remote.open_gate)
+        self._check_barrier(3, set(range(self.world_size)))
+
+    @dist_init
+    def test_nobody_passes_a_barrier_before_the_last_has_come(self) -> None:
+        for turn in range(self.world_size):
+            self._check_barrier(turn, set(range(self.world_size)), late=turn)
+
+    def _check_barrier(self, turn: int, ranks: set[int], late: int = 0) -> None:
+        """Pass a barrier of ``ranks``, all of which worker 0 must know to have come. ``late`` comes last."""
+        if self.rank == late:
+            # A barrier that waits passes however long this is. Without one, the others are through long before.
+            time.sleep(0.1)
+        rpc.rpc_sync(worker_name(0), remote.note_arrival, args=(turn, self.rank))
+        private.barrier({worker_name(rank) for rank in ranks})
+        come = rpc.rpc_sync(worker_name(0), remote.arrivals, args=(turn,))
+        self.assertEqual(come, ranks, msg=f"ranks that had come when worker {self.rank} passed barrier {turn}")
 
     # Shutdown.
 

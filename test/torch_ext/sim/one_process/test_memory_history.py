@@ -1,0 +1,164 @@
+"""Who allocated memory: snapshots for torch's visualizer, and the error of a device that has run out."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.cuda import _memory_viz
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM: Any = torch.get_device_module("sim")
+DEVICE = "sim:3"
+
+
+@pytest.fixture
+def recording() -> Iterator[None]:
+    SIM.memory._record_memory_history()
+    yield
+    SIM.memory._record_memory_history(None)
+
+
+@pytest.fixture
+def small_device() -> Iterator[None]:
+    SIM.empty_cache()
+    SIM.set_memory_limit(1 << 20, DEVICE)
+    yield
+    SIM.set_memory_limit(1 << 34, DEVICE)
+
+
+def _make(count: int = 1 << 16) -> Tensor:
+    return torch.ones(count, device=DEVICE)
+
+
+def _block_of(tensor: Tensor) -> dict[str, Any]:
+    found = [
+        block
+        for segment in SIM.memory_snapshot()
+        for block in segment["blocks"]
+        if block["address"] == tensor.data_ptr()
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_live_blocks_say_who_allocated_them_while_somebody_records(recording: None) -> None:
+    tensor = _make(100)
+    block = _block_of(tensor)
+    assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 512, 400)
+    assert block["frames"][0]["name"] == "_make" and block["frames"][0]["filename"].endswith("test_memory_history.py")
+    assert isinstance(block["frames"][0]["line"], int)
+
+
+def test_without_recording_there_are_blocks_and_no_stacks() -> None:
+    tensor = _make(100)
+    assert _block_of(tensor)["frames"] == []
+    assert SIM.memory._snapshot()["device_traces"] == [[] for _ in range(SIM.device_count())]
+
+
+def test_freed_blocks_are_kept_and_have_no_owner(recording: None) -> None:
+    tensor = _make(3000)
+    address = tensor.data_ptr()
+    del tensor
+    (block,) = [b for s in SIM.memory_snapshot() for b in s["blocks"] if b["address"] == address]
+    assert block["state"] == "inactive" and block["frames"] == []
+
+
+def test_a_block_that_a_stream_still_uses_awaits_its_end() -> None:
+    tensor, busy = _make(5000), SIM.Stream(DEVICE)
+    address = tensor.data_ptr()
+    with SIM.stream(busy):
+        SIM._sleep(2_000_000_000)
+        tensor.record_stream(busy)
+    try:
+        del tensor
+        (block,) = [b for s in SIM.memory_snapshot() for b in s["blocks"] if b["address"] == address]
+        assert block["state"] == "active_awaiting_free"
+    finally:
+        busy.synchronize()
+
+
+def test_segments_add_up_to_the_statistics(recording: None) -> None:
+    kept = [_make(100), _make(1 << 19)]
+    segments = [segment for segment in SIM.memory_snapshot() if segment["device"] == 3]
+    assert sum(segment["allocated_size"] for segment in segments) == SIM.memory_allocated(DEVICE)
+    assert sum(segment["total_size"] for segment in segments) == SIM.memory_reserved(DEVICE)
+    assert {segment["segment_type"] for segment in segments} == {"small", "large"}
+    del kept
+
+
+def test_torchs_visualizer_reads_a_snapshot(recording: None, tmp_path: Path) -> None:
+    kept = _make()
+    _make()
+    SIM.memory._dump_snapshot(str(tmp_path / "dump.pickle"))
+    snapshot = pickle.loads((tmp_path / "dump.pickle").read_bytes())
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
+    assert "256.0KiB" in _memory_viz.trace(snapshot)
+    assert "256.0KiB" in _memory_viz.segsum(snapshot)
+    actions = [event["action"] for event in snapshot["device_traces"][3]]
+    assert actions == ["alloc", "alloc", "free_requested", "free_completed"]
+    assert snapshot["device_traces"][3][0]["addr"] == kept.data_ptr()
+
+
+def test_the_trace_keeps_the_newest_entries() -> None:
+    SIM.memory._record_memory_history(max_entries=3)
+    try:
+        for _ in range(10):
+            _make(10)
+        assert len(SIM.memory._snapshot()["device_traces"][3]) <= 6  # a free is two
+    finally:
+        SIM.memory._record_memory_history(None)
+    with pytest.raises(ValueError, match="'state', 'all' or None"):
+        SIM.memory._record_memory_history("everything")
+
+
+def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
+    try:
+        SIM.memory._record_memory_history("state")
+        tensor = _make(10)
+        assert _block_of(tensor)["frames"] and not SIM.memory._snapshot()["device_traces"][3]
+        SIM.memory._record_memory_history("all", context=None)
+        tensor = _make(10)
+        assert not _block_of(tensor)["frames"] and SIM.memory._snapshot()["device_traces"][3]
+    finally:
+        SIM.memory._record_memory_history(None)
+
+
+def test_out_of_memory_says_what_is_held_by_size(small_device: None) -> None:
+    kept = [_make(), _make(), _make()]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        _make(1 << 17)
+    assert str(raised.value) == (
+        "sim out of memory. Tried to allocate 512.00 KiB. Device sim:3 has a total capacity of 1.00 MiB of which "
+        "256.00 KiB is free. Of the memory in use 768.00 KiB is allocated by tensors, and 0 bytes is reserved but "
+        "unallocated.\nAllocated by tensors, most first:\n  768.00 KiB in 3 blocks of 256.00 KiB\n"
+        "Free tensors, or raise the capacity with torch.sim.set_memory_limit. To see the lines that allocated it, call "
+        "torch.sim.memory._record_memory_history() first."
+    )
+    del kept
+
+
+def test_out_of_memory_says_who_holds_it_where_that_was_recorded(small_device: None, recording: None) -> None:
+    kept = [_make(), _make(), torch.ones(1 << 15, device=DEVICE)]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        _make(1 << 17)
+    text = str(raised.value)
+    first, second = text.index("512.00 KiB in 2 blocks made at\n"), text.index("128.00 KiB in 1 block made at\n")
+    assert first < second
+    assert re.search(r"2 blocks made at\n    \S*test_memory_history.py:\d+ in _make\n    \S*:\d+ in test_out_of", text)
+    assert "_record_memory_history" not in text
+    trace = SIM.memory._snapshot()["device_traces"][3]
+    assert trace[-1]["action"] == "oom" and trace[-1]["size"] == 1 << 19 and trace[-1]["device_free"] == 3 << 17
+    del kept
+
+
+def test_out_of_memory_in_a_device_that_holds_nothing(small_device: None) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"0 bytes is reserved but unallocated. Free tensors"):
+        _make(1 << 20)

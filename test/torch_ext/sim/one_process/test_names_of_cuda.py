@@ -1,0 +1,198 @@
+"""Every public name of ``torch.cuda`` is there, or is refused with the reason; and those that do something do it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.cuda.memory
+import torch.cuda.random
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from torch_ext.sim import _absent
+
+SIM: Any = torch.get_device_module("sim")
+_MODULES = {"": torch.cuda, "memory": torch.cuda.memory, "random": torch.cuda.random}
+
+
+def _names() -> list[tuple[str, str]]:
+    return [(which, name) for which, module in _MODULES.items() for name in module.__all__ if not name.startswith("_")]
+
+
+def _module(which: str) -> Any:
+    return getattr(SIM, which) if which else SIM
+
+
+@pytest.mark.parametrize("which", _MODULES)
+def test_every_public_name_of_cuda_is_there_or_refused_with_its_reason(which: str) -> None:
+    missing = [
+        name
+        for of, name in _names()
+        if of == which and not hasattr(_module(which), name) and name not in _absent.REASONS
+    ]
+    assert not missing
+
+
+def test_no_name_that_is_there_is_listed_as_refused() -> None:
+    assert not [name for name in _absent.REASONS if hasattr(SIM, name)]
+
+
+@pytest.mark.parametrize("which", ["", "memory"])
+def test_a_refused_name_says_why(which: str) -> None:
+    with pytest.raises(AttributeError, match=r"torch\.sim has no 'MemPool': memory comes from the allocator of the"):
+        _ = _module(which).MemPool
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = _module(which).nonsense
+
+
+def test_errors_are_torchs() -> None:
+    assert SIM.OutOfMemoryError is torch.OutOfMemoryError and SIM.AcceleratorError is torch.AcceleratorError
+
+
+def test_a_stream_context_may_be_entered_again() -> None:
+    stream = SIM.Stream("sim:1")
+    context = SIM.StreamContext(stream)
+    with context, context:
+        assert SIM.current_stream() == stream and SIM.current_device() == 1
+    assert SIM.current_device() == 0 and SIM.current_stream("sim:1") == SIM.default_stream("sim:1")
+    with SIM.StreamContext(None):
+        assert SIM.current_device() == 0
+
+
+def test_devices_reach_each_other_and_not_themselves() -> None:
+    assert SIM.can_device_access_peer(0, "sim:1") and not SIM.can_device_access_peer(1, 1)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        SIM.can_device_access_peer(0, 63)
+
+
+def test_a_fraction_of_the_memory_is_all_that_may_be_used() -> None:
+    SIM.set_memory_limit(1 << 20, "sim:2")
+    try:
+        SIM.empty_cache()
+        SIM.set_per_process_memory_fraction(0.5, "sim:2")
+        assert SIM.get_per_process_memory_fraction("sim:2") == 0.5
+        assert SIM.mem_get_info("sim:2")[1] == 1 << 20
+        kept = torch.empty(1 << 18, dtype=torch.uint8, device="sim:2")
+        with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1.00 MiB .* 512.00 KiB allowed"):
+            torch.empty((1 << 18) + 1, dtype=torch.uint8, device="sim:2")
+        SIM.set_per_process_memory_fraction(1.0, "sim:2")
+        assert torch.empty((1 << 18) + 1, dtype=torch.uint8, device="sim:2").numel() > kept.numel()
+    finally:
+        SIM.set_per_process_memory_fraction(1.0, "sim:2")
+        SIM.set_memory_limit(1 << 34, "sim:2")
+    for wrong, error in ((1, TypeError), (1.5, ValueError), (-0.1, ValueError)):
+        with pytest.raises(error, match="raction"):
+            SIM.set_per_process_memory_fraction(wrong)
+
+
+_BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "nonzero": lambda x: x.nonzero(),
+    "to the host": lambda x: x.cpu(),
+    "from the host": lambda x: x.copy_(torch.ones(4)),
+    "stream": lambda x: SIM.current_stream().synchronize(),
+}
+_NOT_BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
+    "kernel": lambda x: x + 1,
+    "copy on the device": lambda x: x.clone(),
+    "copy that does not block": lambda x: x.copy_(torch.ones(4).pin_memory(), non_blocking=True),
+    "device": lambda x: SIM.synchronize(),
+}
+
+
+@pytest.fixture
+def sync_debug() -> Iterator[Callable[[int | str], None]]:
+    yield SIM.set_sync_debug_mode
+    SIM.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", _BLOCKING)
+def test_what_blocks_the_host_warns_or_raises(name: str, sync_debug: Callable[[int | str], None]) -> None:
+    x = torch.ones(4, device="sim")
+    sync_debug("warn")
+    assert SIM.get_sync_debug_mode() == 1
+    with pytest.warns(UserWarning, match="called a synchronizing sim operation"):
+        _BLOCKING[name](x)
+    sync_debug("error")
+    with pytest.raises(RuntimeError, match="called a synchronizing sim operation: "):
+        _BLOCKING[name](x)
+    sync_debug(0)
+    _BLOCKING[name](x)
+
+
+@pytest.mark.parametrize("name", _NOT_BLOCKING)
+def test_what_does_not_block_the_host_does_not_raise(name: str, sync_debug: Callable[[int | str], None]) -> None:
+    x = torch.ones(4, device="sim")
+    sync_debug("error")
+    _NOT_BLOCKING[name](x)
+
+
+def test_sync_debug_modes_are_checked() -> None:
+    for wrong in ("loud", 3, -1):
+        with pytest.raises(ValueError, match="debug_mode"):
+            SIM.set_sync_debug_mode(wrong)
+
+
+def test_pinned_memory_is_counted() -> None:
+    before = SIM.host_memory_stats()["active_bytes.current"]
+    pinned = torch.empty(100, pin_memory=True)
+    assert SIM.host_memory_stats()["active_bytes.current"] == before + pinned.nbytes
+    SIM.reset_peak_host_memory_stats()
+    assert SIM.host_memory_stats_as_nested_dict()["active_bytes"]["peak"] == before + pinned.nbytes
+    assert SIM.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == SIM.memory_allocated()
+
+
+@pytest.fixture
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("simccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ddps_bfloat16_hooks_compress(world_of_one: None, wrapped: bool) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False, device="sim"))
+    if wrapped:
+        hook: Any = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+    else:
+        hook = default_hooks.bf16_compress_hook
+    model.register_comm_hook(dist.group.WORLD, hook)
+    exact = 1 + 2**-10  # has more bits than bfloat16
+    model(torch.full((1, 1), exact, device="sim")).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None and gradient.dtype == torch.float32
+    assert gradient.item() == torch.tensor(exact).bfloat16().float().item() != exact
+
+
+def test_ddp_still_checks_what_a_bfloat16_hook_looks_like(world_of_one: None) -> None:
+    def bf16_compress_hook(state: object, bucket: int) -> None: ...
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, device="sim"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="bucket annotation should be"):
+            model.register_comm_hook(None, bf16_compress_hook)
+
+
+def test_safetensors_load_to_the_device(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"weight": torch.arange(4.0).to("sim:1")}, tmp_path / "some.safetensors")
+    for name, device in {"sim": "sim:0", "sim:1": "sim:1", "cpu": "cpu"}.items():
+        assert str(safetensors.load_file(tmp_path / "some.safetensors", device=name)["weight"].device) == device
+        with safetensors.safe_open(tmp_path / "some.safetensors", framework="pt", device=name) as opened:
+            assert opened.get_tensor("weight").to("cpu").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_graphs_and_symmetric_memory_are_refused_in_words() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    with pytest.raises(AttributeError, match="nothing to capture into a graph"):
+        _ = SIM.graph
+    with pytest.raises(RuntimeError, match="SymmetricMemory does not support device type sim"):
+        symmetric.empty(4, device="sim")

@@ -1,0 +1,69 @@
+"""Tensors of the device go to other processes through torch.multiprocessing, which then share their memory."""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+SIM: Any = torch.get_device_module("sim")
+
+
+def _double(given: Any, answers: Any) -> None:
+    tensor, view = given.get()
+    tensor.mul_(2)
+    answers.put((str(tensor.device), view.tolist(), tensor.is_shared()))
+    given.get()  # the sender's memory stays until it is done
+
+
+def test_both_processes_see_what_either_writes() -> None:
+    context = mp.get_context("spawn")
+    given, answers = context.Queue(), context.Queue()
+    tensor = torch.arange(4.0).to("sim:1").share_memory_()
+    view = tensor[1:3]
+    assert tensor.is_shared()
+    process = context.Process(target=_double, args=(given, answers))
+    process.start()
+    try:
+        given.put((tensor, view))
+        assert answers.get(timeout=100) == ("sim:1", [2.0, 4.0], True)
+        assert tensor.tolist() == [0.0, 2.0, 4.0, 6.0] and view.tolist() == [2.0, 4.0]
+        given.put(None)
+        process.join(100)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+def _there_and_back(value: object) -> Any:
+    return pickle.loads(ForkingPickler.dumps(value))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_tensor_that_was_sent_is_used_as_before(times: int) -> None:
+    tensor = torch.ones(4, device="sim")
+    for _ in range(times):
+        received: Tensor = _there_and_back(tensor)
+    received.add_(1)
+    assert tensor.tolist() == [2.0] * 4 and (tensor @ received).item() == 16
+    tensor.record_stream(SIM.Stream())
+
+
+def test_what_has_no_memory_is_sent_too() -> None:
+    empty = _there_and_back(torch.empty(0, device="sim:1"))
+    assert str(empty.device) == "sim:1" and empty.numel() == 0
+    parameter = _there_and_back(torch.nn.Parameter(torch.ones(2, device="sim")))
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.sum().item() == 2
+
+
+def test_tensors_of_the_host_go_as_before() -> None:
+    host = torch.ones(4)
+    _there_and_back(host).add_(1)
+    assert host.tolist() == [2.0] * 4

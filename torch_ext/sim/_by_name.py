@@ -1,0 +1,67 @@
+"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, and the safetensors package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.parallel import distributed as ddp
+
+from torch_ext.sim._devices import index_of
+from torch_ext.sim._imports import when_imported
+from torch_ext.sim._name import NAME
+
+__all__ = ["register"]
+
+_BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+_SAFETENSORS = ("safetensors", "safetensors.torch")
+
+
+def register() -> None:
+    """Let DDP's bfloat16 hooks serve the device, and safetensors load to it."""
+    _allow_bf16_hooks()
+    for name in _SAFETENSORS:
+        when_imported(name, _take_device)
+
+
+def _allow_bf16_hooks() -> None:
+    """DDP asks for CUDA with NCCL, or XPU, by name: simccl reduces bfloat16 too."""
+    kind: Any = ddp.DistributedDataParallel
+    check = kind._check_comm_hook
+
+    @functools.wraps(check)
+    def _check_comm_hook(self: Any, hook: Callable[..., Any]) -> None:
+        if self.device_type == NAME and getattr(hook, "__name__", "") in _BF16_HOOKS:
+            check(self, _under_another_name(hook))  # the other checks stand
+        else:
+            check(self, hook)
+
+    kind._check_comm_hook = _check_comm_hook
+
+
+def _under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def compress_hook(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs)
+
+    compress_hook.__name__ = "compress_hook"
+    return compress_hook
+
+
+def _take_device(safetensors: ModuleType) -> None:
+    """Name the device as safetensors can: it knows a list of names, and plain indices of the accelerator."""
+    original = safetensors.safe_open
+    if getattr(original, "takes_sim", False):
+        return
+
+    @functools.wraps(original, updated=())
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+        if isinstance(device, str | torch.device) and torch.device(device).type == NAME:
+            device = index_of(device)
+        return original(filename, framework=framework, device=device, **kwargs)
+
+    setattr(safe_open, "takes_sim", True)  # noqa: B010 - mypy refuses attributes of functions
+    setattr(safetensors, "safe_open", safe_open)  # noqa: B010 - mypy knows no such name

@@ -1,0 +1,45 @@
+// Device events for torch.profiler: kernels on their streams, operations of process groups on a row of their own.
+//
+// Note [Device time]
+// A kernel of this device runs on the host between its launch and its return, so its device time is the host's time in
+// it. An operation of a process group lasts from its launch until this rank knows that it is over. Torch links both to
+// the operator that launched them, by the number that it hands out for each operator on each thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+extern std::atomic<bool> profiling;
+
+// Whether torch.profiler records device events at the moment.
+inline bool is_profiling() noexcept {
+  return profiling.load(std::memory_order_relaxed);
+}
+
+struct DeviceWork {
+  std::string name;
+  c10::DeviceIndex device;
+  int64_t row;     // of the device: the id of a stream, or kLaneRow
+  int64_t started; // nanoseconds on the clock of streams
+  int64_t ended;
+  int64_t correlation; // what launched it
+};
+
+constexpr int64_t kLaneRow = 1000;
+
+// Of the operator that this thread is in; 0 outside of one and while nobody profiles.
+int64_t current_correlation() noexcept;
+void record_device_work(DeviceWork work);
+
+// Makes torch.profiler ask this device for its events. Called once, when the library loads; does nothing for releases
+// of torch that take no profilers from outside.
+void register_profiler();
+
+} // namespace torch_ext::sim
