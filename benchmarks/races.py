@@ -1,15 +1,16 @@
 """What the race checker costs.
 
-    python benchmarks/races.py
+    python benchmarks/races.py [--suites]
 
 Each figure alternates between the two sides in one run and takes the median of the rounds' ratios, so that a busy
 machine slows both alike. Target: a training step of a two-layer transformer takes at most 1.25 times as long with the
-checker as without it.
+checker as without it. ``--suites`` runs two FSDP suites in place of that; target: at most 1.15 times as long.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch_ext.sim  # noqa: F401 - registers the device
 from torch_ext.sim import races
 
 ROUNDS = 25
+SUITE_ROUNDS = 5
 
 
 def _seconds(body: Callable[[], object], repeat: int, *, checked: bool) -> float:
@@ -69,7 +71,27 @@ def training_step() -> None:
     _compare("training step", step, 3, "ms", 1e3, " (target 1.25)")
 
 
+def suites() -> None:
+    root = Path(__file__).resolve().parents[1]
+    files = ["distributed/fsdp/test_fsdp_anatomy.py", "distributed/_composable/fsdp/test_fully_shard_anatomy.py"]
+
+    def seconds(races: str) -> float:
+        command = [sys.executable, str(root / "run_test.py"), "-q", "--device", "sim", "--races", races, "-i", *files]
+        start = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    seconds("off")  # builds, and remembers names
+    rounds = [(seconds("off"), seconds("error")) for _ in range(SUITE_ROUNDS)]
+    off, on = (statistics.median(side) for side in zip(*rounds, strict=True))
+    ratio = statistics.median(b / a for a, b in rounds)
+    print(f"{'FSDP suites':>15}: off {off:6.2f} s, on {on:6.2f} s, ratio {ratio:.2f} (target 1.15)")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--suites"]:
+        suites()
+        sys.exit()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, median of {ROUNDS} rounds, one thread")
     small_operators()

@@ -51,6 +51,9 @@ class Options:
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
             ``TORCH_EXT_RACES`` says.
+        schedule: when results on the simulated device are seen, ``early``, ``late`` or ``random``; empty: as
+            ``TORCH_EXT_SCHEDULE`` says.
+        seed: of the random schedule; None: 0.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
         audit_order: find tests that depend on those before them, instead of a usual run.
@@ -95,6 +98,8 @@ class Options:
     device: str = ""
     timeout_s: float | None = None
     races: str = ""
+    schedule: str = ""
+    seed: int | None = None
     start_method: str = "fork"
     show_output: bool = False
     reuse: str = ""
@@ -130,6 +135,9 @@ class Options:
         if self.races or (self.upstream and not environment.get("TORCH_EXT_RACES")):
             # The races of upstream's own tests are not ours to mend.
             environment["TORCH_EXT_RACES"] = self.races or "off"
+        if self.schedule:
+            seed = f":{self.seed or 0}" if self.schedule == "random" else ""
+            environment["TORCH_EXT_SCHEDULE"] = f"{self.schedule}{seed}"
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.reuse:
@@ -267,6 +275,10 @@ TABLE: tuple[Row, ...] = (
     Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: error; "
         "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
+    Row("schedule", ("--schedule",), _HOW, "when results on the simulated device are seen by those that may not have "
+        "waited for them (default: early)", "WHEN", choices=("early", "late", "random"),
+        variable="TORCH_EXT_SCHEDULE"),
+    Row("seed", ("--seed",), _HOW, "of the random schedule (default: 0)", "N", _count(0)),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
     Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "

@@ -166,7 +166,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "--shrad", "1/2"], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "2 False\n"
-    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
+    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed, --seed; see --help\n"
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:

@@ -123,6 +123,13 @@ c10::DeviceIndex Kernel::launch() {
     }
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
+    if (watched_) {
+      tell([&](Observer& to) {
+        if (to.wants_beginnings()) {
+          to.kernel_begins(name_, stream, accesses());
+        }
+      });
+    }
   }
   if (C10_UNLIKELY(is_profiling()) && touches_memory_) {
     profiled_since_ = stream_clock();
@@ -143,8 +150,7 @@ void Kernel::wrote(const at::Tensor& tensor) {
   }
 }
 
-void Kernel::account_to(Observer& to) const noexcept {
-  const auto stream = current_stream(device_->index());
+c10::SmallVector<Access, 8> Kernel::accesses() const {
   c10::SmallVector<Access, 8> accesses;
   for (const auto& use : uses_) {
     if (use.tensor.defined()) {
@@ -162,7 +168,12 @@ void Kernel::account_to(Observer& to) const noexcept {
            use.write});
     }
   }
-  to.kernel(name_, stream, accesses);
+  return accesses;
+}
+
+void Kernel::account_to(Observer& to) const noexcept {
+  const auto stream = current_stream(device_->index());
+  to.kernel(name_, stream, accesses());
   if (host_reads_) {
     to.host_knows(stream);
   }

@@ -87,6 +87,7 @@ class Kernel {
 
   Kernel& use(const at::Tensor& tensor, bool write);
   Kernel& use(const void* data, size_t bytes, bool write);
+  c10::SmallVector<Access, 8> accesses() const;
   void account_to(Observer& to) const noexcept;
 
   std::string_view name_;

@@ -58,6 +58,12 @@ class Observer {
   // current one of the current device.
   virtual void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept = 0;
 
+  // A kernel or an operation is about to run. Told, without the results that it will allocate, to those that want it.
+  virtual bool wants_beginnings() noexcept { return false; }
+  virtual void kernel_begins(
+      std::string_view /*name*/, c10::Stream /*stream*/, c10::ArrayRef<Access> /*accesses*/) noexcept {}
+  virtual void launch_begins(c10::Stream /*stream*/, c10::ArrayRef<Access> /*accesses*/) noexcept {}
+
   virtual Moment recorded(c10::Stream stream) noexcept = 0;
   virtual void stream_waits(c10::Stream stream, const Moment& moment) noexcept = 0;
 

@@ -166,27 +166,44 @@ void Launcher::abort() {
   transport_->leave(/*broken=*/true);
 }
 
+std::vector<Access> Launcher::accesses_of(const Operation& operation, c10::Device device) const {
+  std::vector<Access> accesses;
+  const auto add = [&](const Tensors& views, bool write) {
+    for (const auto& view : views) {
+      if (auto access = access_to(view, write)) {
+        access->device = device; // a transport's views are aliases
+        accesses.push_back(*access);
+      }
+    }
+  };
+  for (const auto& call : operation.calls) {
+    const bool keeps_what_it_has = call.kind == c10d::OpType::BROADCAST && call.root == rank_;
+    add(call.inputs, /*write=*/false);
+    add(keeps_what_it_has ? Tensors() : call.outputs, /*write=*/true);
+  }
+  return accesses;
+}
+
+void Launcher::tell_beginning(const Operation& operation, c10::DeviceIndex device) const {
+  tell([&](Observer& to) {
+    if (to.wants_beginnings()) {
+      const auto stream = current_stream(device);
+      to.launch_begins(stream, accesses_of(operation, stream.device()));
+    }
+  });
+}
+
 Moment Launcher::tell_launch(const Operation& operation, c10::DeviceIndex device) const {
   Moment end;
   tell([&](Observer& to) {
     const auto stream = current_stream(device);
-    std::vector<Access> accesses;
-    const auto add = [&](const Tensors& views, bool write) {
-      for (const auto& view : views) {
-        if (auto access = access_to(view, write)) {
-          access->device = stream.device(); // a transport's views are aliases
-          accesses.push_back(*access);
-        }
-      }
-    };
     int peer = -1;
     for (const auto& call : operation.calls) {
-      const bool keeps_what_it_has = call.kind == c10d::OpType::BROADCAST && call.root == rank_;
-      add(call.inputs, /*write=*/false);
-      add(keeps_what_it_has ? Tensors() : call.outputs, /*write=*/true);
       peer = c10d::isP2POp(call.kind) ? call.root : -1;
     }
-    end = to.launched({operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, stream, accesses});
+    end = to.launched(
+        {operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, stream,
+         accesses_of(operation, stream.device())});
   });
   return end;
 }
@@ -215,6 +232,7 @@ WorkPtr Launcher::launch(Operation operation) {
   const auto named = device_of(operation);
   const auto device = named.value_or(current_device());
   catch_up(current_stream(device)); // what it reads is there
+  tell_beginning(operation, device);
   WithoutGil without;
   const bool is_collective = !c10d::isP2POp(operation.kind);
   const auto shapes = [&](const Tensors& tensors) { return is_collective ? shapes_of(tensors) : std::vector<Shape>(); };

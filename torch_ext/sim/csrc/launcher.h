@@ -64,6 +64,8 @@ class Launcher : public c10d::Backend {
  private:
   // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index.
   std::optional<c10::DeviceIndex> device_of(const Operation& operation) const;
+  std::vector<Access> accesses_of(const Operation& operation, c10::Device device) const;
+  void tell_beginning(const Operation& operation, c10::DeviceIndex device) const;
   Moment tell_launch(const Operation& operation, c10::DeviceIndex device) const;
   void keep_for_abort(const RunningPtr& running);
 

@@ -11,6 +11,9 @@ is fresh or has been freed holds NaN.
 ``TORCH_EXT_RACES`` checks a whole program: ``error`` prints the races at its end and makes its exit code 1, ``report``
 prints them, ``off`` does nothing. Unset, programs are not checked, and the bodies of tests that run on our harness are,
 as with ``error``. What torch is known to get wrong (known.json) fails no test; the user is told.
+
+``TORCH_EXT_SCHEDULE`` chooses one of the executions that the edges permit, ``late`` or ``random:7`` with a seed, so
+that the wrong number of a race is seen: see :class:`Schedule`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,19 @@ from torch_ext.sim import _native
 from torch_ext.sim.races._findings import Access, Frame, Race, take
 from torch_ext.sim.races._known import KnownRace, known_races
 from torch_ext.sim.races._report import render
+from torch_ext.sim.races._schedule import SCHEDULES, Schedule
+from torch_ext.sim.races._schedule import asked as asked_schedule
 
 __all__ = [
     "MODES",
+    "SCHEDULES",
     "VARIABLE",
     "Access",
     "Frame",
     "KnownRace",
     "Race",
     "RaceError",
+    "Schedule",
     "check",
     "check_body",
     "found",
@@ -53,8 +60,8 @@ MODES = ("error", "report", "off")
 class RaceError(RuntimeError):
     """Accesses that nothing orders. The message tells of each; ``races`` has them as data."""
 
-    def __init__(self, races: list[Race]) -> None:
-        super().__init__(render(races))
+    def __init__(self, races: list[Race], replay: str = "") -> None:
+        super().__init__("\n\n".join(filter(None, (render(races), replay))))
         self.races = races
 
 
@@ -70,11 +77,14 @@ def mode(unset: str = "off") -> str:
     return asked
 
 
-def start() -> None:
+def start(schedule: Schedule | None = None) -> None:
     """Check from now on, in all threads of this process. What happened before is forgotten. Does nothing while a check
     runs.
+
+    Args:
+        schedule: when results are seen; by default as ``TORCH_EXT_SCHEDULE`` says.
     """
-    _native.start_race_check()
+    (schedule or asked_schedule()).start()
 
 
 def stop() -> list[Race]:
@@ -89,12 +99,14 @@ def found() -> list[Race]:
 
 
 @contextlib.contextmanager
-def check(mode: str = "error") -> Iterator[None]:
+def check(mode: str = "error", schedule: Schedule | str | None = None) -> Iterator[None]:
     """Check the body of a ``with`` statement for races. Within a check that runs already, its body is part of that.
 
     Args:
         mode: ``error`` raises at the end of a body that did not raise itself; the error of one that did gets the races
             as a note, since they may be its cause. ``report`` prints to stderr. ``off`` checks nothing.
+        schedule: a :class:`Schedule` or its name, such as ``late`` or ``random:7``; by default as
+            ``TORCH_EXT_SCHEDULE`` says. Whatever fails on another than ``early`` says how to run it again.
 
     Raises:
         RaceError: there are races, and ``mode`` is ``error``.
@@ -105,26 +117,30 @@ def check(mode: str = "error") -> Iterator[None]:
     if mode == "off" or _native.is_checking_races():
         yield
         return
-    with _judged(mode, lambda races: races):
+    chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule or asked_schedule()
+    with _judged(mode, lambda races: races, chosen):
         yield
 
 
 @contextlib.contextmanager
-def _judged(mode: str, judge: Callable[[list[Race]], list[Race]]) -> Iterator[None]:
+def _judged(mode: str, judge: Callable[[list[Race]], list[Race]], schedule: Schedule) -> Iterator[None]:
     """Check a body, and do as ``mode`` says about those of the races found that ``judge`` returns."""
-    start()
+    start(schedule)
     try:
         yield
     except BaseException as error:
+        replay = schedule.replay()
         races = judge(stop())
-        if races and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(render(races))
+        for note in filter(None, (render(races) if races else "", replay)):
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(note)
         raise
+    replay = schedule.replay()
     races = judge(stop())
     if races and mode == "error":
-        raise RaceError(races)
+        raise RaceError(races, replay)
     if races:
-        print(render(races), file=sys.stderr, flush=True)
+        print(RaceError(races, replay), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -158,7 +174,7 @@ def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Ite
                 say(f"known race of torch {torch.__version__}: {known.told} ({known.link})")
         return left
 
-    with _judged(asked, unknown):
+    with _judged(asked, unknown, asked_schedule()):
         yield
     for known in known_races():
         if known not in met and known.is_met_by(test):
@@ -174,9 +190,10 @@ def check_program() -> None:
 
 
 def _end_program(asked: str) -> None:
+    replay = asked_schedule().replay()
     races = stop()
     if races:
-        print(render(races), file=sys.stderr, flush=True)
+        print(RaceError(races, replay), file=sys.stderr, flush=True)
         if asked == "error":
             sys.stdout.flush()
             os._exit(1)  # an exit function has no other way to change the exit code

@@ -15,6 +15,7 @@
 #include "history.h"
 #include "host_operators.h"
 #include "operation.h"
+#include "schedule.h"
 #include "watch.h"
 
 namespace torch_ext::sim::races {
@@ -23,12 +24,13 @@ namespace {
 bool is_checking = false; // read and written under the GIL
 Observer* before = nullptr;
 
-void start() {
+void start(Schedule::Kind schedule, uint64_t seed) {
   if (is_checking) {
     return;
   }
   is_checking = true;
   watch().forget();
+  watch().set_schedule(schedule, seed);
   before = set_observer(&watch());
   set_danger([](const void* data, c10::Stream stream) { return watch().is_dangerous(data, stream); });
   set_poison(PoisonFor::kRaces, true);
@@ -40,6 +42,7 @@ void stop() {
     return;
   }
   is_checking = false;
+  watch().set_schedule(Schedule::Kind::kEarly, 0);
   leave_host_operators();
   set_poison(PoisonFor::kRaces, false);
   set_danger(nullptr);
@@ -132,7 +135,12 @@ pybind11::tuple take() {
 } // namespace
 
 void bind_races(pybind11::module& m) {
-  m.def("start_race_check", &start);
+  pybind11::enum_<Schedule::Kind>(m, "Schedule")
+      .value("early", Schedule::Kind::kEarly)
+      .value("late", Schedule::Kind::kLate)
+      .value("random", Schedule::Kind::kRandom);
+  m.def("start_race_check", &start, pybind11::arg("schedule") = Schedule::Kind::kEarly, pybind11::arg("seed") = 0);
+  m.def("schedule_trace", [] { return watch().trace(); });
   m.def("stop_race_check", &stop);
   m.def("is_checking_races", [] { return is_checking; });
   m.def("take_races", &take);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,6 +27,7 @@
 #include "history.h"
 #include "operation.h"
 #include "region.h"
+#include "schedule.h"
 
 namespace torch_ext::sim::races {
 namespace {
@@ -48,6 +50,29 @@ const Clock& clock_of(const Moment& moment) {
   return *static_cast<const Clock*>(moment.get());
 }
 
+// What a late kernel of this thread must put back. Kernels may call kernels.
+struct Begun {
+  bool is_late = false;
+  Schedule::Saved before;
+};
+
+std::vector<Begun>& begun() {
+  thread_local std::vector<Begun> stack;
+  return stack;
+}
+
+// Memory of a device that `access` writes, all of it in one run.
+std::optional<Bytes> late_part(const sim::Access& access) {
+  if (!access.write || access.device.type() != kSim) {
+    return std::nullopt;
+  }
+  const Block* block = block_at(access.data);
+  if (block == nullptr || !region_of(access, block->data()).is_one_run()) {
+    return std::nullopt;
+  }
+  return Bytes{block->serial, static_cast<char*>(const_cast<void*>(access.data)), access.bytes};
+}
+
 } // namespace
 
 Stack current_stack() {
@@ -60,6 +85,11 @@ Watch& watch() {
 }
 
 void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept {
+  Begun begin;
+  if (!begun().empty()) {
+    begin = std::move(begun().back());
+    begun().pop_back();
+  }
   if (accesses.empty()) {
     return;
   }
@@ -67,6 +97,56 @@ void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim:
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
   access_all(lane, accesses, operation(name, lane, std::move(stack)));
+  if (begin.is_late && !schedule_.is_early()) {
+    std::vector<Bytes> written;
+    for (const auto& access : accesses) {
+      if (const auto part = late_part(access)) {
+        written.push_back(*part);
+      }
+    }
+    schedule_.hold(written, begin.before, {lane, checker_.lanes().clock(lane).of(lane)});
+  }
+}
+
+void Watch::kernel_begins(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept {
+  Begun begin;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Lane lane = lane_of(stream);
+    publish(lane, accesses);
+    begin.is_late = schedule_.next_is_late(lane, name);
+    for (const auto& access : accesses) {
+      if (const auto part = begin.is_late ? late_part(access) : std::nullopt) {
+        begin.before.emplace_back(*part, std::vector<char>(part->at, part->at + part->size));
+      }
+    }
+  }
+  begun().push_back(std::move(begin));
+}
+
+void Watch::launch_begins(c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  publish(lane_of(stream), accesses);
+}
+
+void Watch::set_schedule(Schedule::Kind kind, uint64_t seed) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  schedule_.set(kind, seed);
+  is_early_ = schedule_.is_early();
+}
+
+uint64_t Watch::trace() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return schedule_.trace();
+}
+
+void Watch::publish(Lane lane, c10::ArrayRef<sim::Access> accesses) {
+  checker_.lanes().launch(lane);
+  for (const auto& access : accesses) {
+    if (const Block* block = access.device.type() == kSim ? block_at(access.data) : nullptr) {
+      schedule_.publish(block->serial, checker_.lanes().clock(lane));
+    }
+  }
 }
 
 void Watch::host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept {
@@ -90,11 +170,13 @@ void Watch::stream_waits(c10::Stream stream, const Moment& moment) noexcept {
 void Watch::host_knows(const Moment& moment) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   checker_.lanes().wait(kHost, clock_of(moment));
+  schedule_.publish(checker_.lanes().clock(kHost));
 }
 
 void Watch::host_knows(c10::Stream stream) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   checker_.lanes().wait(kHost, checker_.lanes().record(lane_of(stream)));
+  schedule_.publish(checker_.lanes().clock(kHost));
 }
 
 void Watch::host_knows(c10::DeviceIndex device) noexcept {
@@ -104,6 +186,7 @@ void Watch::host_knows(c10::DeviceIndex device) noexcept {
       checker_.lanes().wait(kHost, checker_.lanes().record(lane));
     }
   }
+  schedule_.publish(checker_.lanes().clock(kHost));
 }
 
 void Watch::handed_out(c10::Stream stream) noexcept {
@@ -159,6 +242,7 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
   // Where everything is ordered nobody will ask who freed it.
   auto stack = is_dangerous(data, home) ? current_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
+  schedule_.drop(block->serial);
   const auto found = blocks_.find(block->serial);
   if (found != blocks_.end()) {
     auto& owned = found->second;

@@ -10,6 +10,7 @@
 #include <c10/core/Stream.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -30,6 +31,7 @@
 #include "clock.h"
 #include "history.h"
 #include "operation.h"
+#include "schedule.h"
 
 namespace torch_ext::sim::races {
 
@@ -55,6 +57,9 @@ struct Finding {
 class Watch final : public Observer {
  public:
   void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept override;
+  bool wants_beginnings() noexcept override { return !is_early_.load(std::memory_order_relaxed); }
+  void kernel_begins(std::string_view name, c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept override;
+  void launch_begins(c10::Stream stream, c10::ArrayRef<sim::Access> accesses) noexcept override;
   Moment recorded(c10::Stream stream) noexcept override;
   void stream_waits(c10::Stream stream, const Moment& moment) noexcept override;
   void host_knows(const Moment& moment) noexcept override;
@@ -73,6 +78,10 @@ class Watch final : public Observer {
   // Whether work of an earlier owner of the block at `data` could meet an
   // owner's on `stream`.
   bool is_dangerous(const void* data, c10::Stream stream) noexcept;
+
+  // See Note [Late results] in schedule.h.
+  void set_schedule(Schedule::Kind kind, uint64_t seed);
+  uint64_t trace();
 
   // Forgets all accesses, but no edge: what is checked from now on is complete
   // in itself.
@@ -95,11 +104,15 @@ class Watch final : public Observer {
   // What is known of the memory that `access` is to, and where that starts;
   // nullptr for ordinary memory of the host.
   std::pair<Memory*, const void*> memory_of(const sim::Access& access);
+  // Publishes what `lane` is ordered after of the blocks that it is about to touch.
+  void publish(Lane lane, c10::ArrayRef<sim::Access> accesses);
   std::shared_ptr<Operation> operation(std::string_view name, Lane lane, Stack stack);
   void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by);
   void access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
 
   std::mutex mutex_;
+  std::atomic<bool> is_early_{true};
+  Schedule schedule_;
   Checker checker_;
   std::array<std::array<Lane, kStreamIds>, kMaxDevices> streams_{}; // 0 (the host): not met yet
   std::map<std::tuple<std::string, int, c10::DeviceIndex>, Lane> communication_;
