@@ -249,6 +249,11 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
     options = Options(**{**values, **places, "command": _command()})
+    for flag, given in (
+        ("--show-output", options.show_output), ("--upstream", options.upstream), ("--audit-order", options.audit_order)
+    ):  # fmt: skip
+        if options.cluster and given:
+            raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
     if options.coverage and options.json not in ("", "-"):
         raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
     files = {"--json": options.json, "--junit": options.junit, "--html": options.html, "--trace": options.trace}

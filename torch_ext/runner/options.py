@@ -58,6 +58,7 @@ class Options:
             output is shown as it comes or files are not ours.
         slots: how many ranks run at a time; None: the machine decides.
         reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
+        cluster: where classes run: ``local:N`` or the address of a Ray cluster; empty: on this machine.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -101,6 +102,7 @@ class Options:
     audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
+    cluster: str = ""
     typed_root: str = ""
     upstream: tuple[str, ...] = ()
     cuda_as_sim: bool = False
@@ -174,6 +176,20 @@ def _count(least: int) -> Callable[[str], int]:
 
 def _jobs(text: str) -> int:
     return 0 if text == "auto" else _count(1)(text)
+
+
+def _cluster(text: str) -> str:
+    """Read ``ADDRESS`` or ``local:N``.
+
+    >>> _cluster("local:3"), _cluster("auto")
+    ('local:3', 'auto')
+    """
+    local, _, number = text.partition(":")
+    if local == "local":
+        _count(1)(number)
+    if not text.strip():
+        raise ValueError("got an empty address, expected local:N, auto, or host:port of a Ray cluster")
+    return text
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -272,6 +288,8 @@ TABLE: tuple[Row, ...] = (
         "(default: auto, or 1 with --show-output or --upstream)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
+    Row("cluster", ("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster of N on this "
+        "machine", "ADDRESS", _cluster, alone=False),
     Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
         "fresh ones for each test)", "WHAT", choices=("class",)),
     Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
