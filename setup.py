@@ -29,11 +29,14 @@ setup(
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={
         "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
+        "torch_ext.sim.races": ["*.json"],
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],
     },
     entry_points={
         "console_scripts": ["torch_ext=torch_ext.__main__:main"],
+        # Torch calls it at the end of its import. It returns at once unless TORCH_EXT_SIM is set.
+        "torch.backends": ["torch_ext=torch_ext.program.autoload:load"],
         # Called what it is, so that a conftest that names it as well does not load it twice.
         "pytest11": ["torch_ext.runner.pytest_plugin=torch_ext.runner.pytest_plugin"],
     },

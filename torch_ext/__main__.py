@@ -1,13 +1,18 @@
-"""``python -m torch_ext``: the same command as ``python run_test.py``. ``build`` and ``info`` are for the simulator:
+"""``python -m torch_ext``: the same command as ``python run_test.py``, and these:
 
-=============================  ==================================================
-``python -m torch_ext build``  builds the simulated accelerator, ahead of its first use
-``python -m torch_ext info``   builds it too, and says how many devices there are
-=============================  ==================================================
+==============================  ====================================================================
+``python -m torch_ext run``     runs your own program on several ranks, each with a simulated device
+``python -m torch_ext serve``   keeps torch loaded for the runs that follow
+``python -m torch_ext demo``    shows in ten seconds what that is good for
+``python -m torch_ext doctor``  says on one screen what this machine has, for a bug report or for CI
+``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
+``python -m torch_ext info``    builds it too, and says how many devices there are
+==============================  ====================================================================
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -16,11 +21,16 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
-from torch_ext.runner.cli import main as run_tests
-
 __all__ = ["main"]
 
 _COMMANDS = ("build", "info")
+# What commands take arguments of their own, and the module whose `main` gets them.
+_PROGRAMS = {
+    "run": "torch_ext.program.supervise",
+    "demo": "torch_ext.program.demo",
+    "doctor": "torch_ext.program.doctor",
+    "serve": "torch_ext.program.serve",
+}
 
 
 def main() -> int:
@@ -29,7 +39,12 @@ def main() -> int:
     ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
     command, *rest = sys.argv[1:] or [""]
+    if command in _PROGRAMS:
+        found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
+        return found
     if command not in _COMMANDS:
+        from torch_ext.runner.cli import main as run_tests
+
         return run_tests()
     if rest:
         print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)

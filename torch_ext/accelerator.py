@@ -164,12 +164,12 @@ def request_devices(count: int) -> None:
         ask(count)
 
 
-def race_check() -> AbstractContextManager[None]:
-    """Return a context in which the body of a test is checked for races if the device can do that and
-    ``TORCH_EXT_RACES`` asks for it, as ``torch.sim.races.check`` does.
+def race_check(test: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Return a context in which the body of a test is checked for races if the device can do that, unless
+    ``TORCH_EXT_RACES`` asks for no check. Arguments and errors as ``torch.sim.races.check_body``.
     """
     races = sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
-    return nullcontext() if races is None else races.check_body()
+    return nullcontext() if races is None else races.check_body(test, tell)
 
 
 def _ask_for_devices() -> Callable[[int], None] | None:

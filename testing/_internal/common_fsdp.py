@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch_ext.testing._internal._fsdp import device as _device
 from torch_ext.testing._internal._fsdp.cases import *
 from torch_ext.testing._internal._fsdp.compiled import *
+from torch_ext.testing._internal._fsdp.ddp import *
 from torch_ext.testing._internal._fsdp.device import *
 from torch_ext.testing._internal._fsdp.extensions import *
 from torch_ext.testing._internal._fsdp.fsdp1_parity import *
 from torch_ext.testing._internal._fsdp.fsdp2_parity import *
 from torch_ext.testing._internal._fsdp.models.base import *
+from torch_ext.testing._internal._fsdp.models.chain import *
 from torch_ext.testing._internal._fsdp.models.experts import *
 from torch_ext.testing._internal._fsdp.models.mlp import *
 from torch_ext.testing._internal._fsdp.models.nested import *
@@ -32,6 +34,7 @@ from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
 from torch_ext.testing._internal._fsdp.state_dict import *
 from torch_ext.testing._internal._fsdp.step_log import *
+from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *
 
 if TYPE_CHECKING:

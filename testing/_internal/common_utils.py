@@ -69,14 +69,14 @@ def _load_device(requested: str) -> None:
 def set_rng_seed(seed: int | None = None) -> None:
     """Seed the generators of Python, numpy, torch and the device under test; ``seed`` defaults to torch's test seed.
 
-    torch's own function asks every device type, which takes a millisecond in every rank.
+    torch's own function asks every device type, which takes milliseconds in every rank.
     """
     number = SEED if seed is None else seed
     random.seed(number)
     numpy.random.seed(number)
     torch.default_generator.manual_seed(number)
     if accelerator.is_accelerator():
-        torch.manual_seed(number)
+        accelerator.device_module().manual_seed_all(number)
 
 
 # TestCase.setUp seeds through this name in the parent half of every test, while ranks start.

@@ -58,8 +58,9 @@ def watch_groups(made: Callable[[float, float], None]) -> None:
     distributed_c10d._new_process_group_helper = _new_process_group_helper
 
 
-def bind_gloo(interface: str, address: str) -> None:
-    """Have gloo listen at ``address`` wherever it would take the first address of ``interface``, in this process.
+def bind_gloo(interface: str, address: Callable[[], str]) -> None:
+    """Have gloo listen at ``address()`` wherever it would take the first address of ``interface``, in this process. An
+    empty address leaves it to torch.
 
     Groups whose devices a test has made itself, of other interfaces or names, are left alone.
     """
@@ -78,11 +79,12 @@ def bind_gloo(interface: str, address: str) -> None:
     @functools.wraps(make_group)
     def __init__(self: Any, store: Any, rank: int, size: int, *how: Any, **timeout: Any) -> None:
         chosen = [*how, *timeout.values()]
-        if (chosen and not hasattr(chosen[0], "total_seconds")) or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
+        as_asked = (chosen and not hasattr(chosen[0], "total_seconds")) or not address()
+        if as_asked or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
             make_group(self, store, rank, size, *how, **timeout)
             return
         options = Gloo._Options()  # what torch's constructor does with a time limit alone
-        options._devices = [make_device(hostname=address)]
+        options._devices = [make_device(hostname=address())]
         options._threads = 2
         if chosen:
             options._timeout = chosen[0]
@@ -90,8 +92,8 @@ def bind_gloo(interface: str, address: str) -> None:
 
     @functools.wraps(make_device)
     def create_device(hostname: str = "", interface: str = "", **more: Any) -> Any:
-        if (hostname or interface) in loopback:
-            return make_device(hostname=address, **more)
+        if (hostname or interface) in loopback and address():
+            return make_device(hostname=address(), **more)
         return make_device(hostname, interface, **more)
 
     Gloo.__init__, Gloo.create_device = __init__, staticmethod(create_device)

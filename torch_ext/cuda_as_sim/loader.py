@@ -67,8 +67,14 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _is_wanted(self, name: str, origin: str) -> bool:
         if any(name == package or name.startswith(f"{package}.") for package in self._packages):
             return True
-        below = any(origin == root or origin.startswith(root + os.sep) for root in self._roots)
+        below = any(origin == root or _is_part(origin, root) for root in self._roots)
         return below and name.partition(".")[0] not in ("torch", "torch_ext")
+
+
+def _is_part(origin: str, root: str) -> bool:
+    """Whether ``origin`` lies below ``root``, but not in an environment that is installed there."""
+    below = origin.removeprefix(root + os.sep)
+    return below != origin and not {"site-packages", "dist-packages"} & set(below.split(os.sep))
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

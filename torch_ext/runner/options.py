@@ -129,8 +129,9 @@ class Options:
             environment["TORCH_EXT_DEVICE"] = self.device
         if self.timeout_s is not None:
             environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
-        if self.races:
-            environment["TORCH_EXT_RACES"] = self.races
+        if self.races or (self.upstream and not environment.get("TORCH_EXT_RACES")):
+            # The races of upstream's own tests are not ours to mend.
+            environment["TORCH_EXT_RACES"] = self.races or "off"
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
         if self.reuse:
@@ -279,8 +280,8 @@ TABLE: tuple[Row, ...] = (
         "TYPE", _device, variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
-    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: off)",
-        "WHAT",
+    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: error; "
+        "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),

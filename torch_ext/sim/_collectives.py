@@ -43,6 +43,12 @@ _PAIR = f"{NAME}:{BACKEND}"
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
 # Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
+_groups_made = 0
+
+
+def groups_made() -> int:
+    """Return how many groups this process has made, of any backend, those that are destroyed included."""
+    return _groups_made
 
 
 def register() -> None:
@@ -81,7 +87,9 @@ def _complete_groups() -> None:
 
     @functools.wraps(helper)
     def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        global _groups_made
         made = helper(*args, **kwargs)
+        _groups_made += isinstance(made[0], dist.ProcessGroup)
         if _has_simccl(made[0]):
             made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         elif isinstance(made[0], dist.ProcessGroup):

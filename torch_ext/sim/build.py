@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torch_ext import cache
 
-__all__ = ["BuildError", "MissingCompilerError", "cache_root", "ensure_built"]
+__all__ = ["BuildError", "MissingCompilerError", "cache_root", "compiler_found", "ensure_built", "finished_builds"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
@@ -99,6 +99,19 @@ def ensure_built(*, verbose: bool = False) -> Path:
             if not library.exists():
                 _build(target, compiler, verbose=verbose)
     return _trusted(library)
+
+
+def finished_builds() -> list[Path]:
+    """Return the finished builds for this torch, these sources and any compiler; none where there is no folder."""
+    with contextlib.suppress(BuildError):
+        return sorted((cache_root() / "sim" / _family_key()).glob(f"*/{_LIBRARY}"))
+    return []
+
+
+def compiler_found() -> str:
+    """Return what the C++ compiler calls itself, and where it is; empty if there is none."""
+    found = _find_compiler()
+    return f"{found.version} at {found.path}" if found is not None else ""
 
 
 def _trusted(path: Path) -> Path:

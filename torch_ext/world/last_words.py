@@ -23,8 +23,6 @@ __all__ = ["say_before_abort"]
 _LIMIT_S = 2
 
 _CLOCK_MONOTONIC = 1
-_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_kept: list[object] = []
 
 
 class _Event(ctypes.Structure):
@@ -38,30 +36,46 @@ class _Event(ctypes.Structure):
     )
 
 
+class _Speaker:
+    """What :func:`say_before_abort` has been told, for the one process that was told it."""
+
+    def __init__(self, speak: Callable[[], None], timer: ctypes.c_void_p) -> None:
+        self.speak = speak
+        self.timer = timer
+        self.pid = os.getpid()
+        self.before: int | None = None
+
+
+_speaker: _Speaker | None = None
+
+# Made when this module is imported, which is in a zygote, since each rank would take a millisecond over it.
+_libc = ctypes.CDLL(None)
+_libc.signal.restype, _libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+_has_timers = hasattr(_libc, "timer_create")
+
+
+def _speak_and_abort(number: int) -> None:
+    speaker = _speaker
+    if speaker is not None:
+        _libc.timer_settime(speaker.timer, 0, (ctypes.c_long * 4)(0, 0, _LIMIT_S, 0), None)
+        _libc.signal(number, speaker.before)
+        if os.getpid() == speaker.pid:
+            speaker.speak()
+    getattr(_libc, "raise")(number)  # held back until this handler returns
+
+
+_on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(_speak_and_abort)
+
+
 def say_before_abort(speak: Callable[[], None]) -> None:
     """Have ``speak`` called, on whatever thread it happens, before this process ends by ``abort()``.
 
     Call it after faulthandler has been enabled, whose handler follows. Children that this process forks are silent.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "timer_create"):
-        return
-    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    global _speaker
     timer = ctypes.c_void_p()
     event = _Event(None, signal.SIGABRT, 0, b"")
-    if libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+    if not _has_timers or _libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
         return
-    span = (ctypes.c_long * 4)(0, 0, _LIMIT_S, 0)
-    own = os.getpid()
-    before: list[int | None] = [None]
-
-    def on_abort(number: int) -> None:
-        libc.timer_settime(timer, 0, span, None)
-        libc.signal(number, before[0])
-        if os.getpid() == own:
-            speak()
-        getattr(libc, "raise")(number)  # held back until this handler returns
-
-    handler = _HANDLER(on_abort)
-    _kept.append(handler)  # the C side has only its address
-    before[0] = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    _speaker = _Speaker(speak, timer)
+    _speaker.before = _libc.signal(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))

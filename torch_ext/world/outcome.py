@@ -59,6 +59,7 @@ class Outcome:
             the same time.
         output: the end of its own stdout and stderr.
         left_behind: command lines of processes that it left running.
+        task: what it ran, in a word.
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
     """
 
@@ -73,6 +74,7 @@ class Outcome:
     collectives: str = ""
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
+    task: str = "test"
     ended_s: float = 0.0
 
     @property
@@ -88,7 +90,7 @@ class Outcome:
         'exited with code 3 without a receipt'
         """
         reason = _shorten(self.receipt.reason) if self.receipt else ""
-        after = f" after its test had {self.receipt.said.value}" if self.receipt else ""
+        after = f" after its {self.task} had {self.receipt.said.value}" if self.receipt else ""
         if not after and self.phase is Phase.SETTLING:
             after = " after its body was over, in what that left to be done,"
         if self.ending is Ending.PASSED:
@@ -100,15 +102,17 @@ class Outcome:
         if self.ending is Ending.KILLED:
             return f"was killed by {signal_name(-(self.exit_code or 0))}{after}".rstrip(",")
         if self.ending is Ending.EXITED:
-            return f"exited with code {self.exit_code}{after}{'' if self.receipt else ' without a receipt'}"
+            before = " without a receipt" if self.task == "test" else f" before its {self.task} was over"
+            return f"exited with code {self.exit_code}{after}{'' if self.receipt else before}"
         if self.ending is Ending.SILENT:
-            return f"left with code 0{after} without a receipt: something ended the process before its test was over"
+            early = f"something ended the process before its {self.task} was over"
+            return f"left with code 0{after} without a receipt: {early}"
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
             importing = " while it was importing" if self.phase is None and self.receipt is None else ""
             return f"{self.ending.value}{after or importing}".rstrip(",")
         if self.phase is Phase.ABORTING:
             return "was ending by SIGABRT when the harness stopped it"
-        return f"was stopped by the harness{after or ' while its test was running'}"
+        return f"was stopped by the harness{after or f' while its {self.task} was running'}"
 
 
 def _shorten(text: str, limit: int = 160) -> str:

@@ -8,27 +8,51 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import IO
 
 from torch_ext.world import _os
 from torch_ext.world.phrases import printable
 
-__all__ = ["Capture", "open_capture"]
+__all__ = ["Capture", "Live", "open_capture"]
 
 _TAIL_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Live:
+    """Which output is passed on as it comes, and how.
+
+    Attributes:
+        ranks: those of these ranks; None: of all.
+        prefix: whole lines, with the rank in front. Otherwise bytes, as they are.
+        verbatim: lines keep the control characters that a terminal obeys, such as colours.
+    """
+
+    ranks: Collection[int] | None = None
+    prefix: bool = True
+    verbatim: bool = False
+
+    def shows(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+
+_LINES = Live()
 
 
 class Capture:
     """What a rank printed. Its stdout and stderr share one file, so that their lines keep their order."""
 
-    def __init__(self, rank: int, file: IO[bytes], live: int | None) -> None:
+    def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = _LINES) -> None:
         self.live = live
+        self._how = how
         self._prefix = f"[rank {rank}] "
         self._file = file
         self._line = b""
 
     def pass_through(self) -> bool:
-        """Print what has arrived, whole lines with the rank in front; return False at the end of the output."""
+        """Print what has arrived, as :class:`Live` says; return False at the end of the output."""
         if self.live is None:
             return False
         while True:
@@ -37,13 +61,25 @@ class Capture:
             except BlockingIOError:
                 return True
             self._file.write(part)
-            *lines, self._line = (self._line + part).split(b"\n")
-            if not part and self._line:
-                lines, self._line = [self._line], b""
-            for line in lines:
-                print(self._prefix + printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
+            if self._how.prefix:
+                self._print_lines(part)
+            else:
+                sys.stdout.buffer.write(part)
+                sys.stdout.buffer.flush()
             if not part:
                 return False
+
+    def _print_lines(self, part: bytes) -> None:
+        *lines, self._line = (self._line + part).split(b"\n")
+        if not part and self._line:
+            lines, self._line = [self._line], b""
+        for line in lines:
+            if self._how.verbatim:
+                line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a bar that redraws itself, the last state
+                text = line.decode(errors="backslashreplace")
+            else:
+                text = printable(line.decode(errors="backslashreplace"))
+            print(self._prefix + text, file=sys.stdout, flush=True)
 
     def tail(self) -> str:
         """Return the last 16 KiB."""
@@ -61,11 +97,12 @@ class Capture:
             self.live = None
 
 
-def open_capture(rank: int, show: bool) -> tuple[Capture, int]:
+def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
     """Return a capture and the descriptor that the rank writes to, which the caller owns."""
     file = _os.unnamed_file()
-    if not show:
+    how = show if isinstance(show, Live) else _LINES
+    if not show or not how.shows(rank):
         return Capture(rank, file, None), os.dup(file.fileno())
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    return Capture(rank, file, reader), writer
+    return Capture(rank, file, reader, how), writer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["LEFT_BEHIND", "printable", "ranks_phrase", "short_command"]
+__all__ = ["LEFT_BEHIND", "printable", "ranks_phrase", "short_command", "without_ranks"]
 
 # What is said of a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
@@ -14,6 +14,12 @@ LEFT_BEHIND = "left a process behind"
 # direction of writing round.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _COMMAND_CHARACTERS = 100
+# What differs between what ranks say that failed in the same way.
+_RANK_DEPENDENT = re.compile(
+    r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b"
+    r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices, as each rank has its own
+    re.IGNORECASE,
+)
 
 
 def printable(text: str) -> str:
@@ -59,3 +65,12 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
         str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" if len(run) > 2 else f"{run[0]}, {run[1]}"
         for run in runs
     )
+
+
+def without_ranks(text: str) -> str:
+    """Return ``text`` without what differs between ranks that say the same.
+
+    >>> without_ranks("rank 3 has no memory left on sim:3") == without_ranks("rank 0 has no memory left on sim:0")
+    True
+    """
+    return _RANK_DEPENDENT.sub("*", text)

@@ -28,7 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, loopback, operations, stores, transport_errors
+from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
@@ -58,11 +58,10 @@ _RELEASE_WAIT_S = 1.0
 frames.hide(r"/compat/c10d\.py")
 frames.hide(r"/world/stores\.py", "wait_in_store")
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _DEFAULTS = {
     # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-    "GLOO_SOCKET_IFNAME": _LOOPBACK,
-    "TP_SOCKET_IFNAME": _LOOPBACK,
+    "GLOO_SOCKET_IFNAME": transports.LOOPBACK,
+    "TP_SOCKET_IFNAME": transports.LOOPBACK,
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
 }
@@ -132,12 +131,16 @@ class Rank:
             self._send(Collectives(flight_record.read()))
         return receipt
 
+    def tell(self, text: str) -> None:
+        """Have the parent half say ``text`` to the user, once however many ranks say it."""
+        self._send(Notice(text))
+
     def tell_of_globals(self, module: str) -> None:
         """Tell the user which globals of ``module`` are not finalized here."""
         names = unfinalized_globals(module)
         if names:
             which = f"{', '.join(names)} of {module}"
-            self._send(Notice(f"ranks end without finalizing globals: __del__ of {which} does not run in them"))
+            self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
 
     @property
     def handed_in(self) -> bool:
@@ -269,7 +272,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     say_before_abort(rank.say_last_words)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        _prepare_transports(order.address, rank)
+        transports.prepare()
+        transports.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit:
@@ -280,19 +284,6 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     if not rank.handed_in:
         rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
-
-
-def _prepare_transports(address: str, rank: Rank) -> None:
-    """Have gloo listen at the world's address, stores tell what is waited for in them, and ``rank`` know its groups."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
-        return
-    from torch_ext.compat.c10d import bind_gloo, watch_groups
-
-    stores.watch_waits()
-    watch_groups(rank.made_group)
-    if address:
-        bind_gloo(_LOOPBACK, address)
 
 
 def failure(error: BaseException) -> Receipt:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from torch_ext.world.blame import find_blame
 from torch_ext.world.collectives import read_record
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import LEFT_BEHIND, ranks_phrase, short_command
+from torch_ext.world.phrases import LEFT_BEHIND, ranks_phrase, short_command, without_ranks
 from torch_ext.world.verdict import Verdict, WorldReport
 
 __all__ = ["WorldFailure", "end_of_output", "render"]
@@ -17,10 +16,6 @@ __all__ = ["WorldFailure", "end_of_output", "render"]
 _CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
-# What differs between the tracebacks of ranks that failed in the same way.
-_RANK_DEPENDENT = re.compile(
-    r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b", re.IGNORECASE
-)
 
 
 class WorldFailure(RuntimeError):
@@ -60,7 +55,7 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
             text = text_of(outcome)
             if text:
                 # What a rank printed is its own, numbers included.
-                key = text if text_of is _output else _RANK_DEPENDENT.sub("*", text)
+                key = text if text_of is _output else without_ranks(text)
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
     return parts

@@ -22,13 +22,25 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Debts", "ExitFunctions", "UnfinishedWorkError", "unfinalized_globals"]
+__all__ = ["Debts", "ExitFunctions", "UnfinishedWorkError", "disown_exit_functions", "unfinalized_globals"]
 
 _Hook = Callable[..., Any]
 
 
 class UnfinishedWorkError(RuntimeError):
     """A body that passed left work behind that failed."""
+
+
+def disown_exit_functions() -> None:
+    """Have nothing called at the end of this process that is registered by now. A zygote does it for all its children,
+    who find little left to do: writing to objects that they share with it costs each of them a millisecond.
+    """
+    atexit._clear()
+    finalize: Any = weakref.finalize
+    if finalize._registered_with_atexit:
+        for inherited in list(finalize._registry):
+            inherited.atexit = False
+        finalize._registered_with_atexit = False  # the next one is to register again
 
 
 class ExitFunctions:
@@ -39,11 +51,7 @@ class ExitFunctions:
     """
 
     def __init__(self) -> None:
-        atexit._clear()
-        finalize: Any = weakref.finalize
-        for inherited in list(finalize._registry):
-            inherited.atexit = False
-        finalize._registered_with_atexit = False  # else the next one believes that atexit knows of it
+        disown_exit_functions()
         self._errors: list[tuple[str, BaseException]] = []
 
     def call(self) -> list[tuple[str, BaseException]]:

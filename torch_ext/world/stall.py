@@ -6,11 +6,12 @@ Note [Provable hangs]
 ~~~~~~~~~~~~~~~~~~~~~
 A rank that is silent may compute, sleep or wait for a timer. It hangs provably only if each of its threads is blocked
 in something that nobody can end: a lock or condition without a time limit of its own before the test's, or an operation
-of a process group, a store or RPC (which may poll). The kernel tells what a thread is blocked in and for how long
-(``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is. Threads of transports that
-sleep until the network wakes them are left out, since they only hand on what peers send. A world hangs if all of its
-live ranks are blocked in this way at two looks some seconds apart and no blocked thread has run in between (see
-``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit decides.
+of a process group, a store or RPC (which may poll, or wait in memory that ranks share). The kernel tells what a thread
+is blocked in and for how long (``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is.
+Threads of transports that sleep until the network wakes them are left out, since they only hand on what peers send. A
+world hangs if all of its live ranks are blocked in this way at two looks some seconds apart and no blocked thread has
+run in between (see ``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit
+decides.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Task:
     Attributes:
         tid: the kernel's id of it.
         name: the kernel's name of it.
-        doing: ``"lock"``, ``"sleep"``, ``"poll"``, or anything else for what is not understood.
+        doing: ``"lock"``, ``"sleep"``, ``"poll"``, ``"shared"`` for a lock in memory that other processes may share, or
+            anything else for what is not understood.
         until_s: when its system call's own limit ends, by ``time.monotonic``; infinite if it has none.
         switches: how often it has been scheduled.
         operation: what its innermost Python frame is in; None for a thread without Python code.
@@ -107,7 +109,7 @@ def _schedule(task: Task) -> str:
 def _blocked_until(task: Task) -> float | None:
     """Return before when the thread's wait does not end by itself; None if it may go on at any time."""
     known = task.operation.limit_s if task.operation is not None else None
-    if known is not None and task.doing in ("lock", "sleep", "poll"):
+    if known is not None and task.doing in ("lock", "sleep", "poll", "shared"):
         return known if task.sliced else min(known, task.until_s)
     return task.until_s if task.doing == "lock" else None
 
@@ -157,10 +159,11 @@ def _read_call(call: list[str]) -> tuple[str, float]:
         return doing, math.inf
     operation, timeout = int(call[2], 16), int(call[4], 16)
     command = operation & _FUTEX_COMMAND
-    # A futex that is not private lies in shared memory: another process may end the wait.
-    if command not in (_FUTEX_WAIT, _FUTEX_WAIT_BITSET) or not operation & _FUTEX_PRIVATE:
+    if command not in (_FUTEX_WAIT, _FUTEX_WAIT_BITSET):
         return "unknown", math.inf
-    return doing, _futex_limit(operation, timeout) if timeout else math.inf
+    # One that is not private lies in shared memory: another process may end the wait. In an operation, that is a peer.
+    where = doing if operation & _FUTEX_PRIVATE else "shared"
+    return where, _futex_limit(operation, timeout) if timeout else math.inf
 
 
 def _futex_limit(operation: int, timeout: int) -> float:

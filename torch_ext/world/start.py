@@ -15,7 +15,7 @@ from typing import Any
 from torch_ext.world import loopback, settings
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.output import open_capture
+from torch_ext.world.output import Live, open_capture
 from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
 from torch_ext.world.wait_page import WaitPage
 
@@ -42,7 +42,7 @@ def start_world(
     *,
     interpreter: bool = False,
     spares: int = 0,
-    show: bool = False,
+    show: bool | Live = False,
     name: str = "process",
     test: str = "",
 ) -> World:
@@ -54,7 +54,7 @@ def start_world(
         zygote: a command channel to the zygote that has loaded what the tasks need.
         interpreter: give every rank a fresh interpreter instead of forking it.
         spares: how many processes the zygote forks ahead for the next call.
-        show: pass the ranks' output through, each line with its rank in front, as well as keeping it.
+        show: pass the ranks' output through, each line with its rank in front or as said, as well as keeping it.
         name: each process is called this with its rank.
         test: id of the test that the ranks run first; receipts must name it.
 
@@ -116,7 +116,9 @@ def _pickled(task: RankTask) -> bytes:
     return pickle.dumps((task.function, task.args, dict(task.kwargs)))
 
 
-def _open_rank(rank: int, name: str, task: RankTask, show: bool, reservation: int) -> tuple[RankProcess, list[int]]:
+def _open_rank(
+    rank: int, name: str, task: RankTask, show: bool | Live, reservation: int
+) -> tuple[RankProcess, list[int]]:
     """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
     ours, theirs = channel_pair()
     stacks, stacks_writer = os.pipe()

@@ -9,7 +9,7 @@ from enum import Enum
 
 from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.phrases import ranks_phrase, without_ranks
 from torch_ext.world.protocol import Phase
 
 __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
@@ -19,7 +19,7 @@ __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
-    r"|test termination event",
+    r"|test termination event|has ended and takes no part",
     re.IGNORECASE,
 )
 
@@ -138,7 +138,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     victims = tuple(o.rank for o in bad if o not in own)
     first, world_size = own[0], len(outcomes)
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
-    alike = [o.rank for o in own if o.describe() == first.describe()]
+    alike = [o.rank for o in own if without_ranks(o.describe()) == without_ranks(first.describe())]
     summary = f"{ranks_phrase(alike)} of {world_size} {_plural(first.describe(), alike)}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:

@@ -27,12 +27,15 @@ class Limits:
             tell how.
         exit_s: from the receipt of the last rank until the last process has ended.
         hang_s: from the last progress until a provable hang is ended; 0: it is not looked for.
+        endless_s: a wait counts as endless if its own limit is at least so far away. By default it must lie past
+            ``test_s``; where a test may take for ever, no limit would.
     """
 
     test_s: float
     grace_s: float = 1.0
     exit_s: float = 15.0
     hang_s: float = 0.0
+    endless_s: float = float("inf")
 
 
 class Act(Enum):
@@ -91,6 +94,7 @@ class Watch:
         self._look_every_s = limits.hang_s / 4 or float("inf")
         self._next_look_s = started_s + self._look_every_s
         self._look = 0
+        self._looked_s = started_s
         self._answered: dict[int, int] = {}  # rank -> number of the last look that it has answered
         self._seen: dict[int, Progress] = {}
         self._stalled: set[int] = set()
@@ -121,7 +125,8 @@ class Watch:
         before = self._seen.get(rank)
         self._seen[rank] = progress
         looks = (before, progress) if before is not None and before.fingerprint == progress.fingerprint else ()
-        if looks and all(each.blocked and each.until_s >= self._test_deadline_s for each in looks):
+        endless_s = min(self._test_deadline_s, self._looked_s + self._limits.endless_s)
+        if looks and all(each.blocked and each.until_s >= endless_s for each in looks):
             self._stalled.add(rank)
         else:
             self._stalled.discard(rank)
@@ -157,6 +162,7 @@ class Watch:
             self._next_look_s = now_s + self._look_every_s
             if unsettled:
                 self._look += 1
+                self._looked_s = now_s
                 steps.append(Step(Act.LOOK, unsettled))
         return steps
 

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, settings
+from torch_ext.world import _os, settings, transports
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
@@ -54,6 +54,7 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
+from torch_ext.world.settling import disown_exit_functions
 from torch_ext.world.thread_origin import find_thread_origin
 
 __all__ = ["Zygote"]
@@ -148,6 +149,8 @@ class Zygote:
         _os.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
         _read_sources()
+        transports.prepare()
+        disown_exit_functions()
         gc.collect()
         gc.freeze()
         self._watch(self._command, self._on_command)

@@ -6,8 +6,18 @@ from copy import deepcopy
 from functools import partial
 
 import torch
+import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import LocalStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -46,6 +56,47 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
         _zero_model(model_new)
         self._load_state_dict(model_new, "sharded_state_dict", state_dict)
         self._compare_models(model, model_new, self.assertEqual)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_nested_state_dict_types(self):
+        """A context sets the type of a module and of all below it, and restores what was set before, not a default."""
+        full = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
+        sharded = ShardedStateDictConfig(offload_to_cpu=True)
+        optim = FullOptimStateDictConfig(rank0_only=True)
+        model = fsdp_on_device(nn.Sequential(fsdp_on_device(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        modules = {"the root": model, "the module below": model.module[0]}
+
+        def settings() -> dict[str, list[object]]:
+            found = {}
+            for name, module in modules.items():
+                now = FSDP.get_state_dict_type(module)
+                found[name] = [now.state_dict_type, now.state_dict_config, now.optim_state_dict_config]
+            return found
+
+        default = settings()
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full, optim):
+            expected = {name: [StateDictType.FULL_STATE_DICT, full, optim] for name in modules}
+            self.assertEqual(settings(), expected, "settings in a context")
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded):
+                inner = [StateDictType.SHARDED_STATE_DICT, sharded, ShardedOptimStateDictConfig()]
+                inner = dict.fromkeys(modules, inner)
+                self.assertEqual(settings(), inner, "settings in a context within")
+                with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                    self.assertNotEqual(settings(), inner)
+                self.assertEqual(settings(), inner, "settings restored by the innermost context")
+            self.assertEqual(settings(), expected, "settings restored by the context within")
+        self.assertEqual(settings(), default, "settings restored by the context")
+
+        with FSDP.state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT):
+            with self.assertRaisesRegex(AssertionError, "All FSDP modules must have the same state dict settings"):
+                FSDP.get_state_dict_type(model)
+            with self.assertRaisesRegex(AssertionError, "All FSDP modules should have the same state_dict_type"):
+                FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        FSDP.set_state_dict_type(model.module[0], *default["the module below"])  # the refusal came after the root's
+        with self.assertRaisesRegex(RuntimeError, "Expected state_dict_config of type .*ShardedStateDictConfig"):
+            FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, full)
+        with self.assertRaisesRegex(RuntimeError, "Expected optim_state_dict_config of type .*ShardedOptim"):
+            FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded, optim)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", ["state_dict", "sharded_state_dict"])

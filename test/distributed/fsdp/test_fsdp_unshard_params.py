@@ -4,6 +4,7 @@
 On the host, two kinds of subtests are skipped, and the test run counts them.
 """
 
+import contextlib
 import itertools
 import sys
 from typing import Any
@@ -22,13 +23,15 @@ from torch.nn.parallel.distributed import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    Chain,
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
+    TwoRankTest,
+    chain_rows,
     get_full_params,
-    rank_device,
+    own_slices,
     skip_parameter_offload,
     skip_without_accelerator,
 )
@@ -72,12 +75,8 @@ class UnshardsItsWrapper(nn.Module):
         unshard_once(wrapper)
 
 
-class TestUnshardParamsBase(FSDPTest):
+class TestUnshardParamsBase(TwoRankTest):
     """What the cases with and without sharding have in common."""
-
-    @property
-    def device(self) -> torch.device:
-        return rank_device(self.rank)
 
     def _fsdp(self, module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(module, device_id=self.device, **fsdp_kwargs)
@@ -221,10 +220,6 @@ class TestUnshardParamsBase(FSDPTest):
 
 
 class TestUnshardParams(TestUnshardParamsBase):
-    @property
-    def world_size(self) -> int:
-        return 2
-
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_params_writeback(self):
         """``writeback`` decides whether changes persist after the context."""
@@ -286,9 +281,10 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual(self._unsharded_storage_numel(inner), 0)
 
         def unshard_and_reshard() -> None:
-            # Without no_grad, copying parameters from the host leaves autograd history on FSDP's buffer.
+            # Where the device is the host, what is copied back is a parameter, not a copy of one on the device. With
+            # autograd, FSDP's buffer would then be a result of it.
             with (
-                torch.no_grad(),
+                torch.no_grad() if self.device == HOST else contextlib.nullcontext(),
                 FSDP.summon_full_params(
                     model,
                     rank0_only=rank0_only,
@@ -470,6 +466,85 @@ class TestUnshardParams(TestUnshardParamsBase):
                 self.assertIsNone(param.grad)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_with_grads_on_some_ranks(self):
+        """Gradients that one rank alone has are shown to all, with zeros for the others, and stay that rank's own."""
+        self.run_subtests({"holder": [0, 1], "writeback": [False, True]}, self._test_with_grads_on_some_ranks)
+
+    def _test_with_grads_on_some_ranks(self, holder: int, writeback: bool):
+        model = self._fsdp(Chain(device=self.device), use_orig_params=True)
+        model(chain_rows(self.device, self.world_size, self.rank)).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            all_of_them = {clean_tensor_name(name): param.grad.clone() for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            shape = None if param.grad is None else param.grad.shape
+            expected = param.shape if param.numel() else None
+            self.check_equal(f"shape of the gradient of {name} after the context", shape, expected)
+        held = own_slices({name: grad.numel() for name, grad in all_of_them.items()}, holder, self.world_size)
+        for param in model.parameters():
+            if self.rank != holder:
+                param.grad = None
+        with FSDP.summon_full_params(model, with_grads=True, writeback=writeback):
+            for name, param in model.named_parameters():
+                part = held[clean_tensor_name(name)]
+                expected = torch.zeros(param.numel(), device=self.device)
+                expected[part] = all_of_them[clean_tensor_name(name)].reshape(-1)[part]
+                self.assertIsNotNone(param.grad, f"no gradient of {name} on this rank, though rank {holder} has one")
+                found = param.grad.reshape(-1).clone()
+                self.check_equal(f"gradient of {name} that rank {holder} has", found, expected)
+                param.grad.mul_(2)
+        factor = 2 if writeback else 1
+        for name, param in model.named_parameters():
+            own = all_of_them[clean_tensor_name(name)].reshape(-1)[held[clean_tensor_name(name)]]
+            expected = factor * own if self.rank == holder and own.numel() else None
+            self.check_equal(f"gradient of {name} after the context", param.grad, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_nested_contexts(self):
+        """Contexts of a root alone and of its submodule nest in any order, and each writes back its own."""
+        self.run_subtests(
+            {
+                "root_first": [False, True],
+                "offload_to_cpu": [False, True],
+                "use_orig_params": [False, True],
+                "cpu_offload": OFFLOADS,
+            },
+            self._test_nested_contexts,
+        )
+
+    def _test_nested_contexts(
+        self, root_first: bool, offload_to_cpu: bool, use_orig_params: bool, cpu_offload: CPUOffload
+    ):
+        skip_parameter_offload(cpu_offload)
+        if offload_to_cpu:
+            skip_without_accelerator("writing back from the host needs memory apart from the host's")
+        inner = self._fsdp(self._linear(5, 5), use_orig_params=use_orig_params, cpu_offload=cpu_offload)
+        model = self._fsdp(
+            nn.Sequential(inner, self._linear(5, 3)), use_orig_params=use_orig_params, cpu_offload=cpu_offload
+        )
+        unshard_once(model)  # the first use decides which module is the root
+        outer_first = [model, inner] if root_first else [inner, model]
+        written = {}
+        with contextlib.ExitStack() as stack:
+            for number, module in enumerate(outer_first):
+                stack.enter_context(
+                    FSDP.summon_full_params(module, recurse=False, writeback=True, offload_to_cpu=offload_to_cpu)
+                )
+                own = model.module[1] if module is model else inner.module
+                numel = own.weight.numel()
+                written[module] = torch.arange(numel, dtype=torch.float32).view(own.weight.shape) + 100 * number
+                with torch.no_grad():
+                    own.weight.copy_(written[module])
+            with self.assertRaisesRegex(AssertionError, "when already unsharding parameters"):
+                unshard_once(inner)
+        found = {"inner": inner.module, "outer": model.module[1]}
+        with FSDP.summon_full_params(model):
+            found = {name: module.weight.detach().clone().cpu() for name, module in found.items()}
+        self.check_equal(
+            "parameters written in nested contexts", found, {"inner": written[inner], "outer": written[model]}
+        )
+        self.assertLess(sum(param.numel() for param in inner.parameters()), 25, "the inner module is not sharded again")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unshard_submodule(self):
         """A submodule can be unsharded alone: it then has its own parameters, and its sibling still a flat one."""
         pairs = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
@@ -500,10 +575,6 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
 
 class TestUnshardParamsErrors(TestUnshardParamsBase):
-    @property
-    def world_size(self) -> int:
-        return 2
-
     def _refused_while_running(self):
         return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
 

@@ -31,7 +31,10 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),
-    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.sim.command"}),
+    "torch_ext.program": frozenset(
+        {"torch_ext.world", "torch_ext.cache", "torch_ext.compat", "torch_ext.cuda_as_sim", "torch_ext.sim"}
+    ),
+    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),

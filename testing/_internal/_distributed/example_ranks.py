@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
-from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import call_with_cleanups
+from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_ran
@@ -93,7 +93,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     """
     args, kwargs = pickle.loads(example)
     try:
-        with accelerator.race_check():
+        with race_check():
             call_with_cleanups(case, functools.partial(_call_body, body, case, args, kwargs))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)

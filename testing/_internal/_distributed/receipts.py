@@ -12,6 +12,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed.methods import body_has_ended, forget_body
+from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings
@@ -70,7 +71,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     _body_has_passed = False
     forget_body()
     try:
-        with accelerator.race_check():
+        with race_check():
             run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:

@@ -361,6 +361,13 @@ class TwoRankTest(FSDPTest):
         """The device of this rank. Ranks share devices if there are too few."""
         return device.rank_device(self.rank)
 
+    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
+        """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
+        try:
+            self.assertEqual(found, expected, **tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+
 
 class FourRankTest(TwoRankTest):
     """An ``FSDPTest`` with four ranks: enough for two shards of two replicas, and for empty shards."""
@@ -368,10 +375,6 @@ class FourRankTest(TwoRankTest):
     @property
     def world_size(self) -> int:
         return 4
-
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
-        """Like ``assertEqual``, with ``what`` in front of the message."""
-        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
 
     def shared_folder(self) -> str:
         """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""

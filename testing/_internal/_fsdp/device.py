@@ -103,8 +103,9 @@ def first_ranks_mesh(size: int) -> DeviceMesh:
 def delay(milliseconds: float) -> None:
     """Delay the work that follows by about ``milliseconds``; zero or less does nothing.
 
-    A device that can sleep does so on its current stream while the host goes on, which exposes a missing
-    synchronization. Otherwise the host sleeps, which still shifts the ranks' operations against each other.
+    A device that can sleep does so on its current stream while the host goes on. On a GPU this makes it likelier that
+    a missing wait shows; on ``sim`` values never depend on it, and ``check_races`` finds the wait. Otherwise the host
+    sleeps, which only shifts the ranks' operations against each other.
     """
     if milliseconds <= 0:
         return

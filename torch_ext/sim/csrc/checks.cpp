@@ -18,6 +18,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "bounds.h"
 #include "device.h"
 
 namespace torch_ext::sim {
@@ -58,7 +59,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
       facts.generator = static_cast<int>(i);
     }
   }
-  facts.is_view = facts.is_view || op.hasTag(at::Tag::inplace_view);
+  facts.is_view = facts.is_view || op.hasTag(at::Tag::inplace_view) || facts.name == "aten::is_set_to";
   const auto& returns = schema.returns();
   for (const auto& value : returns) {
     facts.fresh.push_back(value.alias_info() == nullptr);
@@ -75,6 +76,9 @@ class DeviceCheck {
   void see(const at::Tensor& tensor, size_t position, bool in_list) {
     if (!tensor.defined()) {
       return;
+    }
+    if (!facts_.is_view) {
+      check_bounds(facts_.name, tensor, schema_.arguments()[position].name());
     }
     const auto device = tensor.device();
     if (device.type() == kSim) {

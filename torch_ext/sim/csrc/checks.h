@@ -17,7 +17,7 @@ struct OperatorFacts {
   std::string name;
   std::vector<bool> written; // per argument: the operator writes to it
   std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
-  bool is_view = false;      // results are views of arguments, so that no memory is touched
+  bool is_view = false;      // results are views of arguments, or it compares them, so that no memory is touched
   bool host_reads =
       false;          // the host learns values: a result is none of the device's, or has as many elements as they say
   int generator = -1; // position of the Generator argument, -1 without one
@@ -28,7 +28,7 @@ struct OperatorFacts {
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);
 
 // The one device that the tensors among `arguments` live on; the current device where there is no tensor.
-// Raises RuntimeError when they live on several.
+// Raises RuntimeError when they live on several, and AcceleratorError for one whose memory is gone (Note [Bounds]).
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 

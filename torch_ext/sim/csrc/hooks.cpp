@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "allocator.h"
+#include "bounds.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
@@ -60,7 +61,7 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
     kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
     std::memcpy(fresh.mutable_get(), storage.data(), kept);
   }
-  storage.set_data_ptr_noswap(std::move(fresh));
+  storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
   storage.set_nbytes(nbytes);
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "alias.h"
+#include "bounds.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -81,6 +82,7 @@ Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
     }
     device_ = tensor.device();
   }
+  check_bounds(name_, tensor);
   if (watched_) {
     uses_.push_back({tensor, nullptr, 0, write});
   }

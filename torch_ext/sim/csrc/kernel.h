@@ -5,6 +5,7 @@
 // says so with a Kernel: its name, and what it reads and writes. Behind it stand
 //
 //   - the check that all tensors are on one device (Note [Strict devices] in checks.cpp);
+//   - the check that they lie inside their storages (Note [Bounds] in bounds.h);
 //   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
 //   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
 //   - whoever observes (kernel_observer.h).
@@ -45,7 +46,7 @@ class Kernel {
   Kernel& operator=(const Kernel&) = delete;
 
   // What it reads and writes. Undefined tensors are none. Before `launch`, raises RuntimeError for a tensor on another
-  // device than those before it, in any order.
+  // device than those before it, in any order, and AcceleratorError for one whose memory is gone.
   Kernel& reads(const at::Tensor& tensor) { return use(tensor, /*write=*/false); }
   Kernel& reads(const OptionalTensor& tensor) { return tensor.has_value() ? reads(*tensor) : *this; }
   Kernel& writes(const at::Tensor& tensor) { return use(tensor, /*write=*/true); }

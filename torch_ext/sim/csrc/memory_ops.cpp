@@ -14,10 +14,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "alias.h"
 #include "allocator.h"
+#include "bounds.h"
 #include "device.h"
 #include "hooks.h"
 #include "kernel.h"
@@ -72,6 +74,19 @@ void grow_storage(const at::Tensor& tensor) {
       tensor.sizes(), tensor.strides(), tensor.dtype().itemsize(), static_cast<size_t>(tensor.storage_offset()));
   if (needed > tensor.storage().nbytes()) {
     resize_bytes(*tensor.storage().unsafeGetStorageImpl(), needed);
+  }
+}
+
+// Torch refuses a view past the end of the storage. Where that has shrunk, the error says where in the program.
+at::Tensor as_strided(
+    const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+  try {
+    return at::native::as_strided_tensorimpl(self, size, stride, offset);
+  } catch (c10::Error& error) {
+    if (const auto why = why_too_small(self.storage()); !why.empty()) {
+      error.add_context("The storage was" + why);
+    }
+    throw;
   }
 }
 
@@ -184,7 +199,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
-  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));

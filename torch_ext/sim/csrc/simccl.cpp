@@ -128,7 +128,7 @@ class SimCCL final : public Launcher {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     Call call{OpType::BROADCAST, "broadcast"};
-    call.outputs = {transport_view(single(tensors, "broadcast"))};
+    call.outputs = {transport_view(single(tensors, "broadcast"), call.name)};
     call.root = checked_root(options.rootRank);
     if (call.root == rank_) {
       call.inputs = call.outputs;
@@ -153,7 +153,7 @@ class SimCCL final : public Launcher {
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     Call call{OpType::REDUCE, "reduce"};
-    call.inputs = {transport_view(single(tensors, "reduce"))};
+    call.inputs = {transport_view(single(tensors, "reduce"), call.name)};
     call.root = checked_root(options.rootRank);
     if (call.root == rank_) {
       call.outputs = call.inputs;
@@ -206,19 +206,19 @@ class SimCCL final : public Launcher {
 
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     Call call{OpType::GATHER, "gather"};
-    call.inputs = {transport_view(single(inputs, "gather"))};
+    call.inputs = {transport_view(single(inputs, "gather"), call.name)};
     call.root = checked_root(options.rootRank);
     check_list(outputs, call.root, "gather", "output", inputs.front());
-    call.outputs = transport_view(flatten(outputs));
+    call.outputs = transport_view(flatten(outputs), call.name);
     return launch_one(std::move(call), "gather", inputs, outputs.empty() ? inputs : flatten(outputs), options);
   }
 
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
     Call call{OpType::SCATTER, "scatter"};
-    call.outputs = {transport_view(single(outputs, "scatter"))};
+    call.outputs = {transport_view(single(outputs, "scatter"), call.name)};
     call.root = checked_root(options.rootRank);
     check_list(inputs, call.root, "scatter", "input", outputs.front());
-    call.inputs = transport_view(flatten(inputs));
+    call.inputs = transport_view(flatten(inputs), call.name);
     return launch_one(std::move(call), "scatter", flatten(inputs), outputs, options);
   }
 
@@ -233,8 +233,8 @@ class SimCCL final : public Launcher {
         parts[rank_].numel() == output.numel(), "The output has ", output.numel(),
         " elements, but this rank's input has ", parts[rank_].numel(), ".");
     Call call{OpType::REDUCE_SCATTER, "reduce_scatter"};
-    call.inputs = transport_view(parts);
-    call.outputs = {transport_view(output)};
+    call.inputs = transport_view(parts, call.name);
+    call.outputs = {transport_view(output, call.name)};
     call.reduction = reduction_of(options.reduceOp, output);
     return launch_one(std::move(call), "reduce_scatter", parts, outputs, options);
   }
@@ -264,8 +264,8 @@ class SimCCL final : public Launcher {
       const c10d::AllToAllOptions& options) override {
     check_types({input}, output);
     Call call{OpType::ALLTOALL, "all_to_all"};
-    call.inputs = transport_rows(input, input_splits, size_);
-    call.outputs = transport_rows(output, output_splits, size_);
+    call.inputs = transport_rows(input, input_splits, size_, call.name);
+    call.outputs = transport_rows(output, output_splits, size_, call.name);
     return launch_one(std::move(call), "all_to_all", {input}, {output}, options, OpType::ALLTOALL_BASE);
   }
 
@@ -277,24 +277,24 @@ class SimCCL final : public Launcher {
     check_types(inputs, outputs.front());
     check_types(outputs, outputs.front());
     Call call{OpType::ALLTOALL, "all_to_all"};
-    call.inputs = transport_view(inputs);
-    call.outputs = transport_view(outputs);
+    call.inputs = transport_view(inputs, call.name);
+    call.outputs = transport_view(outputs, call.name);
     return launch_one(std::move(call), "all_to_all", inputs, outputs, options);
   }
 
   WorkPtr send(Tensors& tensors, int destination, int tag) override {
     Call call{OpType::SEND, "send"};
-    call.inputs = {transport_view(single(tensors, "send"))};
+    call.inputs = {transport_view(single(tensors, "send"), call.name)};
     return launch_transfer(std::move(call), "send", tensors, tensors, checked_root(destination), tag);
   }
   WorkPtr recv(Tensors& tensors, int source, int tag) override {
     Call call{OpType::RECV, "recv"};
-    call.outputs = {transport_view(single(tensors, "recv"))};
+    call.outputs = {transport_view(single(tensors, "recv"), call.name)};
     return launch_transfer(std::move(call), "recv", {}, tensors, checked_root(source), tag);
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
     Call call{OpType::RECVANYSOURCE, "recv"};
-    call.outputs = {transport_view(single(tensors, "recv"))};
+    call.outputs = {transport_view(single(tensors, "recv"), call.name)};
     return launch_transfer(std::move(call), "recv", {}, tensors, -1, tag);
   }
 
@@ -343,7 +343,7 @@ class SimCCL final : public Launcher {
 
   Call all_reduce_of(const at::Tensor& tensor, const char* name, const c10d::AllreduceOptions& options) const {
     Call call{OpType::ALLREDUCE, name};
-    call.inputs = {transport_view(tensor)};
+    call.inputs = {transport_view(tensor, call.name)};
     call.outputs = call.inputs;
     call.reduction = reduction_of(options.reduceOp, tensor);
     call.timeout = options.timeout;
@@ -359,8 +359,8 @@ class SimCCL final : public Launcher {
         outputs[rank_].numel() == input.numel(), "The input has ", input.numel(),
         " elements, but the output for this rank has ", outputs[rank_].numel(), ".");
     Call call{OpType::ALLGATHER, name};
-    call.inputs = {transport_view(input)};
-    call.outputs = transport_view(outputs);
+    call.inputs = {transport_view(input, call.name)};
+    call.outputs = transport_view(outputs, call.name);
     return call;
   }
 
@@ -373,8 +373,8 @@ class SimCCL final : public Launcher {
         "output tensor size must be equal to world_size times input tensor size: got ", output.numel(), ", expected ",
         input.numel() * size_, ".");
     Call call{OpType::ALLGATHER, name};
-    call.inputs = {transport_view(input)};
-    call.outputs = transport_parts(output, size_);
+    call.inputs = {transport_view(input, call.name)};
+    call.outputs = transport_parts(output, size_, call.name);
     return call;
   }
 
@@ -390,8 +390,8 @@ class SimCCL final : public Launcher {
         "input tensor must be the same size as output size times world size: got ", input.numel(), ", expected ",
         output.numel() * size_, ".");
     Call call{OpType::REDUCE_SCATTER, name};
-    call.inputs = transport_parts(input, size_);
-    call.outputs = {transport_view(output)};
+    call.inputs = transport_parts(input, size_, call.name);
+    call.outputs = {transport_view(output, call.name)};
     call.reduction = reduction_of(options.reduceOp, output);
     call.timeout = options.timeout;
     return call;

@@ -203,6 +203,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const auto* end = static_cast<Event*>(second);
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
     TORCH_CHECK(is_done(*start) && is_done(*end), "Both events must be completed before calculating elapsed time.");
+    TORCH_CHECK(
+        start->device == end->device,
+        "Both events must be recorded on one device before calculating elapsed time, but ", "one was recorded on sim:",
+        static_cast<int>(start->device), " and the other on sim:", static_cast<int>(end->device), ".");
     return static_cast<double>(ended_at(*end) - ended_at(*start)) / kNanosecondsPerMillisecond;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -299,7 +303,7 @@ Event record(c10::Stream stream) {
     return *end_of_operation;
   }
   auto& track = track_of(stream);
-  Event event{std::max(track.busy_until.load(), now()), track.waits_for()};
+  Event event{std::max(track.busy_until.load(), now()), track.waits_for(), {}, stream.device_index()};
   tell([&](Observer& to) { event.moment = to.recorded(stream); });
   return event;
 }

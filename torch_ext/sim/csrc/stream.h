@@ -82,6 +82,7 @@ struct Event {
   int64_t done_at = 0;    // nanoseconds on the steady clock
   Elsewheres elsewhere{}; // what was not over when it was recorded
   Moment moment{};        // for whoever observes
+  c10::DeviceIndex device = -1;
 };
 
 Event record(c10::Stream stream);

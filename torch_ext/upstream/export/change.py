@@ -68,7 +68,7 @@ def _add_one(linker: Linker, module: str, name: str) -> None:
     elif advice := spelled.advice_for(found[0].name):
         linker.problems.append(f"{name}: {advice}")
     else:
-        place = linker.place(found[0].name)
+        place = linker.places.place(found[0].name)
         if linker.theirs.find(place, name) is None:
             linker.add_name(module, name)
         else:
@@ -84,7 +84,7 @@ def _add_since(linker: Linker, revision: str, root: Path) -> None:
             continue
         if advice := spelled.advice_for(name):
             linker.problems.append(f"{path}: {advice}")
-        elif before is None or linker.theirs.module(linker.place(name)) is None:
+        elif before is None or linker.theirs.module(linker.places.place(name)) is None:
             linker.add_file(name)
         else:
             _add_changes(linker, old, before, now)
@@ -106,7 +106,7 @@ def _add_changes(linker: Linker, old: Tree, before: Module, now: Module) -> None
         earlier = before.definitions.get(name)
         if name == "__all__" or (earlier is not None and _same(earlier, definition)):
             continue
-        place = linker.place(now.name)
+        place = linker.places.place(now.name)
         theirs = linker.theirs.find(place, name)
         if theirs is None or earlier is None:
             if theirs is None:

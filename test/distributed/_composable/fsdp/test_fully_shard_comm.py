@@ -29,6 +29,7 @@ from torch_ext.testing._internal.common_fsdp import (
     patch_reshard,
     patch_unshard,
     reduce_scatter_with_assert,
+    skip_without_accelerator,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -175,17 +176,13 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_gradient_divide_factor(self):
-        """A factor of one gives the sum; any other divides it."""
-        if not self._device_premultiplies():
-            self._test_divide_factor(force_sum=True)
-        else:
-            self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
-
-    def _device_premultiplies(self):
-        return dist.get_backend() == "nccl"
+        """A factor of one gives the sum; any other divides it. The collective does it, or FSDP if it may only sum."""
+        self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
 
     def _test_divide_factor(self, force_sum):
-        for factor in (1.0, 3.0):
+        if not force_sum:
+            skip_without_accelerator("gloo has no PREMUL_SUM, with which FSDP divides by a factor of its own")
+        for factor in (1.0, 3.0, 4.0):
             model = ThreeUnits()
             reference = self.replica(model)
             fully_shard(model.to(self.device), mesh=world_mesh(4))

@@ -6,6 +6,7 @@ is found.
 """
 
 import copy
+import re
 import sys
 
 import torch
@@ -160,13 +161,27 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         self.assertEqual(source.state_dict()["in_proj.weight"].device_mesh.ndim, 2)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_hooks_on_state_dict_run_in_order(self):
-        model = self.sharded(0)
+    def test_hooks_on_state_dict_see_sharded_parameters(self):
+        """FSDP's own hooks reshard first, when parameters have stayed gathered since forward."""
+        model = self.sharded(0, reshard_after_forward=False)
         seen = []
-        model.register_state_dict_pre_hook(lambda *_: seen.append("pre"))
-        model.register_state_dict_post_hook(lambda *_: seen.append("post"))
-        model.load_state_dict(model.state_dict())
-        self.assertEqual(seen, ["pre", "post"])
+
+        def note(when):
+            seen.append((when, {type(parameter) for parameter in model[2].parameters()}))
+
+        model(self.rows(WIDTH))
+        note("after forward")
+        model[2].register_state_dict_pre_hook(lambda *_: note("before saving"))
+        state = model.state_dict()
+        model(self.rows(WIDTH))
+        model[2].register_load_state_dict_pre_hook(lambda *_: note("before loading"))
+        model.load_state_dict(state)
+        expected = [
+            ("after forward", {nn.Parameter}),
+            ("before saving", {DTensor}),
+            ("before loading", {DTensor}),
+        ]
+        self.assertEqual(seen, expected)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_rank0_loads_for_all_on_meta(self):
@@ -194,8 +209,15 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         with torch.device("meta"):
             model = make_model()
         self.shard(model)
-        with self.assertRaisesRegex(RuntimeError, "meta"):
+        still_on_meta = (
+            "FSDP parameters should be materialized from meta device before training, "
+            "but the following were still on meta device: "
+        )
+        names = ["1.weight", "1.bias", "2.weight", "2.bias"]  # of the root's group, which is looked at first
+        with self.assertRaisesRegex(RuntimeError, re.escape(f"{still_on_meta}{names}")):
             model(self.rows(WIDTH))
+        with self.assertRaisesRegex(RuntimeError, re.escape(still_on_meta)):
+            model[0].unshard()
 
 
 class TestFullyShardCheckpoint(StateDictTest):

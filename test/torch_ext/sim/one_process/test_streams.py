@@ -59,3 +59,40 @@ def test_elapsed_time_is_what_the_stream_was_kept_busy() -> None:
     plain.record()
     with pytest.raises((RuntimeError, ValueError), match="enable_timing"):
         plain.elapsed_time(end)
+
+
+def test_an_event_belongs_to_the_device_it_was_first_recorded_on() -> None:
+    here, there = SIM.Stream("sim:0"), SIM.Stream("sim:1")
+    event = SIM.Event(enable_timing=True)
+    event.record(there)  # an event that was never recorded has no device yet
+    with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
+        event.record(here)
+    with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
+        here.record_event(event)
+    here.wait_event(event)  # streams may wait across devices
+    event.record(there)
+
+
+def test_record_stream_takes_streams_of_other_devices() -> None:
+    x = torch.ones(4, device="sim:0")
+    x.record_stream(SIM.Stream("sim:1"))
+    del x
+    assert torch.ones(4, device="sim:0").sum().item() == 4
+
+
+def test_elapsed_time_needs_two_recorded_events_of_one_device() -> None:
+    one, other, never = (SIM.Event(enable_timing=True) for _ in range(3))
+    one.record(SIM.Stream("sim:0"))
+    other.record(SIM.Stream("sim:1"))
+    for pair in ((one, never), (never, one), (never, never)):
+        with pytest.raises(ValueError, match="Both events must be recorded before calculating elapsed time"):
+            pair[0].elapsed_time(pair[1])
+    with pytest.raises(RuntimeError, match=r"one device.*one was recorded on sim:0 and the other on sim:1"):
+        one.elapsed_time(other)
+
+
+def test_an_event_that_was_never_recorded_is_over_and_nothing_waits_for_it() -> None:
+    never = SIM.Event()
+    assert never.query()
+    never.synchronize()
+    SIM.Stream().wait_event(never)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
-from test.torch_ext.sim.races import zoo_collectives
+from test.torch_ext.sim.races import zoo_collectives, zoo_training
 from test.torch_ext.sim.races.stage import SIM, pairs_of, run
 
 
 def _run_all(rank: int, world_size: int) -> None:
     wrong = []
-    for pair in pairs_of(zoo_collectives):
+    for pair in pairs_of(zoo_collectives, zoo_training):
         for fixed, expected in ((False, [pair.expected]), (True, [])):
-            found = run(pair, fixed=fixed)
+            try:
+                found = run(pair, fixed=fixed)
+            except Exception as error:
+                wrong.append(f"{pair.name}: {error!r}")
+                continue
             if found != expected:
                 wrong.append(f"{pair.name}, {'twin' if fixed else 'racy'}: expected {expected}, found {found}")
             SIM.synchronize()

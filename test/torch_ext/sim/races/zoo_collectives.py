@@ -134,3 +134,78 @@ def device_synchronized_instead(on: Stage, fixed: bool) -> None:
         SIM.synchronize()
     x.mul(3)  # later: mul
     work.wait()
+
+
+@pair
+def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
+    x, y = on.tensor(), on.tensor()
+    with dist._coalescing_manager(device=on.device, async_ops=True) as together:  # earlier: allreduce_coalesced
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    if fixed:
+        together.wait()
+    y.mul(3)  # later: mul
+    together.wait()
+
+
+@pair
+def received_and_read_before_wait(on: Stage, fixed: bool) -> None:
+    x, got = on.tensor(), on.tensor()
+    peer = 1 - dist.get_rank()
+    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+    works = dist.batch_isend_irecv(both)  # earlier: recv
+    if fixed:
+        for work in works:
+            work.wait()
+    got.mul(3)  # later: mul
+    for work in works:
+        work.wait()
+
+
+@pair
+def freed_before_it_is_sent(on: Stage, fixed: bool) -> None:
+    # As in Megatron-LM#4047.
+    peer, got = 1 - dist.get_rank(), on.tensor()
+    x = on.tensor()
+    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+    works = dist.batch_isend_irecv(both)  # earlier: send
+    if fixed:
+        for work in works:
+            work.wait()
+    x.untyped_storage().resize_(0)
+    torch.zeros(256, device=on.device)  # later: zero_
+    for work in works:
+        work.wait()
+
+
+@pair
+def value_of_a_callback_read_before_its_future(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    future = dist.all_reduce(x, async_op=True).get_future()
+    twice = future.then(lambda done: done.value()[0].mul(2))  # earlier: mul
+    if fixed:
+        twice.wait()
+    twice.value().add(1)  # later: add
+    twice.wait()
+
+
+@pair
+def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)
+    twice = work.get_future().then(lambda done: done.value()[0].mul(2))  # earlier: mul
+    work.wait()
+    if fixed:
+        twice.wait()
+    x.zero_()  # later: zero_
+    twice.wait()
+
+
+@pair
+def dropped_without_wait_and_read(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+    if fixed:
+        work.wait()
+    del work
+    x.mul(3)  # later: mul

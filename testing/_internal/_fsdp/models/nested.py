@@ -171,8 +171,9 @@ class NonUniformReqGradNWM(NestedWrappedModule):
 class ModuleWithDelay(FSDPTestModel):
     """Wraps a test model and delays it after its loss, before each reduce-scatter of its gradients, or both.
 
-    Delays expose a stream that does not wait for another: an optimizer that steps before gradients are reduced, or a
-    reduction that reads a gradient before it is computed.
+    On a GPU a delay widens the window in which a missing wait shows: of the optimizer for the reduction, or of the
+    reduction for a gradient. It proves nothing. On ``sim``, run under ``check_races``, which finds each missing wait
+    with or without a delay.
     """
 
     def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:

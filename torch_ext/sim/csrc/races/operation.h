@@ -3,7 +3,6 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <cstdint>
 #include <memory>
@@ -11,12 +10,12 @@
 #include <string>
 #include <utility>
 
+#include "../call_stack.h"
 #include "history.h"
 
 namespace torch_ext::sim::races {
 
-// Python frames. Taking them costs well under a microsecond; names and lines are found only when they are shown.
-using Stack = std::shared_ptr<torch::CapturedTraceback>;
+using Stack = CallStack;
 
 // Takes the GIL for a moment, so it must be called without any lock of ours.
 Stack current_stack();

@@ -3,7 +3,6 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
-#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "../block_pool.h"
+#include "../call_stack.h"
 #include "../device.h"
 #include "../kernel_observer.h"
 #include "../kernel_scope.h"
@@ -51,9 +51,7 @@ const Clock& clock_of(const Moment& moment) {
 } // namespace
 
 Stack current_stack() {
-  return torch::CapturedTraceback::gather(
-      /*python=*/true, /*script=*/false,
-      /*cpp=*/false);
+  return current_call_stack();
 }
 
 Watch& watch() {

@@ -1,0 +1,138 @@
+"""``torch_ext run`` beside torchrun, and a rank of ``sim`` beside one of the host.
+
+    python benchmarks/programs.py [--repeats 5] [--ranks 8 16 32]
+
+Prints, both sides measured in turns in one run: seconds until the first line of a script that only imports torch, on 4
+ranks; the step time of FSDP2 on ``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks; and the private memory of a
+rank that has imported torch and waits. Medians, and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ONLY_IMPORTS = "import torch\nprint('first line', flush=True)\n"
+
+STEPS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+found = torch.accelerator.current_accelerator()
+rank = int(os.environ["LOCAL_RANK"])
+device = torch.device("cpu") if found is None else torch.device(found.type, rank)
+if found is not None:
+    torch.accelerator.set_device_index(rank)
+dist.init_process_group("gloo" if found is None else None)
+mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to(device)
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = torch.randn(64, 512, device=device)
+times = []
+for _ in range(40):
+    begun = time.perf_counter()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if found is not None:
+        torch.accelerator.synchronize()
+    times.append(time.perf_counter() - begun)
+if rank == 0:
+    print("step", sorted(times[10:])[15], flush=True)
+dist.destroy_process_group()
+"""
+
+MEMORY = """
+import os, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+kib = {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if "kB" in line}
+told = [None] * dist.get_world_size()
+dist.all_gather_object(told, kib["Private_Dirty"] + kib["Private_Clean"])
+if dist.get_rank() == 0:
+    print("memory", max(told) / 1024, flush=True)
+"""
+
+
+def ours(ranks: int, *words: str) -> list[str]:
+    """The command that runs a program on ``ranks`` ranks of ours."""
+    return [sys.executable, "-m", "torch_ext", "run", "-n", str(ranks), "--output", "rank0", *words]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The same, with torchrun."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+
+
+def until_first_line(command: list[str]) -> float:
+    """Return the seconds until ``command`` prints its first line; exit if it prints none."""
+    begun = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        line = process.stdout.readline() if process.stdout is not None else ""
+        took_s = time.perf_counter() - begun
+    if "first line" not in line:
+        raise SystemExit(f"no line came from {' '.join(command)}")
+    return took_s
+
+
+def number(command: list[str], name: str) -> float:
+    """Return the number that ``command`` prints behind ``name``; exit if it prints none."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
+    if not found:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return float(found[0])
+
+
+def in_turns(repeats: int, *sides: Callable[[], float]) -> list[float]:
+    """Return the median of each side, measured one after the other, ``repeats`` times over."""
+    found: list[list[float]] = [[] for _ in sides]
+    for _ in range(repeats):
+        for side, values in zip(sides, found, strict=True):
+            values.append(side())
+    return [statistics.median(values) for values in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for name, text in (("first", ONLY_IMPORTS), ("steps", STEPS), ("memory", MEMORY)):
+            files[name] = str(Path(folder) / f"{name}.py")
+            Path(files[name]).write_text(text, encoding="utf-8")
+        theirs, own = in_turns(
+            options.repeats,
+            lambda: until_first_line([*torchrun(4), files["first"]]),
+            lambda: until_first_line([*ours(4), files["first"]]),
+        )
+        print(f"first line, 4 ranks: torchrun {theirs:.2f} s, ours {own:.2f} s, {theirs / own:.1f} times")
+        for ranks in (2, 4):
+            sim, host = in_turns(
+                options.repeats,
+                lambda ranks=ranks: number([*ours(ranks), files["steps"]], "step"),  # type: ignore[misc]
+                lambda ranks=ranks: number([*ours(ranks, "--device", "cpu"), files["steps"]], "step"),  # type: ignore[misc]
+            )
+            print(f"step, {ranks} ranks: sim {1e3 * sim:.1f} ms, cpu {1e3 * host:.1f} ms, {sim / host:.2f} times")
+        for ranks in options.ranks:
+            mib = number([*ours(ranks), files["memory"]], "memory")
+            print(f"private memory of an idle rank, {ranks} ranks: {mib:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()

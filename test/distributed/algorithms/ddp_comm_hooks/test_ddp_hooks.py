@@ -1,0 +1,174 @@
+# Owner(s): ["oncall: distributed"]
+"""Communication hooks of DistributedDataParallel: which buckets they get, in which order, and what torch's own do."""
+
+import sys
+
+import torch
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import CollectiveLog, DDPTest
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+HALF = torch.float16
+
+
+class DistributedDataParallelCommHookTest(DDPTest):
+    def _hooked(self, state, hook, **options):
+        ddp = DDP(self.net(), **options)
+        ddp.register_comm_hook(state, hook)
+        return ddp
+
+    def _check_averages(self, ddp, sent_as=torch.float32, steps=3):
+        """Check steps against averages computed and rounded by hand, and the type of the all-reduces."""
+        reference = self.net()
+        for step in range(steps):
+            for each in (ddp, reference):
+                each.zero_grad()
+            with CollectiveLog() as log:
+                self.backward(ddp, step)
+            sent = {call.dtype for call in log.calls if call.name == "allreduce"}
+            self.check_equal("types that are reduced", sent, {sent_as})
+            self.backward(reference, step)
+            expected = {}
+            for name, gradient in self.gradients(reference).items():
+                share = gradient.to(sent_as).div_(self.world_size)
+                dist.all_reduce(share)
+                expected[name] = share.to(gradient.dtype)
+            self.check_gradients(ddp, expected, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_ddp_comm_hook_allreduce_hook(self):
+        for gradient_as_bucket_view in (False, True):
+            self._check_averages(self._hooked(None, allreduce_hook, gradient_as_bucket_view=gradient_as_bucket_view))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_ddp_comm_hook_fp16compress_hook(self):
+        self._check_averages(self._hooked(None, fp16_compress_hook), HALF)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_ddp_comm_hook_fp16compress_wrapper(self):
+        self._check_averages(self._hooked(None, fp16_compress_wrapper(allreduce_hook)), HALF)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_ddp_comm_hook_noop_hook(self):
+        """Without communication every rank keeps its own gradients."""
+        ddp, reference = self._hooked(None, noop_hook), self.net()
+        reductions, _ = self.counts(lambda: self.backward(ddp))
+        self.check_equal("all-reduces", reductions, 0)
+        self.backward(reference)
+        self.check_gradients(ddp, self.gradients(reference), "own gradients")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_hook_gets_each_bucket_in_order(self):
+        """The first bucket has the last parameters. Its parameters, gradients and buffer belong together."""
+        buckets = []
+
+        def note(state, bucket):
+            parameters, gradients = bucket.parameters(), bucket.gradients()
+            buckets.append((state, bucket.index(), bucket.is_last(), [names[id(each)] for each in parameters]))
+            flat = torch.cat([each.flatten() for each in gradients])
+            self.check_equal(f"buffer of bucket {bucket.index()}", bucket.buffer()[: flat.numel()], flat)
+            return allreduce_hook(None, bucket)
+
+        ddp = self._hooked("the state", note, bucket_cap_mb=1e-5)
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        expected = [
+            ("the state", index, index == 3, [name])
+            for index, name in enumerate(["2.bias", "2.weight", "0.bias", "0.weight"])
+        ]
+        for step in range(3):
+            buckets.clear()
+            self.backward(ddp, step)
+            if step:  # before, one bucket in the order of the parameters
+                self.check_equal("buckets", buckets, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_gradients_are_what_the_hook_returns(self):
+        """Its future's result, and DDP divides nothing."""
+
+        def sevens(state, bucket):
+            future = torch.futures.Future()
+            future.set_result(torch.full_like(bucket.buffer(), 7.0))
+            return future
+
+        ddp = self._hooked(None, sevens)
+        for step in range(2):
+            self.backward(ddp, step)
+            expected = {name: torch.full_like(each, 7.0) for name, each in ddp.module.named_parameters()}
+            self.check_gradients(ddp, expected, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_hook_runs_only_where_gradients_are_synchronized(self):
+        calls = []
+
+        def note(state, bucket):
+            calls.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        ddp = self._hooked(None, note)
+        with ddp.no_sync():
+            self.backward(ddp)
+        self.check_equal("calls within no_sync", calls, [])
+        self.backward(ddp)
+        self.check_equal("calls afterwards", calls, [0])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_post_local_sgd_averages_over_the_subgroup(self):
+        """Over the whole world at first, and from the given step on over the subgroup alone, here this rank."""
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = post_local_sgd.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
+        ddp, reference = self._hooked(state, post_local_sgd.post_localSGD_hook), self.net()
+        for step in range(4):
+            for each in (ddp, reference):
+                each.zero_grad()
+                self.backward(each, step)
+            expected = self.averaged(reference) if step < 2 else self.gradients(reference)
+            self.check_gradients(ddp, expected, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_hooks_that_cannot_work_are_refused(self):
+        def wrong_bucket(state, bucket: int):
+            pass
+
+        def wrong_result(state, bucket) -> int:
+            pass
+
+        for error, text, hook in (
+            (TypeError, "Communication hook must be callable", "no function"),
+            (ValueError, "bucket annotation should be dist.GradBucket", wrong_bucket),
+            (ValueError, "return annotation should be torch.futures.Future", wrong_result),
+            (TypeError, "BF16 all reduce communication hook required CUDA", bf16_compress_hook),
+        ):
+            with self.assertRaisesRegex(error, text, msg=f"for {hook}"):
+                DDP(self.net()).register_comm_hook(None, hook)
+        ddp = self._hooked(None, allreduce_hook)
+        with self.assertRaisesRegex(
+            RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called"
+        ):
+            ddp.register_comm_hook(None, allreduce_hook)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_error_of_a_hook_reaches_backward(self):
+        def broken(state, bucket):
+            raise ValueError("of the hook")
+
+        with self.assertRaisesRegex(Exception, "of the hook"):
+            self.backward(self._hooked(None, broken))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,268 @@
+# Owner(s): ["oncall: distributed"]
+"""DistributedDataParallel with parameters that a step does not use, graphs that never change, and low precision.
+
+Two ranks add two numbers in one order and halving is exact, so gradients equal the reference's bit by bit.
+"""
+
+import contextlib
+import dataclasses
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    CollectiveLog,
+    DDPTest,
+    check_races,
+    skip_without_accelerator,
+)
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class Branches(nn.Module):
+    """Two linear layers of which forward uses those that ``use`` names, and a third that it never uses."""
+
+    def __init__(self, device, form="tensor"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.never = (nn.Linear(4, 4) for _ in range(3))
+        self.use, self.form = ("one", "two"), form
+        self.to(device)
+
+    def forward(self, x):
+        for name in self.use:
+            x = getattr(self, name)(x)
+        return FORMS[self.form](x)
+
+
+@dataclasses.dataclass
+class Output:
+    rows: torch.Tensor
+    note: str = ""
+
+
+FORMS = {
+    "tensor": lambda x: x,
+    "list": lambda x: [1, x],
+    "tuple": lambda x: (None, (x,)),
+    "dict": lambda x: {"rows": x, "note": "a string"},
+    "dataclass": lambda x: Output(x),
+}
+
+
+def rows_of(output):
+    """Return the one tensor that an output of any form of ``FORMS`` contains."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Output):
+        return output.rows
+    if isinstance(output, dict):
+        return output["rows"]
+    return output[1][0] if isinstance(output, tuple) else output[1]
+
+
+class TestDDPUnusedParameters(DDPTest):
+    def _check(self, ddp, reference, what):
+        """Check against averages in which a rank that has no gradient counts as zero; None if no rank has one."""
+        for name, parameter in reference.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            have = torch.tensor(float(parameter.grad is not None), device=self.device)
+            dist.all_reduce(gradient)
+            dist.all_reduce(have)
+            expected = gradient / self.world_size if have.item() else None
+            found = ddp.module.get_parameter(name).grad
+            self.check_equal(f"{what}: gradient of {name}", found, expected, atol=0, rtol=0)
+
+    @contextlib.contextmanager
+    def _telling(self, what):
+        """Say which step an error of the reducer is about: its own words are the same for any."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise AssertionError(f"{what}: DDP mistook what is used: {error}") from error
+
+    def _steps(self, ddp, reference, uses):
+        for step, use in enumerate(uses):
+            for each in (ddp, reference):
+                (ddp.module if each is ddp else each).use = use
+                each.zero_grad()
+                with self._telling(f"step {step} with {use} in use, output in a {reference.form}"):
+                    rows_of(each(self.rows(step))).square().sum().backward()
+            self._check(ddp, reference, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_branch_that_only_one_rank_takes(self):
+        for gradient_as_bucket_view in (False, True):
+            model, reference = Branches(self.device), Branches(self.device)
+            ddp = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=gradient_as_bucket_view)
+            own, other = ("one", "two") if self.rank == 0 else ("two", "one")
+            self._steps(ddp, reference, [("one",), (own,), (other, own), (other,)])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_outputs_of_every_form(self):
+        """Tensors are found within lists, tuples, dictionaries and dataclasses."""
+        self.run_subtests({"form": list(FORMS)}, self._test_outputs_of_every_form)
+
+    def _test_outputs_of_every_form(self, form):
+        model, reference = Branches(self.device, form), Branches(self.device, form)
+        self._steps(DDP(model, find_unused_parameters=True), reference, [("one",), ("one", "two")])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_gradient_of_an_unused_parameter_is_kept(self):
+        """If no rank uses a parameter, what is in its gradient is not touched."""
+        model = Branches(self.device)
+        ddp = DDP(model, find_unused_parameters=True)
+        model.never.weight.grad = torch.full_like(model.never.weight, 3.0 + self.rank)
+        ddp(self.rows()).sum().backward()
+        self.check_equal("gradient of never", model.never.weight.grad, torch.full((4, 4), 3.0 + self.rank))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_output_that_the_loss_ignores(self):
+        class Two(Branches):
+            def forward(self, x):
+                return self.one(x), self.two(x)
+
+        model, reference = Two(self.device), Two(self.device)
+        ddp = DDP(model, find_unused_parameters=True)
+        for step in range(2):
+            for each in (ddp, reference):
+                each.zero_grad()
+                each(self.rows(step))[0].square().sum().backward()
+            self._check(ddp, reference, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_unused_parameters_that_nobody_looks_for_are_an_error(self):
+        """The error names the parameters by index, and tells what to do."""
+        ddp = DDP(Branches(self.device))
+        ddp(self.rows()).sum().backward()
+        expected = (
+            r"(?s)Expected to have finished reduction in the prior iteration.*find_unused_parameters=True"
+            rf".*did not receive grad for rank {self.rank}: 4 5"
+        )
+        with self.assertRaisesRegex(RuntimeError, expected):
+            ddp(self.rows())
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_static_graph_finds_unused_parameters_once(self):
+        """It reduces at the end of the first backwards, and as soon as a bucket is complete when it knows the order."""
+        model, reference = Branches(self.device), Branches(self.device)
+        ddp = DDP(model, static_graph=True, bucket_cap_mb=1e-5)
+        computed = []
+        for step in range(3):
+            computed.clear()
+            for each in (ddp, reference):
+                each.zero_grad()
+            log = CollectiveLog()
+            hooked = model.one.weight.register_hook(lambda _, log=log: computed.append(log.count("allreduce")))
+            with log, self._telling(f"step {step}"):
+                ddp(self.rows(step)).square().sum().backward()
+            hooked.remove()
+            reference(self.rows(step)).square().sum().backward()
+            self._check(ddp, reference, f"step {step}")
+            early = "buckets reduced before the first layer's gradient comes"
+            self.check_equal(f"step {step}: {early}", computed[0] > 0, step > 1)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_static_graph_with_a_module_that_runs_twice(self):
+        from torch.utils.checkpoint import checkpoint
+
+        class Twice(Branches):
+            def forward(self, x):
+                for _ in range(2):
+                    x = checkpoint(self.one, x, use_reentrant=False)
+                return self.two(x)
+
+        model, reference = Twice(self.device), Twice(self.device)
+        ddp = DDP(model, static_graph=True)
+        for step in range(3):
+            for each in (ddp, reference):
+                each.zero_grad()
+                each(self.rows(step)).square().sum().backward()
+            self._check(ddp, reference, f"step {step}")
+
+
+class Typed(nn.Module):
+    """A linear layer with a buffer, and the types that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("offset", torch.ones(4))
+        self.seen = {}
+
+    def forward(self, x):
+        self.seen = {"x": x.dtype, "weight": self.layer.weight.dtype, "buffer": self.offset.dtype}
+        return self.layer(x)
+
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+class TestDDPMixedPrecision(DDPTest):
+    def _model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(Typed(), Typed()).to(self.device)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_compute_in_low_precision(self):
+        """Forward and backward in one type, the reduction in another; parameters, gradients, optimizer in full.
+
+        Values of the first step are not compared: torch 2.13 copies its gradients into views of buckets that it has
+        replaced when it learned of the low precision, and reduces whatever is in the new ones.
+        """
+        skip_without_accelerator("DDP's mixed precision makes streams")
+        self.run_subtests({"types": [(BRAIN, FULL), (HALF, HALF)]}, self._test_compute_in_low_precision)
+
+    def _test_compute_in_low_precision(self, types):
+        param_dtype, reduce_dtype = types
+        precision = _MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=param_dtype)
+        model, reference = self._model(), self._model()
+        ddp = DDP(model, mixed_precision=precision)
+        for step in range(3):
+            ddp.zero_grad()
+            with CollectiveLog() as log:
+                ddp(self.rows(step)).sum().backward()
+            reduced = {call.dtype for call in log.calls if call.name == "allreduce"}
+            self.check_equal("types that are reduced", reduced, {reduce_dtype})
+            seen = dict.fromkeys(("x", "weight", "buffer"), param_dtype)
+            self.check_equal("types in forward", [each.seen for each in model], [seen] * 2)
+            after = {(each.dtype, each.grad.dtype) for each in model.parameters()}
+            self.check_equal("types of parameters after backward, and of gradients", after, {(FULL, FULL)})
+            if not step:
+                continue
+            computing = self._model().to(param_dtype)
+            computing(self.rows(step).to(param_dtype)).sum().backward()
+            for name, each in computing.named_parameters():
+                gradient = each.grad.to(reduce_dtype)
+                dist.all_reduce(gradient)
+                expected = (gradient / self.world_size).to(FULL)
+                found = model.get_parameter(name).grad
+                self.check_equal(f"gradient of {name}, step {step}", found, expected, atol=0, rtol=0)
+        self.check_equal("parameters", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_streams_wait_for_low_precision(self):
+        """Low-precision copies and what casts gradients back run on streams of their own, for which others wait."""
+        skip_without_accelerator("the host has no streams")
+        ddp = DDP(self._model(), mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with check_races():
+            for step in range(3):
+                # DDP does not do so itself, and may copy parameters that the optimizer has not written: docs/races.md.
+                ddp._mp_stream.wait_stream(torch.accelerator.current_stream())
+                ddp(self.rows(step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    run_tests()

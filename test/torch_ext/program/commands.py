@@ -1,0 +1,86 @@
+"""Runs ``torch_ext run`` and torchrun on small programs, and finds what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+from test.torch_ext.house.source import CHECKOUT
+
+__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "start", "torchrun"]
+
+EXAMPLE = CHECKOUT / "examples" / "train.py"
+
+# Far above what any of them takes, on a machine that does other things too.
+_LIMIT_S = 240.0
+MARK = "TEST_OF_PROGRAMS"
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_SIM", "OMP_"))}
+    return {**kept, "PYTHONPATH": str(CHECKOUT), **more}
+
+
+def start(options: str, program: str, *arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+    """Start ``torch_ext run`` on the text ``program``, in the file ``program.py`` of ``folder``."""
+    (folder / "program.py").write_text(dedent(program), encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch_ext", "run", *options.split(), "program.py", *arguments],
+        cwd=folder,
+        env=_environment(more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+    """As :func:`start`, and wait for its end. Nothing of it may be left."""
+    mark = uuid.uuid4().hex
+    with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
+        out, err = process.communicate(timeout=_LIMIT_S)
+    assert alive_with(mark) == []
+    return Ended(process.returncode, out, err)
+
+
+def alive_with(mark: str) -> list[str]:
+    """Return the command lines of processes that were started with ``mark`` in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return [command for command in found if command]
+
+
+def torchrun(*words: str, folder: Path, **more: str) -> Ended:
+    """Run torch's own torchrun, with our entry point installed beside what there is."""
+    installed = folder / "installed"
+    information = installed / "entry_of_torch_ext-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: entry_of_torch_ext\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("[torch.backends]\nours = torch_ext.program.autoload:load\n")
+    environment = _environment({"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{installed}", **more})
+    done = subprocess.run(
+        [*_TORCHRUN, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,169 @@
+"""``torch_ext run``: what a program finds, how its end is told, and what is left of it."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start
+from torch_ext.program.supervise import main
+
+_FINDS = r"""
+    import multiprocessing as mp, os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.tensor(float(index))
+
+    if __name__ == "__main__":
+        rank = int(os.environ["LOCAL_RANK"])
+        assert sys.modules["__main__"].Numbers is Numbers
+        assert mp.parent_process() is None and mp.current_process().name == "MainProcess"
+        assert sys.argv == ["program.py", "--alpha", "-m", "b"], sys.argv
+        assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
+        assert dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] == "2"
+        assert torch.accelerator.device_count() == 2
+        for method in ("fork", "spawn"):
+            batches = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=method)
+            assert sum(batch.sum().item() for batch in batches) == 6.0
+        child = os.fork()
+        if not child:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for backend in (None, "gloo", "simccl"):
+            torch.accelerator.set_device_index(rank)
+            dist.init_process_group(backend)
+            tensor = torch.ones(2, device="sim")
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [2.0, 2.0]
+            dist.destroy_process_group()
+        print("\x1b[1mfine\x1b[0m", flush=True)
+        sys.exit(0)
+"""
+
+
+def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
+    ended = run("-n 2", _FINDS, "--alpha", "-m", "b", folder=tmp_path)
+    assert ended.err == ""
+    assert sorted(ended.out.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
+    assert ended.code == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("raise ValueError('no data')", 1, "rank 1 of 3 failed with ValueError: no data"),
+        ("sys.exit(7)", 7, "rank 1 of 3 failed with SystemExit: 7"),
+        ("sys.exit('why not')", 1, "rank 1 of 3 failed with SystemExit: why not"),
+        ("os._exit(5)", 5, "rank 1 of 3 exited with code 5 before its program was over"),
+        ("os.kill(os.getpid(), 11)", 128 + 11, "rank 1 of 3 was killed by SIGSEGV"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
+    body: str, code: int, said: str, tmp_path: Path
+) -> None:
+    program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {body}\ntime.sleep(600)\n"
+    ended = run("-n 3 --device cpu", program, folder=tmp_path)
+    assert said in ended.err
+    assert "rank 0 was stopped by the harness while its program was running" in ended.err
+    assert "torch_ext/program/" not in ended.err, "frames of ours say nothing"
+    assert ended.code == code
+
+
+def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) -> None:
+    ended = run(
+        "-n 2 --device cpu --output rank0", "import os\nprint('done', flush=True)\nos._exit(0)", folder=tmp_path
+    )
+    assert (ended.code, ended.out) == (0, "done\n")
+    assert "ranks 0, 1 left by os._exit(0)" in ended.err
+
+
+def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Path) -> None:
+    program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
+        "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
+    ended = run("-n 2", program, folder=tmp_path)
+    assert "ranks 0, 1 of 2 hung" in ended.err
+    assert "barrier() in main (program.py:25)" in ended.err
+    assert ended.code == 1
+
+
+def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    out_of_memory = run("-n 2 --memory 32KiB", text, folder=tmp_path)
+    assert "failed with torch.OutOfMemoryError" in out_of_memory.err
+    assert out_of_memory.code == 1
+    copied = "            batch = torch.randn(32, 64).to(device)\n"
+    racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{copied}")
+    found = run("-n 2 --races error", racing, folder=tmp_path)
+    assert "torch_ext.sim.races.RaceError" in found.err
+    assert "ranks 0, 1 of 2 failed" in found.err, "they differ in their device alone"
+    assert "program.py:22" in found.err
+    assert found.code == 1
+
+
+def test_a_program_that_names_cuda_runs_as_it_is(tmp_path: Path) -> None:
+    program = EXAMPLE.read_text().replace("torch.accelerator.current_accelerator().type", '"cuda"')
+    program = program.replace("torch.accelerator.set_device_index", "torch.cuda.set_device")
+    program = program.replace("init_process_group()", 'init_process_group("nccl")')
+    program += '    print(torch.cuda.get_device_name(), torch.ones(2, device="cuda").device.type == "cuda")\n'
+    assert program.count("cuda") > 3
+    ended = run("-n 2 --cuda-as-sim --output rank0", program, folder=tmp_path)
+    assert ended.err == ""
+    assert "step 4: loss" in ended.out
+    assert "simulated on the CPU True" in ended.out
+    assert ended.code == 0
+
+
+@pytest.mark.parametrize(("options", "code"), [("", 0), ("--strict", 1)])
+def test_a_silent_fake_is_said(options: str, code: int, tmp_path: Path) -> None:
+    ended = run(f"-n 2 {options}", "import torch\ntorch.ones(2).sum()", folder=tmp_path)
+    assert "none of the 2 ranks made a process group" in ended.err
+    assert "no tensor ever lay on any simulated device" in ended.err
+    assert ended.code == code
+
+
+def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    program = """
+        import time
+        print("begun", flush=True)
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("saved", flush=True)
+    """
+    mark = uuid.uuid4().hex
+    with start("-n 2 --device cpu", program, folder=tmp_path, **{MARK: mark}) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] begun\n", "[rank 1] begun\n"}
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
+    assert "Traceback" not in err
+    assert alive_with(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "which program?"),
+        ("no_such_file.py", "no such file"),
+        ("-n 0 a.py", "expected a number of ranks"),
+        ("-n 65 a.py", "at most 64 simulated devices"),
+        ("--memory two a.py", "expected a size such as 2GiB"),
+        ("--timeout 0 a.py", "expected a number of seconds above 0"),
+        ("--device cpu --races error a.py", "--races is for the simulated accelerator"),
+    ],
+)
+def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""torchrun as it is, with ``TORCH_EXT_SIM`` in the environment."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from test.torch_ext.house.source import CHECKOUT
+from test.torch_ext.program.commands import EXAMPLE, Ended, torchrun
+
+_NAMES_CUDA = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+tensor = torch.ones(2, device=f"cuda:{rank}")
+dist.all_reduce(tensor)
+print(__name__, tensor.device.type == "cuda", tensor.tolist(), torch.cuda.device_count(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_agents_train_on_sim(tmp_path: Path) -> None:
+    """As on two hosts: they find each other by torchrun's own rendezvous."""
+    meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", tmp_path.name)
+    with socket.socket() as held:  # stays bound, and never listens: nobody else is given the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        endpoint = ("--rdzv-endpoint", f"127.0.0.1:{held.getsockname()[1]}", str(EXAMPLE))
+        ended: list[Ended] = []
+        agents = [
+            threading.Thread(
+                target=lambda: ended.append(
+                    torchrun(*meeting, *endpoint, folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
+                )
+            )
+            for _ in range(2)
+        ]
+        for agent in agents:
+            agent.start()
+        for agent in agents:
+            agent.join()
+    assert [each.code for each in ended] == [0, 0], ended
+    assert sum("step 4: loss" in each.out for each in ended) >= 1
+
+
+def test_cuda_means_sim_in_the_workers_and_a_fake_is_said(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_NAMES_CUDA)
+    ended = torchrun("--nproc-per-node", "2", "program.py", folder=tmp_path, TORCH_EXT_SIM="cuda")
+    assert ended.out.splitlines() == ["__main__ True [2.0, 2.0] 2"] * 2
+    assert ended.code == 0
+    (tmp_path / "fake.py").write_text("import torch\n")
+    ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
+    # The first worker that fails has torchrun end the other.
+    assert re.search(r"error: rank [01] made no process group", ended.err)
+    assert re.search(r"error: no tensor ever lay on the simulated device of rank [01]:", ended.err)
+    assert ended.code != 0
+
+
+def test_the_entry_point_does_nothing_unless_asked() -> None:
+    program = "import sys; from torch_ext.program.autoload import load; load(); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert not any(name in done.stdout for name in ("'torch'", "torch_ext.sim", "torch_ext.world", "argparse"))

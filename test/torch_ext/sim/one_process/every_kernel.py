@@ -1,0 +1,202 @@
+"""How to call every kernel of the device: those written by hand, operators of every form, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard
+from torch import Tensor
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+__all__ = ["ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "PROGRAMS", "WITHOUT_ELEMENTS", "make"]
+
+SIM: Any = torch.get_device_module("sim")
+ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
+
+
+def make(*sizes: int, dtype: torch.dtype = torch.float32, device: str = "sim") -> Tensor:
+    return torch.ones(sizes, dtype=dtype).to(device)
+
+
+# How to call each operator that the device, or torch for the device, has a kernel of its own for.
+HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "aten::_copy_from": lambda: (ATEN._copy_from, (make(3), make(3))),
+    "aten::_copy_from_and_resize": lambda: (ATEN._copy_from_and_resize, (make(3), make(3))),
+    "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
+    "aten::_local_scalar_dense": lambda: (ATEN._local_scalar_dense, (make(1),)),
+    "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (
+        ATEN._scaled_dot_product_fused_attention_overrideable,
+        tuple(make(1, 1, 4, 8) for _ in range(3)),
+    ),
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: (_attention_backward, _attention()),
+    "aten::_thnn_fused_gru_cell": lambda: (
+        ATEN._thnn_fused_gru_cell,
+        (make(2, 6), make(2, 6), make(2, 2), make(6), make(6)),
+    ),
+    "aten::_thnn_fused_gru_cell_backward": lambda: (
+        ATEN._thnn_fused_gru_cell_backward,
+        (make(2, 2), make(2, 10), True),
+    ),
+    "aten::_thnn_fused_lstm_cell": lambda: (
+        ATEN._thnn_fused_lstm_cell,
+        (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
+    ),
+    "aten::_thnn_fused_lstm_cell_backward_impl": lambda: (
+        ATEN._thnn_fused_lstm_cell_backward_impl,
+        (*(make(2, 2) for _ in range(4)), make(2, 8), True),
+    ),
+    "aten::addr": lambda: (ATEN.addr, (make(2, 3), make(2), make(3))),
+    "aten::batch_norm_backward_elemt": lambda: (
+        ATEN.batch_norm_backward_elemt,
+        (make(4, 3), make(4, 3), *(make(3) for _ in range(5)), make(1, dtype=torch.int32)),
+    ),
+    "aten::batch_norm_backward_reduce": lambda: (
+        ATEN.batch_norm_backward_reduce,
+        (make(4, 3), make(4, 3), make(3), make(3), make(3), True, True, True),
+    ),
+    "aten::batch_norm_elemt": lambda: (ATEN.batch_norm_elemt, (make(4, 3), *(make(3) for _ in range(4)), 1e-5)),
+    "aten::batch_norm_elemt.out": lambda: (
+        lambda *args: ATEN.batch_norm_elemt.out(*args[:-1], out=args[-1]),
+        (make(4, 3), *(make(3) for _ in range(4)), 1e-5, make(4, 3)),
+    ),
+    "aten::batch_norm_gather_stats": lambda: (
+        ATEN.batch_norm_gather_stats,
+        (make(4, 3), make(2, 3), make(2, 3), make(3), make(3), 0.1, 1e-5, 4),
+    ),
+    "aten::batch_norm_gather_stats_with_counts": lambda: (
+        ATEN.batch_norm_gather_stats_with_counts,
+        (make(4, 3), make(2, 3), make(2, 3), make(3), make(3), 0.1, 1e-5, make(2)),
+    ),
+    "aten::batch_norm_stats": lambda: (ATEN.batch_norm_stats, (make(4, 3), 1e-5)),
+    "aten::convolution_backward_overrideable": lambda: (
+        ATEN.convolution_backward_overrideable,
+        (make(1, 1, 2, 2), make(1, 1, 3, 3), make(1, 1, 2, 2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3),
+    ),
+    "aten::convolution_overrideable": lambda: (
+        ATEN.convolution_overrideable,
+        (make(1, 1, 3, 3), make(1, 1, 2, 2), make(1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    ),
+    "aten::mish_backward": lambda: (ATEN.mish_backward, (make(3), make(3))),
+    "aten::native_batch_norm": lambda: (
+        ATEN.native_batch_norm,
+        (make(4, 3), *(make(3) for _ in range(4)), True, 0.1, 1e-5),
+    ),
+    "aten::native_batch_norm_backward": lambda: (
+        ATEN.native_batch_norm_backward,
+        (make(4, 3), make(4, 3), *(make(3) for _ in range(5)), True, 1e-5, [True] * 3),
+    ),
+    "aten::native_dropout": lambda: (ATEN.native_dropout, (make(5), 0.5, True)),
+    "aten::native_group_norm": lambda: (ATEN.native_group_norm, (make(2, 4, 3), make(4), make(4), 2, 4, 3, 2, 1e-5)),
+    "aten::native_layer_norm": lambda: (ATEN.native_layer_norm, (make(2, 4), [4], make(4), make(4), 1e-5)),
+    "aten::silu_backward": lambda: (ATEN.silu_backward, (make(3), make(3))),
+    "fsdp::all_gather_copy_in": lambda: (FSDP.all_gather_copy_in, ([make(3)], make(6), [3], 3, 0)),
+    "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
+    "fsdp::split_with_sizes_copy": lambda: (
+        lambda given, *out: FSDP.split_with_sizes_copy(given, [1, 2], 0, out=list(out)),
+        (make(3), make(1), make(2)),
+    ),
+}
+
+# Kernels that touch no elements: they make memory or views of it, or answer questions about sizes.
+WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "aten::_fused_sdp_choice": lambda: (ATEN._fused_sdp_choice, tuple(make(1, 1, 4, 8) for _ in range(3))),
+    "aten::_has_compatible_shallow_copy_type": lambda: (ATEN._has_compatible_shallow_copy_type, (make(3), make(3))),
+    "aten::_reshape_alias": lambda: (ATEN._reshape_alias, (make(4), [2, 2], [2, 1])),
+    "aten::as_strided": lambda: (ATEN.as_strided, (make(4), [2], [2])),
+    "aten::empty.memory_format": lambda: (lambda: torch.empty(3, device="sim"), ()),
+    "aten::empty_strided": lambda: (lambda: torch.empty_strided((3,), (1,), device="sim"), ()),
+    "aten::record_stream": lambda: (ATEN.record_stream, (make(3), SIM.current_stream())),
+    "aten::resize_": lambda: (lambda x: x.resize_(2), (make(3),)),
+    "aten::set_": lambda: (lambda x: x.set_(), (make(3),)),
+    "aten::set_.source_Storage": lambda: (lambda x, y: x.set_(y.untyped_storage()), (make(3), make(3))),
+    "aten::set_.source_Storage_storage_offset": lambda: (
+        lambda x, y: x.set_(y.untyped_storage(), 0, (2,), (1,)),
+        (make(3), make(3)),
+    ),
+    "aten::set_.source_Tensor": lambda: (lambda x, y: x.set_(y), (make(3), make(3))),
+    "aten::unfold": lambda: (ATEN.unfold, (make(4), 0, 2, 2)),
+    "aten::view": lambda: (ATEN.view, (make(4), [2, 2])),
+    "aten::view_as_complex": lambda: (ATEN.view_as_complex, (make(2, 2),)),
+    "aten::view_as_real": lambda: (ATEN.view_as_real, (make(2, dtype=torch.complex64),)),
+}
+
+
+def _attention() -> tuple[Any, ...]:
+    inputs = [make(1, 1, 4, 8).requires_grad_() for _ in range(3)]
+    output, logsumexp, *_ = ATEN._scaled_dot_product_fused_attention_overrideable(*(one.detach() for one in inputs))
+    return (*(one.detach() for one in inputs), output, logsumexp)
+
+
+def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:
+    none = torch.empty(0, dtype=torch.long, device="sim")
+    return ATEN._scaled_dot_product_fused_attention_overrideable_backward(
+        torch.ones_like(output), query, key, value, None, [True, True, True, False], output, logsumexp,
+        none, none, 4, 4, 0.0, False, none, none,
+    )  # fmt: skip
+
+
+# Arguments of which a kernel wants to know the sizes or the type alone.
+ASKED_ABOUT = {
+    "aten::batch_norm_backward_reduce": 4,
+    "aten::batch_norm_gather_stats": 0,
+    "aten::batch_norm_gather_stats_with_counts": 0,
+}
+
+
+# Operators of every form, on two tensors.
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "in place": lambda x, y: x.add_(y),
+    "out": lambda x, y: torch.add(x, y, out=torch.empty(0, device="sim")),
+    "foreach": lambda x, y: torch._foreach_add([x, y], 1.0),
+    "foreach in place": lambda x, y: torch._foreach_mul_([x, y], 2.0),
+    "foreach copy": lambda x, y: torch._foreach_copy_([x], [y]),
+    "foreach norm": lambda x, y: torch._foreach_norm([x, y]),
+    "fused optimizer": lambda x, y: torch._fused_sgd_(
+        [x], [y], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=True,
+    ),
+    "lists": lambda x, y: torch.cat([x, y]),
+    "optional lists": lambda x, y: x[(y > 0).nonzero()[:, 0]],
+    "random numbers": lambda x, y: (x.normal_(), torch.rand_like(y), y.bernoulli_(0.5)),
+    "to the host": lambda x, y: (x.cpu(), y.to("cpu")),
+    "from the host": lambda x, y: (x.copy_(torch.ones(4, 4)), y.copy_(torch.zeros(4, 4))),
+    "across devices": lambda x, y: (x.to("sim:1"), y.to("sim:1")),
+    "another type": lambda x, y: (x.double(), y.half()),
+    "contiguous": lambda x, y: (x.t().contiguous(), y.t().clone()),
+    "data-dependent size": lambda x, y: (x.nonzero(), torch.masked_select(x, y > 0)),
+    "conjugate": lambda x, y: (torch.complex(x, y).conj().resolve_conj(),),
+}  # fmt: skip
+
+
+def _on_sim() -> dist.BarrierOptions:
+    options = dist.BarrierOptions()
+    options.device = torch.device("sim", 0)
+    return options
+
+
+# Each collective, on a group, an input and an output.
+COLLECTIVES: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
+    "c10d::_allgather_base_": lambda group, x, y: group._allgather_base(y, x),
+    "c10d::_reduce_scatter_base_": lambda group, x, y: group._reduce_scatter_base(y, x),
+    "c10d::allgather_": lambda group, x, y: dist.all_gather([y], x),
+    "c10d::allgather_coalesced_": lambda group, x, y: group.allgather_coalesced([[y]], [x]),
+    "c10d::allgather_into_tensor_coalesced_": lambda group, x, y: group.allgather_into_tensor_coalesced([y], [x]),
+    "c10d::allreduce_": lambda group, x, y: (dist.all_reduce(x), dist.all_reduce(y)),
+    "c10d::allreduce_coalesced_": lambda group, x, y: group.allreduce_coalesced([x, y]),
+    "c10d::alltoall_": lambda group, x, y: dist.all_to_all([y], [x]),
+    "c10d::alltoall_base_": lambda group, x, y: dist.all_to_all_single(y, x),
+    "c10d::barrier": lambda group, x, y: (group.barrier(_on_sim()).wait(), y.copy_(x)),
+    "c10d::broadcast_": lambda group, x, y: (dist.broadcast(x, 0), y.copy_(x)),
+    "c10d::gather_": lambda group, x, y: dist.gather(x, [y], 0),
+    "c10d::recv_": lambda group, x, y: (dist.isend(x, 0), dist.recv(y, 0)),
+    "c10d::recv_any_source_": lambda group, x, y: (dist.isend(x, 0), group.recv_anysource([y], 0).wait()),
+    "c10d::reduce_": lambda group, x, y: (dist.reduce(x, 0), dist.reduce(y, 0)),
+    "c10d::reduce_scatter_": lambda group, x, y: dist.reduce_scatter(y, [x]),
+    "c10d::reduce_scatter_tensor_coalesced_": lambda group, x, y: group.reduce_scatter_tensor_coalesced([y], [x]),
+    "c10d::scatter_": lambda group, x, y: dist.scatter(y, [x], 0),
+    "c10d::send": lambda group, x, y: (dist.isend(x, 0), dist.recv(y, 0)),
+}

@@ -1,0 +1,213 @@
+"""A kernel never reads or writes outside the storages of its tensors, however those lost their memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim.one_process.every_kernel import (
+    ASKED_ABOUT,
+    COLLECTIVES,
+    HAND_WRITTEN,
+    PROGRAMS,
+    WITHOUT_ELEMENTS,
+    make,
+)
+from torch_ext.sim import _native
+
+SIM: Any = torch.get_device_module("sim")
+ILLEGAL = "an illegal memory access was encountered"
+# Where a kernel, or the program, looks at a part of the tensor first, torch refuses the view.
+GONE = rf"{ILLEGAL}|out of bounds for storage of size"
+# What such a kernel uses of an argument still fits into half of it.
+_FITS = {("fsdp::all_gather_copy_in", 1, "_halve")}
+
+
+def _free(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _halve(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    storage.resize_(storage.nbytes() // 2)
+    return tensor
+
+
+def test_use_after_free_names_operator_argument_shape_device_and_place() -> None:
+    weight = make(2, 3, device="sim:1")
+    _free(weight)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        torch.mm(weight, make(3, 2, device="sim:1"))
+    text = str(raised.value)
+    assert re.search(
+        rf"sim error: {ILLEGAL}: aten::mm uses argument 'self', float32 \[2, 3\] on sim:1, "
+        r"which reaches byte 24 of a storage of 0 bytes, freed by resize_\(0\) at\n    \S*test_bounds.py:\d+ in _free\n"
+        r"    \S*test_bounds.py:\d+ in test_use_after_free",
+        text,
+    ), text
+    assert len(text.splitlines()) < 20
+
+
+def test_a_storage_smaller_than_a_view_of_it_is_refused_and_what_still_fits_is_not() -> None:
+    whole = torch.arange(8.0).to("sim")
+    front, back, columns = whole[:4], whole[4:], whole.view(2, 4).t()
+    whole.untyped_storage().resize_(16)
+    assert front.tolist() == [0.0, 1.0, 2.0, 3.0]
+    for lost in (whole, back, columns):
+        with pytest.raises(torch.AcceleratorError, match=r"of a storage of 16 bytes, made smaller by resize_ at"):
+            lost + 1
+    whole.untyped_storage().resize_(32)
+    assert (whole * 0 + 1)[:4].tolist() == [1.0] * 4
+
+
+def test_memory_given_back_may_be_used_again() -> None:
+    x = _free(make(4))
+    x.untyped_storage().resize_(16)
+    assert x.fill_(2).sum().item() == 8
+    _free(x)
+    assert x.resize_(8).fill_(1).sum().item() == 8  # as FSDP does, and as resize_ of the tensor does
+
+
+def test_a_tensor_on_another_storage_may_be_used() -> None:
+    x, other = _free(make(4)), make(4)
+    x.data = other
+    assert x.sum().item() == 4
+    _free(x)
+    assert x.set_(make(3)).sum().item() == 3
+
+
+@pytest.mark.parametrize("break_it", [_free, _halve])
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_no_kernel_uses_memory_that_is_gone(name: str, break_it: Callable[[Tensor], Tensor]) -> None:
+    _, args = HAND_WRITTEN[name]()
+    for position in range(len(args)):
+        program, args = HAND_WRITTEN[name]()
+        for tensor in tree_leaves(args[position]):
+            if not isinstance(tensor, Tensor) or position == ASKED_ABOUT.get(name):
+                continue
+            break_it(tensor)
+            if (name, position, break_it.__name__) in _FITS:
+                program(*args)
+                continue
+            with pytest.raises(RuntimeError, match=GONE) as raised:
+                program(*args)
+            assert break_it.__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("break_it", [_free, _halve])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_operator_uses_memory_that_is_gone(name: str, break_it: Callable[[Tensor], Tensor]) -> None:
+    for broken in (0, 1):
+        tensors = [make(4, 4), make(4, 4)]
+        break_it(tensors[broken])
+        with pytest.raises(RuntimeError, match=GONE) as raised:
+            PROGRAMS[name](*tensors)
+        assert break_it.__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["aten::view", "aten::_reshape_alias", "aten::record_stream"])
+def test_metadata_of_a_freed_tensor_may_be_asked_for(name: str) -> None:
+    program, args = WITHOUT_ELEMENTS[name]()
+    _free(args[0])
+    program(*args)
+    x = _free(make(4))
+    assert x.is_set_to(x) and x.detach().shape == (4,) and torch.zeros_like(x).sum().item() == 0
+    assert x.untyped_storage().nbytes() == 0
+
+
+def test_views_past_a_storage_are_refused_when_they_are_made() -> None:
+    x = _halve(make(4))
+    for view in (lambda: x.as_strided((4,), (1,)), lambda: x[1:]):
+        with pytest.raises(
+            RuntimeError, match=r"out of bounds for storage of size 8(.|\n)*made smaller(.|\n)*in _halve"
+        ):
+            view()
+
+
+def test_what_is_passed_as_out_is_looked_at() -> None:
+    x = make(4)
+    with pytest.raises(torch.AcceleratorError, match="argument 'out'"):
+        torch.add(x, x, out=_free(make(4)))
+    assert torch.add(x, x, out=torch.empty(0, device="sim")).sum().item() == 8
+
+
+def test_copies_look_at_both_ends() -> None:
+    host = _halve(torch.ones(4))
+    for program in (
+        lambda: make(4).copy_(host),
+        lambda: torch.ones(4).copy_(_free(make(4))),
+        lambda: _free(make(4)).copy_(torch.ones(4), non_blocking=True),
+        lambda: _free(make(4)).to("sim:1"),
+        lambda: make(4).copy_(_free(make(4, device="sim:1"))),
+        lambda: _free(make(4)).cpu(),
+        lambda: _free(make(1)).item(),
+    ):
+        with pytest.raises(torch.AcceleratorError, match=ILLEGAL):
+            program()
+
+
+def test_generated_kernels_are_looked_at() -> None:
+    called: list[object] = []
+    for given in ((_free(make(4)), make(4)), (make(4), _halve(make(4)))):
+        with pytest.raises(torch.AcceleratorError, match="cpp_fused_add_0 uses float32"):
+            _native.run_generated(lambda *args: called.append(args), "cpp_fused_add_0", "rwn", *given, 4)
+    assert not called
+
+
+def test_backward_says_where_a_saved_tensor_was_freed() -> None:
+    x = make(4).requires_grad_()
+    saved = make(4)
+    loss = (x * saved).sum()
+    _free(saved)
+    with pytest.raises(torch.AcceleratorError, match=r"aten::mul uses(.|\n)*in _free"):
+        loss.backward()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_use_no_memory_that_is_gone(name: str, group: Any) -> None:
+    for broken in (0, 1):
+        tensors = [make(4), make(4)]
+        _free(tensors[broken])
+        with pytest.raises(torch.AcceleratorError, match=ILLEGAL):
+            COLLECTIVES[name](group, *tensors)
+
+
+def test_a_parameter_that_fsdp_has_resharded_says_that_fsdp_freed_it(group: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(make(4, 4))
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(self.weight.detach())
+            return x @ self.weight
+
+    model = nn.Sequential(Keeps())
+    # The root keeps its parameters after forward; the inner module does not.
+    for module in (model[0], model):
+        fully_shard(module, mesh=init_device_mesh("sim", (1,)))
+    assert isinstance(model, FSDPModule)
+    model(make(2, 4))
+    kept = model[0].kept[0]  # type: ignore[union-attr, index]
+    with pytest.raises(torch.AcceleratorError, match=r"aten::add uses(.|\n)*_fully_shard"):
+        kept + 1

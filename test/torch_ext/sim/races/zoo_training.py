@@ -1,0 +1,172 @@
+"""Programs of two ranks that train: what a program must wait for around DDP, FSDP, DTensor and compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from test.torch_ext.sim.races.stage import SIM, Stage, pair
+
+
+def _linear(on: Stage) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16, bias=False).to(on.device)
+    SIM.synchronize()
+    return layer
+
+
+def _local(parameter: torch.Tensor | None) -> torch.Tensor:
+    assert parameter is not None
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pair
+def gradient_of_ddp_read_on_the_side(on: Stage, fixed: bool) -> None:
+    model = DDP(_linear(on))
+    model(on.tensor(4, 16)).sum().backward()  # earlier: copy_ nowhere
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+
+@pair
+def hook_of_ddp_that_does_not_wait(on: Stage, fixed: bool) -> None:
+    def hook(state, bucket):  # type: ignore[no-untyped-def] - DDP refuses annotations that are strings
+        work = dist.all_reduce(bucket.buffer(), async_op=True)  # earlier: all_reduce
+        if fixed:
+            work.wait()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer().div_(2))  # later: div
+        works.append(work)
+        return done
+
+    works: list[Any] = []
+    model = DDP(_linear(on), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, hook)
+    model(on.tensor(4, 16)).sum().backward()
+    for work in works:
+        work.wait()
+
+
+@pair
+def parameter_written_on_the_side_before_fully_sharded_forward(on: Stage, fixed: bool) -> None:
+    model = fully_shard(_linear(on))
+    x = on.tensor(4, 16)
+    with on.on(on.side), torch.no_grad():
+        _local(next(model.parameters())).add_(1)  # earlier: add
+    if fixed:
+        on.main.wait_stream(on.side)
+    model(x)  # later: copy_
+
+
+@pair
+def gradient_of_fully_shard_read_on_the_side(on: Stage, fixed: bool) -> None:
+    model = fully_shard(_linear(on))
+    model(on.tensor(4, 16)).sum().backward()  # earlier: _reduce_scatter_base nowhere
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+
+@pair
+def accumulated_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
+    model = fully_shard(_linear(on))
+    x = on.tensor(4, 16)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward()  # earlier: _reduce_scatter_base nowhere
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+
+@pair
+def unsharded_ahead_and_not_waited_for(on: Stage, fixed: bool) -> None:
+    model = fully_shard(_linear(on))
+    handle = model.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()  # earlier: copy_
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        next(model.parameters()).mul(3)  # later: mul
+
+
+@pair
+def offloaded_parameter_written_while_it_is_copied(on: Stage, fixed: bool) -> None:
+    layer = nn.Linear(16, 16, bias=False)
+    model = fully_shard(layer, mesh=init_device_mesh("sim", (2,)), offload_policy=CPUOffloadPolicy())
+    model(on.tensor(4, 16))  # earlier: copy_
+    if fixed:
+        SIM.synchronize()
+    with torch.no_grad():
+        model.reshard()
+        _local(next(model.parameters())).add_(1)  # later: add_
+
+
+@pair
+def parameter_written_on_the_side_before_forward_of_fsdp(on: Stage, fixed: bool) -> None:
+    model = FSDP(_linear(on), device_id=on.device)
+    x = on.tensor(4, 16)
+    with on.on(on.side), torch.no_grad():
+        next(model.parameters()).add_(1)  # earlier: add
+    if fixed:
+        on.main.wait_stream(on.side)
+    model(x)  # later: _all_gather_base
+
+
+@pair
+def gradient_of_fsdp_read_on_the_side(on: Stage, fixed: bool) -> None:
+    model = FSDP(_linear(on), device_id=on.device)
+    model(on.tensor(4, 16)).sum().backward()  # earlier: _reduce_scatter_base nowhere
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+
+@pair
+def hybrid_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
+    mesh = init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(_linear(on), mesh=mesh)
+    model(on.tensor(4, 16)).sum().backward()  # earlier: all_reduce nowhere
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+
+@pair
+def redistributed_and_read_raw(on: Stage, fixed: bool) -> None:
+    # As in pytorch#162749.
+    mesh = init_device_mesh("sim", (2,))
+    rows = DTensor.from_local(on.tensor(4, 4), mesh, [Shard(0)])
+    everywhere = [Replicate()]
+    whole: Any = rows.redistribute(mesh, everywhere, async_op=True)  # earlier: all_gather_into_tensor_coalesced
+    whole = whole.to_local()
+    if fixed:
+        whole.wait()
+    whole.elem.mul(3)  # later: mul
+    whole.wait()
+
+
+@pair
+def written_by_compiled_code_on_the_side(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    write = torch.compile(lambda tensor: tensor.fill_(2), backend="aot_eager", fullgraph=True)  # earlier: copy_
+    with on.on(on.side):
+        write(x)
+    if fixed:
+        on.main.wait_stream(on.side)
+    x.mul(3)  # later: mul

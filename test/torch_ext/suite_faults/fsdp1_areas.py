@@ -1,0 +1,496 @@
+"""Mistakes that FSDP1 could contain in clipping, freezing, hooks, ignored states, scaling, saving and unsharding."""
+
+from __future__ import annotations
+
+from test.torch_ext.suite_faults.fault import fault
+
+__all__ = ["MISTAKES"]
+
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
+_NORM = "torch.distributed.fsdp.fully_sharded_data_parallel:_get_grad_norm"
+
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
+_INIT = "torch.distributed.fsdp._init_utils"
+_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+_SUMMON = "torch.distributed.fsdp._unshard_param_utils"
+_SCALER = "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler"
+
+_SCALING = "fsdp.test_fsdp_sharded_grad_scaler:TestShardGradScaler."
+_UNSHARD = "fsdp.test_fsdp_unshard_params:TestUnshardParams."
+_NESTED_TYPES = "fsdp.test_fsdp_state_dict_details:TestFSDPStateDictDetails.test_nested_state_dict_types"
+_FINE_TUNE = "fsdp.test_fsdp_fine_tune:TestFSDPFineTune."
+_COMM_HOOKS = "fsdp.test_fsdp_comm_hooks:TestCommunicationHooks."
+_GIVEN = f"{_COMM_HOOKS}test_default_communication_hook_behavior_sharding_strategy"
+_IGNORED = "fsdp.test_fsdp_ignored_modules:TestFSDPIgnoredModules."
+_CLIP = "fsdp.test_fsdp_clip_grad_norm:TestClipGradNorm."
+_PARITY = f"{_CLIP}test_ddp_parity_norm_type_"
+
+MISTAKES = {
+    "infinity_norms_added_up": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "total_norm, op=torch.distributed.ReduceOp.MAX, group=self.process_group",
+        "total_norm, group=self.process_group",
+        f"{_PARITY}inf",
+        "norm inf of all gradients",
+    ),
+    "infinity_norm_of_sharded_gradients_alone": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "torch.maximum(local_sharded_norm, local_nonsharded_norm)\n",
+        "local_sharded_norm\n",
+        f"{_CLIP}test_norm_is_that_of_the_largest",
+        "infinity norm",
+    ),
+    "sharded_norm_to_the_wrong_power": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "total_norm = local_sharded_norm**norm_type",
+        "total_norm = local_sharded_norm**2",
+        f"{_PARITY}2_5",
+        "norm 2.5 of all gradients",
+    ),
+    "replicated_norm_to_the_wrong_power": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "total_norm += local_nonsharded_norm**norm_type",
+        "total_norm += local_nonsharded_norm",
+        f"{_PARITY}2_5",
+        "norm 2.5 of all gradients(.|\n)*'replicated'|norm 2.5 of all gradients(.|\n)*'unmanaged'",
+    ),
+    "square_root_of_every_norm": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "total_norm ** (1.0 / norm_type)",
+        "total_norm ** 0.5",
+        f"{_PARITY}1",
+        "norm 1 of all gradients",
+    ),
+    "replicated_gradients_count_on_every_rank": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "total_norm += local_nonsharded_norm**norm_type",
+        "total_norm += self.world_size * local_nonsharded_norm**norm_type",
+        f"{_PARITY}1",
+        "norm 1 of all gradients(.|\n)*'replicated'",
+    ),
+    "replicated_taken_for_sharded": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "        if handle.uses_sharded_strategy:\n            target_set",
+        "        if True:\n            target_set",
+        f"{_PARITY}2",
+        "norm 2 of all gradients(.|\n)*'replicated'",
+    ),
+    "unmanaged_gradients_not_counted": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "        if not_fsdp_managed:",
+        "        if False:",
+        f"{_PARITY}2",
+        "norm 2 of all gradients(.|\n)*'unmanaged'",
+    ),
+    "unmanaged_gradients_not_clipped": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "nonsharded_params.append(param)\n            if param.grad is not None:",
+        "nonsharded_params.append(param)\n            if False:",
+        f"{_PARITY}2",
+        "gradients after clipping(.|\n)*'unmanaged'",
+    ),
+    "small_gradients_scaled_up": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "torch.clamp(clip_coef, max=1.0)",
+        "clip_coef",
+        f"{_PARITY}2",
+        "gradients after clipping(.|\n)*max_norm=1000000.0",
+    ),
+    "gradients_clipped_by_their_own_norm": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "clip_coef = max_norm / (total_norm + 1e-6)",
+        "clip_coef = max_norm / (local_sharded_norm + 1e-6)",
+        f"{_PARITY}2",
+        "gradients after clipping",
+    ),
+    "norm_in_the_type_of_the_last_gradient": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "torch.promote_types,",
+        "lambda first, second: second,",
+        f"{_CLIP}test_low_precision_grads",
+        "type of the norm",
+    ),
+    "norm_returned_in_single_precision": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "return total_norm.to(total_norm_dtype)",
+        "return total_norm",
+        f"{_CLIP}test_low_precision_grads",
+        "type of the norm",
+    ),
+    "norm_of_each_gradient_in_its_own_type": fault(
+        _NORM,
+        "torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)",
+        "torch.linalg.vector_norm(grad.detach(), norm_type).float()",
+        f"{_CLIP}test_low_precision_grads",
+        "norm of gradients in low precision",
+    ),
+    "norm_of_norms_of_the_second_kind": fault(
+        _NORM,
+        "        norm_type,\n        dtype=torch.float32,\n    )\n    return",
+        "        2,\n        dtype=torch.float32,\n    )\n    return",
+        f"{_PARITY}1",
+        "norm 1 of all gradients",
+    ),
+    "rank_without_gradients_returns_nothing": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "return total_norm\n",
+        "return self._zero_scalar\n",
+        f"{_CLIP}test_no_gradients",
+        "norm of the gradients of rank 0",
+    ),
+    "norm_of_a_part_may_be_asked_for": fault(
+        f"{_FSDP}.clip_grad_norm_",
+        "if not self._is_root:",
+        "if False:",
+        f"{_CLIP}test_non_root",
+        "on the root FSDP instance. not found in",
+    ),
+    "frozen_module_not_resharded_in_backward": fault(
+        f"{_RUNTIME}:_pre_forward",
+        "_register_post_backward_reshard_only_hook(state, handle, args, kwargs)",
+        "pass",
+        f"{_FINE_TUNE}test_backward_reshard_hooks",
+        "layers in the order of their resharding",
+    ),
+    "frozen_module_resharded_without_freeing": fault(
+        f"{_RUNTIME}:_post_backward_reshard",
+        "free_unsharded_flat_param = _should_free_in_backward(state, handle)",
+        "free_unsharded_flat_param = handle.flat_param.requires_grad and _should_free_in_backward(state, handle)",
+        f"{_FINE_TUNE}test_backward_reshard_hooks",
+        "layers still unsharded",
+    ),
+    "frozen_module_watches_its_first_input_alone": fault(
+        f"{_RUNTIME}:_register_post_backward_reshard_only_hook",
+        "hook_handle = register_multi_grad_hook(\n        inp_tensors,",
+        "hook_handle = register_multi_grad_hook(\n        inp_tensors[:1],",
+        f"{_FINE_TUNE}test_reshard_waits_for_all_inputs",
+        "the frozen module was resharded when it had gradients of inputs ... alone",
+    ),
+    "keyword_inputs_of_a_frozen_module_not_watched": fault(
+        f"{_RUNTIME}:_register_post_backward_reshard_only_hook",
+        "pytree.arg_tree_leaves(*args, **kwargs)",
+        "pytree.arg_tree_leaves(*args)",
+        f"{_FINE_TUNE}test_reshard_waits_for_all_inputs",
+        "the frozen module was resharded when it had gradients of inputs ... alone",
+    ),
+    "exposed_parameters_require_gradients": fault(
+        f"{_HANDLE}._use_unsharded_views",
+        "        elif as_params:\n            self._setattr_param(\n                module,\n"
+        "                param_name,\n                nn.Parameter(view, requires_grad=flat_param.requires_grad),",
+        "        elif as_params:\n            self._setattr_param(\n                module,\n"
+        "                param_name,\n                nn.Parameter(view),",
+        f"{_FINE_TUNE}test_parity_with_ddp",
+        "requires_grad of exposed parameters",
+    ),
+    "frozen_and_trained_flattened_together": fault(
+        f"{_HANDLE}._validate_tensors_to_flatten",
+        "tensor.requires_grad != flat_param_requires_grad",
+        "False",
+        "fsdp.test_fsdp_use_orig_params:TestFSDPUseOrigParamsInit.test_non_uniform_requires_grad",
+        "ValueError not raised",
+    ),
+    "hook_of_sharded_gradients_ignored": fault(
+        f"{_RUNTIME}:_reduce_grad",
+        "if state._comm_hook is None:",
+        "if True:",
+        f"{_GIVEN}0",
+        "sizes of what the hook was given",
+    ),
+    "hook_of_replicated_gradients_ignored": fault(
+        f"{_RUNTIME}:_reduce_grad_no_shard",
+        "if state._comm_hook is None:",
+        "if True:",
+        f"{_GIVEN}2",
+        "sizes of what the hook was given",
+    ),
+    "hook_given_the_gradient_without_padding": fault(
+        f"{_RUNTIME}:_reduce_grad",
+        "state._comm_hook_state, padded_unsharded_grad, new_sharded_grad",
+        "state._comm_hook_state, unsharded_grad, new_sharded_grad",
+        f"{_GIVEN}0",
+        "a hook was given 15 elements for shards of 8",
+    ),
+    "hook_given_a_divided_gradient": fault(
+        f"{_RUNTIME}:_reduce_grad",
+        "        state._comm_hook(\n",
+        "        _div_if_needed(padded_unsharded_grad, 2.0)\n        state._comm_hook(\n",
+        f"{_GIVEN}0",
+        "gradient of b.weight that the hook was given",
+    ),
+    "hook_called_under_no_sync": fault(
+        f"{_RUNTIME}:_post_backward_hook",
+        "if not state._sync_gradients:",
+        "if not state._sync_gradients and state._comm_hook is None:",
+        f"{_GIVEN}0",
+        "calls of the hook under no_sync",
+    ),
+    "hook_of_the_root_alone": fault(
+        f"{_FSDP}.register_comm_hook",
+        "fsdp_state._comm_hook = hook",
+        "self._comm_hook = hook",
+        f"{_COMM_HOOKS}test_default_communication_hook_initialization_sharding_strategy0",
+        "hooks of all modules",
+    ),
+    "divided_after_the_reduction_alone": fault(
+        f"{_HOOKS}:reduce_scatter_hook",
+        "grad.div_(state.gradient_predivide_factor)",
+        "pass",
+        f"{_COMM_HOOKS}test_predivision",
+        "gradients divided by 2.0 before and 8.0 after the reduction",
+    ),
+    "replicas_divided_before_the_reduction_alone": fault(
+        f"{_HOOKS}:allreduce_hook",
+        "    if state.gradient_postdivide_factor > 1:\n        grad.div_(state.gradient_postdivide_factor)",
+        "    pass",
+        f"{_COMM_HOOKS}test_predivision",
+        "gradients divided by 1.0 before and 16.0 after the reduction",
+    ),
+    "compressed_gradient_not_compressed": fault(
+        f"{_HOOKS}:_low_precision_hook",
+        "        grad.data = grad.data.to(prec)\n    if output is not None:\n        if output.dtype != prec:",
+        "        pass\n    if output is not None:\n        if False:",
+        f"{_COMM_HOOKS}test_compressing_hook_float16_sharding_strategy0",
+        "types of what was sent",
+        device="sim",
+    ),
+    "compressed_gradient_stays_so": fault(
+        f"{_HOOKS}:_low_precision_hook",
+        "        allreduce_hook(state, grad)\n        _decompress(state, grad)",
+        "        allreduce_hook(state, grad)",
+        f"{_COMM_HOOKS}test_compressing_hook_bfloat16_sharding_strategy2",
+        "types of gradients",
+        device="sim",
+    ),
+    "second_hook_accepted": fault(
+        f"{_FSDP}.register_comm_hook",
+        "if fsdp_state._comm_hook is not None:",
+        "if False:",
+        f"{_COMM_HOOKS}test_registering_hook_submodules",
+        "AssertionError not raised",
+    ),
+    "hook_of_a_submodule_accepted": fault(
+        f"{_FSDP}.register_comm_hook",
+        "if not self.check_is_root():",
+        "if False:",
+        f"{_COMM_HOOKS}test_registering_hook_non_root",
+        "AssertionError not raised",
+    ),
+    "hook_accepted_with_hybrid_sharding": fault(
+        f"{_FSDP}.register_comm_hook",
+        "if fsdp_state.sharding_strategy in HYBRID_SHARDING_STRATEGIES:",
+        "if False:",
+        "fsdp.test_fsdp_comm_hooks:TestCommunicationHooksHybrid.test_registering_hook_hybrid_strategy",
+        "AssertionError not raised",
+    ),
+    "modules_below_an_ignored_one_are_sharded": fault(
+        f"{_INIT}:_get_ignored_params",
+        "p for m in ignored_modules for p in m.parameters() if not _is_fsdp_flattened(p)",
+        "p for m in ignored_modules for p in m.parameters(recurse=False) if False",
+        f"{_IGNORED}test_ignored_modules_nested_ignored_by_modules",
+        "parameters that are not sharded with block ignored",
+    ),
+    "ignored_parameters_are_sharded": fault(
+        f"{_INIT}:_get_ignored_params",
+        "if ignored_parameters is not None:",
+        "if False:",
+        f"{_IGNORED}test_ignored_modules_nested_ignored_by_parameters",
+        "parameters that are not sharded with block ignored",
+    ),
+    "what_an_inner_wrapper_ignores_is_sharded": fault(
+        f"{_INIT}:_get_ignored_params",
+        "all_ignored_params.update(optional_fsdp_state._ignored_params)",
+        "pass",
+        f"{_IGNORED}test_ignored_modules_nested_ignored_by_parameters",
+        "parameters that are not sharded with block.1 ignored below block",
+    ),
+    "what_an_inner_wrapper_ignores_is_cast": fault(
+        f"{_INIT}:_get_ignored_buffer_names",
+        "            for buffer_name, buffer in root_module.named_buffers()\n            if buffer in",
+        "            for buffer_name, buffer in root_module.named_buffers(recurse=False)\n            if buffer in",
+        f"{_IGNORED}test_ignored_modules_keep_type_and_device_ignored_by_modules",
+        "types of a buffer, an ignored one",
+    ),
+    "ignored_buffers_are_moved": fault(
+        f"{_INIT}:_move_module_to_device",
+        "[p for p in buffers if p not in ignored_buffers]",
+        "buffers",
+        f"{_IGNORED}test_ignored_modules_keep_type_and_device_ignored_by_modules",
+        "devices of what is ignored",
+        device="sim",
+    ),
+    "ignored_parameters_are_moved": fault(
+        f"{_INIT}:_move_module_to_device",
+        "[p for p in params if p not in ignored_params]",
+        "params",
+        f"{_IGNORED}test_ignored_modules_keep_type_and_device_ignored_by_modules",
+        "devices of what is ignored",
+        device="sim",
+    ),
+    "ignored_parameters_are_synchronized": fault(
+        f"{_INIT}:_init_param_handle_from_module",
+        "fully_sharded_module, managed_params, state.process_group\n",
+        "fully_sharded_module, list(fully_sharded_module.parameters()), state.process_group\n",
+        f"{_IGNORED}test_ignored_modules_are_not_synchronized",
+        "ignored parameters: ",
+        device="sim",
+    ),
+    "parameters_and_modules_mixed": fault(
+        f"{_INIT}:_check_ignored_states",
+        "if not all_params and not all_modules:",
+        "if False:",
+        f"{_IGNORED}test_ignored_states_check",
+        "or all nn.Module list. not found in",
+    ),
+    "overflow_of_the_first_optimizer_alone": fault(
+        f"{_SCALER}.update",
+        "found_inf_combined += found_infs[i]",
+        "pass",
+        f"{_SCALING}test_inf_gradients_skip_optim_step",
+        "scale when optimizer 1 overflows",
+    ),
+    "scale_grows_a_step_late": fault(
+        f"{_SCALER}._amp_update_scale_cpu_",
+        "if successful == self._growth_interval:",
+        "if successful > self._growth_interval:",
+        f"{_SCALING}test_growth",
+        "scales after each step",
+    ),
+    "good_steps_counted_across_an_overflow": fault(
+        f"{_SCALER}._amp_update_scale_cpu_",
+        "        self._scale *= self._backoff_factor\n        self._growth_tracker.fill_(0)",
+        "        self._scale *= self._backoff_factor",
+        f"{_SCALING}test_growth",
+        "scales after each step",
+    ),
+    "scale_grows_again_at_once": fault(
+        f"{_SCALER}._amp_update_scale_cpu_",
+        "            self._scale *= self._growth_factor\n            self._growth_tracker.fill_(0)",
+        "            self._scale *= self._growth_factor",
+        f"{_SCALING}test_growth",
+        "scales after each step",
+    ),
+    "scale_backs_off_by_the_growth_factor": fault(
+        f"{_SCALER}.update",
+        "                self._growth_factor,  # type: ignore[arg-type]\n                self._backoff_factor,",
+        "                self._backoff_factor,  # type: ignore[arg-type]\n                self._growth_factor,",
+        f"{_SCALING}test_growth",
+        "scales after each step",
+        device="sim",
+    ),
+    "new_scale_is_the_users_own": fault(
+        f"{_SCALER}.update",
+        "self._scale.copy_(new_scale)",
+        "self._scale = new_scale",
+        f"{_SCALING}test_new_scale",
+        "scale that was given as a tensor",
+    ),
+    "scaled_list_in_the_scales_type": fault(
+        f"{_SCALER}.scale",
+        "return scaled_val.type(val.dtype)",
+        "return scaled_val.float()",
+        f"{_SCALING}test_grad_scaling",
+        "a scaled list",
+    ),
+    "unscaled_by_the_scale": fault(
+        f"{_SCALER}.unscale_",
+        "inv_scale = self._scale.double().reciprocal().float()",
+        "inv_scale = self._scale.float()",
+        f"{_SCALING}test_unscaling_twice_raises",
+        "unscaled gradient",
+    ),
+    "overflow_kept_from_the_peers": fault(
+        f"{_SCALER}.unscale_",
+        "dist.all_reduce(found_inf, async_op=True, group=self.process_group)",
+        "dist.all_reduce(found_inf.clone(), async_op=True, group=self.process_group)",
+        "fsdp.test_fsdp_sharded_grad_scaler:TestShardedGradScalerParityWithDDP.test_sharded_grad_scaler_found_inf",
+        "overflows known when rank 0 has one",
+    ),
+    "offloaded_overflow_kept_from_the_host": fault(
+        f"{_SCALER}.unscale_",
+        "torch._foreach_copy_(found_inf_on_cpus, found_inf_on_devices)",
+        "pass",
+        f"{_SCALING}test_growth",
+        "(scales after each step|steps that moved parameters)(.|\n)*offload_params=True",
+        device="sim",
+    ),
+    "what_was_written_on_the_host_is_lost": fault(
+        f"{_HANDLE}.to_cpu",
+        "padded_unsharded_flat_param[: self.flat_param.numel()].copy_(\n            self.flat_param\n        )",
+        "pass",
+        f"{_UNSHARD}test_nested_contexts",
+        "parameters written in nested contexts(.|\n)*offload_to_cpu=True",
+        device="sim",
+    ),
+    "another_ranks_part_written_back": fault(
+        f"{_SUMMON}:_writeback_to_local_shard",
+        "handle.rank,",
+        "(handle.rank + 1) % handle.world_size,",
+        f"{_UNSHARD}test_nested_contexts",
+        "parameters written in nested contexts",
+    ),
+    "gradients_written_back_never": fault(
+        f"{_SUMMON}:_writeback_to_local_shard",
+        "existing_grad[: grad_shard.numel()].copy_(grad_shard)",
+        "pass",
+        f"{_UNSHARD}test_with_grads_on_some_ranks",
+        "after the context(.|\n)*writeback=True",
+    ),
+    "gradients_of_the_others_are_not_zero": fault(
+        f"{_HANDLE}.unshard_grad",
+        "sharded_grad = torch.zeros(flat_param._sharded_size, device=self.device)",
+        "sharded_grad = torch.ones(flat_param._sharded_size, device=self.device)",
+        f"{_UNSHARD}test_with_grads_on_some_ranks",
+        "gradient of .* that rank . has",
+    ),
+    "gradients_hidden_unless_all_ranks_have_some": fault(
+        f"{_HANDLE}.unshard_grad",
+        "if num_grad_none[0] == self.world_size:",
+        "if num_grad_none[0] > 0:",
+        f"{_UNSHARD}test_with_grads_on_some_ranks",
+        "no gradient of a.weight on this rank, though rank . has one|no gradient of .* on this rank",
+    ),
+    "gradients_stay_unsharded": fault(
+        f"{_HANDLE}.reshard_grad",
+        "if self._use_orig_params:",
+        "if False:",
+        f"{_UNSHARD}test_with_grads_on_some_ranks",
+        "shape of the gradient of .* after the context",
+    ),
+    "unsharding_twice_accepted": fault(
+        f"{_SUMMON}:_unshard_params_for_summon",
+        "elif state.training_state == TrainingState.SUMMON_FULL_PARAMS:",
+        "elif False:",
+        f"{_UNSHARD}test_nested_contexts",
+        "AssertionError not raised",
+    ),
+    "type_of_state_dicts_not_restored": fault(
+        f"{_FSDP}.state_dict_type",
+        "        prev_state_dict_settings.state_dict_type,",
+        "        StateDictType.FULL_STATE_DICT,",
+        _NESTED_TYPES,
+        "Expected state_dict_config of type .*FullStateDictConfig",
+    ),
+    "configuration_of_optimizers_not_restored": fault(
+        f"{_FSDP}.state_dict_type",
+        "    prev_state_dict_settings.optim_state_dict_config,",
+        "    None,",
+        _NESTED_TYPES,
+        "settings restored by the context within",
+    ),
+    "configuration_of_state_dicts_not_restored": fault(
+        f"{_FSDP}.state_dict_type",
+        "    prev_state_dict_settings.state_dict_config,",
+        "    None,",
+        _NESTED_TYPES,
+        "settings restored by the context within",
+    ),
+    "type_of_state_dicts_of_the_root_alone": fault(
+        f"{_FSDP}.set_state_dict_type",
+        "submodule._state_dict_type = state_dict_type",
+        "module._state_dict_type = state_dict_type",
+        _NESTED_TYPES,
+        "settings in a context|same state dict settings",
+    ),
+}

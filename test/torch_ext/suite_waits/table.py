@@ -1,0 +1,48 @@
+"""The table of waits as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from test.torch_ext.suite_waits.measure import Verdict
+from test.torch_ext.suite_waits.sites import MODULES, Site
+
+__all__ = ["render"]
+
+
+def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str, most: int) -> str:
+    """Return the table as Markdown: a summary, then one section for each family."""
+    lines = [
+        f"Measured with torch {release}, each wait deleted in up to {most} tests.",
+        "",
+        "| | waits | load-bearing | of these by a race | redundant | not reached |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    families = [family for family in MODULES if any(site.family == family for site in chosen)]
+    for family in families:
+        those = [verdicts[site.id] for site in chosen if site.family == family]
+        said = Counter(each.said for each in those)
+        races = sum(each.how.startswith("race: ") for each in those)
+        lines.append(
+            f"| {family} | {len(those)} | {said['load-bearing']} | {races} | {said['redundant']} | "
+            f"{said['not reached']} |"
+        )
+    for family in families:
+        lines += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
+        for site in chosen:
+            if site.family == family:
+                lines.append(_row(site, verdicts[site.id]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(site: Site, verdict: Verdict) -> str:
+    file = site.module.rpartition(".")[2]
+    where = f"`{file}.py:{site.line}` `{site.function.rpartition('.')[2]}`"
+    shown = ""
+    if verdict.said == "load-bearing":
+        shown = f"{verdict.how.removeprefix('race: ')}; `{verdict.test.partition(':')[2]}`"
+    elif verdict.said == "redundant":
+        shown = f"silent in {verdict.tries} test{'s' * (verdict.tries != 1)}"
+    text = site.text if len(site.text) < 70 else site.text[:67] + "..."
+    return f"| `{text}` | {where} | {verdict.said} | {shown.replace('|', ' ')} |"

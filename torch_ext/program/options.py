@@ -1,0 +1,169 @@
+"""The command line of ``torch_ext run``. The standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch_ext.cuda_as_sim.words import DEVICE
+
+__all__ = ["HOST", "Options", "Output", "bytes_of", "parse"]
+
+HOST = "cpu"
+_DEVICES = (DEVICE, HOST, "cuda")
+# Simulated devices have indices below this.
+_MOST_SIMULATED = 64
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_DESCRIPTION = """\
+Run a program on several ranks of this machine, as torchrun does, without a GPU: each rank has a simulated device. A
+rank that fails, dies or hangs is named, with what every rank did. Exit code: that of the first rank that failed, 128
+plus the signal that killed it, 1 if it was stopped; 2 for a usage error; 130 after Ctrl-C.
+"""
+
+
+class Output(Enum):
+    """What is shown of the ranks' output while they run. All of it counts in a report."""
+
+    RANK0 = "rank0"
+    ALL = "all"
+    QUIET = "quiet"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for; ``spec.Program`` says what the program's part means."""
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    ranks: int
+    device: str
+    cuda_as_sim: bool
+    packages: tuple[str, ...]
+    memory_bytes: int | None
+    races: str
+    timeout_s: float | None
+    output: Output
+    strict: bool
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it runs on the simulated accelerator."""
+        return self.device == DEVICE
+
+
+def bytes_of(size: str) -> int:
+    """Return a size in bytes.
+
+    >>> bytes_of("2GiB"), bytes_of("1.5k"), bytes_of("3 MB"), bytes_of("100")
+    (2147483648, 1536, 3000000, 100)
+
+    Raises:
+        ValueError: it is not a size. ``KB`` is 1000 bytes, ``K`` and ``KiB`` are 1024.
+    """
+    found = _SIZE.fullmatch(size.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"got {size!r}, expected a size such as 2GiB or 512MiB")
+    decimal = not found[3] and size.strip().upper().endswith("B")
+    return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the options that ``arguments`` ask for.
+
+    Raises:
+        SystemExit: code 2 for a usage error, which has been printed; 0 after ``--help``.
+    """
+    parser = _parser()
+    found = parser.parse_args(arguments)
+    program = found.program[1:] if found.program[:1] == ["--"] else found.program
+    if not program:
+        parser.error("which program? Name a script, or a module behind -m")
+    device = found.device or DEVICE
+    on_sim = device == DEVICE
+    for given, flag in (
+        (found.cuda_as_sim or found.cuda_in, "--cuda-as-sim"),
+        (found.memory is not None, "--memory"),
+        (found.races not in (None, "off"), "--races"),
+        (found.strict, "--strict"),
+    ):
+        if given and not on_sim:
+            parser.error(f"{flag} is for the simulated accelerator, but --device is {device}")
+    if on_sim and found.ranks > _MOST_SIMULATED:
+        parser.error(f"-n {found.ranks}: there are at most {_MOST_SIMULATED} simulated devices, one for each rank")
+    if not found.module and not os.path.exists(program[0]):
+        parser.error(f"{program[0]}: no such file. A module's name goes behind -m")
+    return Options(
+        program[0],
+        found.module,
+        tuple(program[1:]),
+        found.ranks,
+        device,
+        bool(found.cuda_as_sim or found.cuda_in),
+        tuple(found.cuda_in),
+        found.memory,
+        found.races or os.environ.get("TORCH_EXT_RACES") or "off",
+        found.timeout,
+        Output(found.output),
+        found.strict,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "torch_ext run",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        usage="%(prog)s [options] SCRIPT|-m MODULE [ARGS]",
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", type=_ranks, default=4, metavar="N", help="how many ranks (4)")
+    add("--device", choices=_DEVICES, help=f"what tensors may lie on ({DEVICE}); each rank of N has its own")
+    add(
+        "--cuda-as-sim",
+        action="store_true",
+        help="in the program's files, CUDA and NCCL mean the simulated accelerator",
+    )
+    add("--cuda-in", action="append", default=[], metavar="PACKAGE", help="and in this package; may be repeated")
+    add("--memory", type=_size, metavar="SIZE", help="how much memory each simulated device has, such as 2GiB")
+    add("--races", choices=("error", "report", "off"), help="what becomes of races between streams (off)")
+    add("--timeout", type=_seconds, metavar="S", help="end the program after so many seconds")
+    add(
+        "--output",
+        choices=[each.value for each in Output],
+        default=Output.ALL.value,
+        help="show the output of rank 0 as it is, of all ranks with the rank in front of each line, or none (all)",
+    )
+    add("--strict", action="store_true", help="fail if no rank ever used a device or a process group")
+    add("-m", "--module", action="store_true", help="what follows is the name of a module")
+    add("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the program, and what it is given")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of ranks from 1 on")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
+    return seconds

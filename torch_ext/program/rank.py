@@ -1,0 +1,172 @@
+"""What happens in a rank before a program runs and after it is over. Runs in ranks; touches torch only if it is loaded.
+
+Note [A rank is an ordinary process]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank is a child that multiprocessing would know as its own. A program must not see that: it asks whether it runs in
+the main process before it starts workers, and those find it through ``sys.modules["__main__"]``. So the rank becomes
+what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.process
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch_ext.program import usage
+from torch_ext.program.main_module import run_main
+from torch_ext.program.spec import Facts, Program
+from torch_ext.world import frames
+from torch_ext.world import rank as world_rank
+from torch_ext.world.protocol import Receipt, Said
+
+__all__ = ["code_of", "run"]
+
+frames.hide(r"/torch_ext/program/rank\.py")
+
+# What runs the program.
+_CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
+
+
+def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
+    """Run ``program`` in this rank and hand in its receipt. ``facts`` gets one :class:`Facts` before.
+
+    Raises:
+        SystemExit: with the program's exit code.
+    """
+    own = world_rank.current()
+    if own is None:
+        raise AssertionError("this process is no rank")
+    pid = os.getpid()
+    os.environ.update(variables)
+    _become_main_process()
+    races = _prepare(program)
+    error = _raised_by(program)
+    if os.getpid() != pid:
+        _end_fork(error)
+    error = _with_races(races, program.races, error)
+    code = code_of(error)
+    with contextlib.suppress(OSError):
+        facts.send(Facts(code, usage.groups_made(), usage.allocations()))
+    facts.close()
+    if not code:
+        own.hand_in(Receipt(Said.PASSED, time.monotonic()))
+        sys.exit(0)
+    _tell(error)
+    own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
+    _call_exit_functions()
+    sys.exit(code)
+
+
+def code_of(error: BaseException | None) -> int:
+    """Return the exit code of a program that ended by ``error``.
+
+    >>> code_of(None), code_of(SystemExit()), code_of(SystemExit(3)), code_of(SystemExit("why")), code_of(ValueError())
+    (0, 0, 3, 1, 1)
+    """
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    return 1
+
+
+def _become_main_process() -> None:
+    """See Note [A rank is an ordinary process]."""
+    process: Any = multiprocessing.process
+    own = process.current_process()
+    own._identity, own._name, own._parent_name = (), "MainProcess", None
+    process._parent_process = None
+    process.ORIGINAL_DIR = os.getcwd()
+
+
+def _prepare(program: Program) -> Any:
+    """Set up the device as the program is to find it; return ``torch.sim.races`` if races are looked for."""
+    if not program.simulated:
+        return None
+    from torch_ext.sim import _module, races
+
+    if program.cuda_as_sim:
+        from torch_ext.cuda_as_sim import loader, runtime  # noqa: F401  # replaces Tensor.cuda and its like
+
+        root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
+        loader.install([root], (loader.HELPERS, *program.packages))
+    if program.memory_bytes is not None:
+        for index in range(_module.device_count()):
+            _module.set_memory_limit(program.memory_bytes, index)
+    races.stop()  # a check of the process that has begun with the import
+    if program.races == "off":
+        return None
+    races.start()
+    return races
+
+
+def _raised_by(program: Program) -> BaseException | None:
+    try:
+        run_main(program)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseException | None:
+    """Return what the program ended by, now that its races are known."""
+    found = [_cut(race) for race in races.stop()] if races is not None else []
+    if not found:
+        return error
+    if code_of(error) and error is not None:
+        with contextlib.suppress(AttributeError):  # before Python 3.11
+            error.add_note(races.render(found))
+    elif mode == "error":
+        raised: BaseException = races.RaceError(found)
+        return raised
+    else:
+        print(races.render(found), file=sys.stderr, flush=True)
+    return error
+
+
+def _cut(race: Any) -> Any:
+    """Return ``race`` without the frames that called the program."""
+
+    def of_program(stack: Any) -> Any:
+        outer = (number for number, frame in enumerate(stack or ()) if frame.file.endswith(_CALLERS))
+        return stack and stack[: next(outer, len(stack))]
+
+    earlier, later = (
+        replace(access, stack=of_program(access.stack), lane_stack=of_program(access.lane_stack))
+        for access in (race.earlier, race.later)
+    )
+    places = {"allocated": of_program(race.allocated), "freed": of_program(race.freed)}
+    return replace(race, earlier=earlier, later=later, **places)
+
+
+def _tell(error: BaseException | None) -> None:
+    """Tell of the error as Python would, where that is more than its traceback, which the report shows."""
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr, flush=True)
+    elif error is not None and not getattr(sys.excepthook, "__module__", "").startswith(("sys", "torch.")):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _call_exit_functions() -> None:
+    """Call what the program has registered. One that passed has had that done before its receipt."""
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+
+
+def _end_fork(error: BaseException | None) -> None:
+    """End a child that the program has forked and that ran to its end: it is no rank."""
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code_of(error))

@@ -1,0 +1,70 @@
+"""What a user reads of a program when it has ended. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch_ext.program.options import Options, Output
+from torch_ext.program.spec import Facts
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.phrases import ranks_phrase, short_command
+from torch_ext.world.render import render
+from torch_ext.world.verdict import Verdict, WorldReport
+
+__all__ = ["as_program", "exit_code", "failure", "remarks"]
+
+# As shells have it: the code of a process that ended by a signal is this and the signal's number.
+_BY_SIGNAL = 128
+
+
+def as_program(outcomes: Sequence[Outcome], shown: Output) -> list[Outcome]:
+    """Return what became of the ranks of a program: one that left with code 0 has passed, as under torchrun.
+
+    Output that was shown while the ranks ran is left out.
+    """
+    seen = {Output.ALL: lambda rank: True, Output.RANK0: lambda rank: rank == 0, Output.QUIET: lambda rank: False}
+    return [
+        replace(
+            outcome,
+            task="program",
+            ending=Ending.PASSED if outcome.ending is Ending.SILENT else outcome.ending,
+            output="" if seen[shown](outcome.rank) else outcome.output,
+        )
+        for outcome in outcomes
+    ]
+
+
+def exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdict: Verdict) -> int:
+    """Return the exit code of the first rank that failed; 128 and the number for a signal, 1 if it was stopped."""
+    first = next(iter(verdict.culprits or verdict.victims), 0)
+    outcome, told = outcomes[first], facts[first]
+    if outcome.ending is Ending.FAILED:
+        return (told.exit_code if told is not None else 1) or 1
+    if outcome.ending is Ending.KILLED:
+        return _BY_SIGNAL - (outcome.exit_code or 0)
+    return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
+
+
+def failure(options: Options, report: WorldReport) -> str:
+    """Return the text of a program that failed."""
+    return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}"
+
+
+def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:
+    """Return what is worth saying of a program that passed. ``silent`` ranks ended without saying that it was over."""
+    lines = [
+        f"rank {outcome.rank} left a process behind, which was ended: {short_command(command)}"
+        for outcome in outcomes
+        for command in outcome.left_behind
+    ]
+    if silent:
+        lines.append(
+            f"{ranks_phrase(silent)} left by os._exit(0) or the like, which counts as success; races and unused "
+            "devices were not looked for there"
+        )
+    return lines
+
+
+def _name(options: Options) -> str:
+    return f"-m {options.target}" if options.is_module else options.target

@@ -1,0 +1,230 @@
+"""``torch_ext run``: starts the ranks of a program, waits for them and judges them. Runs in the process that the user
+has started, which loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from torch_ext.program import fake, rank, report, variables
+from torch_ext.program.options import Options, Output, parse
+from torch_ext.program.spec import Facts, Program
+from torch_ext.program.store import HOST_NAME, Store
+from torch_ext.program.warm import search_path, zygote_for
+from torch_ext.world import notices, settings
+from torch_ext.world.follow import World, ZygoteLostError
+from torch_ext.world.outcome import Ending
+from torch_ext.world.output import Live
+from torch_ext.world.protocol import Inherited
+from torch_ext.world.start import RankTask, start_world
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.verdict import Judgement, WorldReport, judge
+from torch_ext.world.watch import Limits
+
+__all__ = ["main"]
+
+# How long the peers of a rank that failed may go on, and how long any rank may after a signal, in seconds: programs
+# have exit functions, and write checkpoints.
+_GRACE_S, _SIGNAL_S = 3.0, 10.0
+# A wait of all ranks for one another is a hang even if it would end by itself after as long as this, in seconds.
+_ENDLESS_S = 240.0
+_STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _SignalledError(BaseException):
+    """The user wants the program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that ``arguments`` name, and return the exit code of the command; see ``--help``."""
+    try:
+        options = parse(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    handlers = {number: signal.getsignal(number) for number in _STOPPED_BY}
+    for number, before in handlers.items():
+        if before is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _raise)
+    try:
+        return _run(options)
+    except _SignalledError as stop:
+        return 128 + stop.number
+    except LoadError as error:
+        print(f"error: {_told(str(error))}", file=sys.stderr)
+        return 1
+    except (ZygoteDiedError, ZygoteLostError) as error:
+        print(f"error: {error}; the ranks ended with it", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    finally:
+        for number in _STOPPED_BY:
+            signal.signal(number, signal.SIG_IGN)  # this process is about to end with a code of its own
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise _SignalledError(number)
+
+
+def _told(trace: str) -> str:
+    """An error of our own says it all in its last line."""
+    kind, _, message = trace.rstrip().rpartition("\n")[2].partition(": ")
+    return message if kind.startswith("torch_ext.") else f"what every rank needs cannot be loaded\n{trace}"
+
+
+def _run(options: Options) -> int:
+    path = search_path()
+    variables.hide()
+    before = dict(os.environ)
+    _set_environment(options)
+    with zygote_for(options.simulated, path, before) as zygote, _store(zygote) as store:
+        world = start_world(
+            zygote.channel,
+            _tasks(options, path, store.port),
+            interpreter=settings.interpreter_wanted(),
+            show=_LIVE[options.output],
+            name="rank",
+            test=options.target,
+        )
+        with world:
+            if world.why_interpreter:
+                notices.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+            return _wait(world, options, store)
+
+
+_LIVE: dict[Output, bool | Live] = {
+    Output.ALL: Live(verbatim=True),
+    Output.RANK0: Live(ranks=(0,), prefix=False),
+    Output.QUIET: False,
+}
+
+
+@contextlib.contextmanager
+def _store(zygote: ZygoteClient) -> Iterator[Store]:
+    store = Store(zygote, os.environ)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _set_environment(options: Options) -> None:
+    """Set in this process what all ranks get, and what the processes get that they start."""
+    if options.simulated:
+        variables.ask(variables.ON_AS_CUDA if options.cuda_as_sim else variables.ON, options.packages)
+        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
+    if options.cuda_as_sim:
+        from torch_ext.cuda_as_sim.words import environment_as_sim
+
+        os.environ.update(environment_as_sim(os.environ))
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # torchrun leaves it alone where it is set
+        os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
+
+
+def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
+    arguments = options.arguments
+    if options.cuda_as_sim:
+        from torch_ext.cuda_as_sim.words import words_as_sim
+
+        arguments = tuple(words_as_sim(arguments))
+    program = Program(
+        options.target,
+        options.is_module,
+        arguments,
+        path,
+        options.simulated,
+        options.cuda_as_sim,
+        options.packages,
+        options.memory_bytes,
+        options.races,
+    )
+    return [
+        RankTask(rank.run, (program, _variables(number, options.ranks, port), Inherited(0)), connections=1)
+        for number in range(options.ranks)
+    ]
+
+
+def _variables(number: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun's agent sets, on one node."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": HOST_NAME,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _wait(world: World, options: Options, store: Store) -> int:
+    limits = Limits(
+        test_s=options.timeout_s or float("inf"),
+        grace_s=_GRACE_S,
+        hang_s=settings.hang_after_s(),
+        endless_s=_ENDLESS_S,
+    )
+    try:
+        outcomes = world.wait(limits, expected_exit=0)
+    except _SignalledError as stop:
+        _hand_on(world, stop.number)
+        print(f"{notices.PREFIX}interrupted by {signal.Signals(stop.number).name}", file=sys.stderr, flush=True)
+        raise
+    took_s = time.monotonic() - world.started_s
+    facts = [_facts_of(world, number) for number in range(len(outcomes))]
+    silent = [outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT]
+    outcomes = report.as_program(outcomes, options.output)
+    verdict = judge(outcomes)
+    if verdict.judgement is not Judgement.PASSED:
+        print(report.failure(options, WorldReport(tuple(outcomes), verdict, took_s)), file=sys.stderr, flush=True)
+        return report.exit_code(outcomes, facts, verdict)
+    for line in report.remarks(outcomes, silent):
+        notices.announce(line)
+    return _judge_usage(options, facts, store)
+
+
+def _judge_usage(options: Options, facts: Sequence[Facts | None], store: Store) -> int:
+    """See Note [Silent fakes]."""
+    if not options.simulated:
+        return 0
+    unused = fake.what_was_never_used(facts, cuda_as_sim=options.cuda_as_sim)
+    if unused and not all(each and each.groups for each in facts) and store.was_used():
+        unused = fake.what_was_never_used(facts, met=True, cuda_as_sim=options.cuda_as_sim)
+    for sentence in unused:
+        notices.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
+    return 1 if unused and options.strict else 0
+
+
+def _facts_of(world: World, number: int) -> Facts | None:
+    connection = world.processes[number].connections[0]
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll():
+            found = connection.recv()
+            return found if isinstance(found, Facts) else None
+    return None
+
+
+def _hand_on(world: World, number: int) -> None:
+    """Give every rank the signal, and time to act on it; one more signal takes that time away."""
+    end_s = time.monotonic() + _SIGNAL_S
+    with contextlib.suppress(_SignalledError, ZygoteLostError):
+        for process in world.processes:
+            world.send_signal(process.rank, number)
+        while any(process.is_alive() for process in world.processes) and (left := end_s - time.monotonic()) > 0:
+            world.pump(left)

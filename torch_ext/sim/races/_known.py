@@ -1,0 +1,132 @@
+"""Races that releases of torch are known to have, as data, and which of the races found they are.
+
+Each entry of ``known.json`` has:
+
+``told``      what races, in one clause
+``link``      an issue, a pull request or a page of docs/findings
+``torch``     the releases that are known to have it, such as ``"2.13"``
+``tests``     where it is met: addresses of tests, from the file's name on; ``*`` stands for any text
+``earlier``, ``later``
+              what is asked of an access, each optional: ``frames``, all of which called it (the end of a path, and a
+              function), and ``lane``, its kind
+``reused``, ``pinned``
+              what is asked of the memory, each optional, as in :class:`Race`
+
+A test fails for no race that an entry describes, whoever meets it, since the test can do nothing about it; the user is
+told instead. A test that an entry names and that no longer meets it says so too: then the entry can go.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_ext.sim.races._findings import Access, Race
+
+__all__ = ["KnownRace", "known_races"]
+
+_FILE = Path(__file__).with_name("known.json")
+_TOLD = {"told", "link", "torch", "tests"}
+_ASKED = {"earlier", "later", "reused", "pinned"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What an entry asks of one access."""
+
+    frames: tuple[str, ...] = ()
+    lane: str | None = None
+
+    def describes(self, access: Access) -> bool:
+        """Whether each frame is one of the stack's.
+
+        Of the frame ``fsdp/_flat_param.py:pre_unshard`` the path's end and the function count.
+        """
+        called = [f"/{frame.file}:{frame.function}" for frame in access.stack]
+        return self.lane in (None, access.lane_kind) and all(
+            any(frame.endswith(f"/{wanted}") for frame in called) for wanted in self.frames
+        )
+
+
+@dataclass(frozen=True)
+class KnownRace:
+    """One entry; see the module."""
+
+    told: str
+    link: str
+    tests: tuple[str, ...]
+    earlier: Side = Side()
+    later: Side = Side()
+    reused: bool | None = None
+    pinned: bool | None = None
+
+    def describes(self, race: Race) -> bool:
+        return (
+            self.reused in (None, race.reused)
+            and self.pinned in (None, race.pinned)
+            and self.earlier.describes(race.earlier)
+            and self.later.describes(race.later)
+        )
+
+    def is_met_by(self, test: str) -> bool:
+        """Whether ``test`` should meet it.
+
+        Args:
+            test: as unittest names it. One of the file that runs as ``__main__`` is known by its class and method.
+
+        >>> entry = KnownRace("no", "", ("test_a.py::TestA::test_*",))
+        >>> entry.is_met_by("distributed.test_a.TestA.test_b"), entry.is_met_by("__main__.TestA.test_b")
+        (True, True)
+        >>> entry.is_met_by("distributed.test_b.TestA.test_b"), entry.is_met_by("")
+        (False, False)
+        """
+        module, *names = test.rsplit(".", 2)
+        file = module.rpartition(".")[2]
+        for wanted in self.tests:
+            in_file, *rest = wanted.split("::")
+            if file in ("__main__", in_file.removesuffix(".py")) and fnmatchcase(".".join(names), ".".join(rest)):
+                return True
+        return False
+
+
+@functools.cache
+def known_races(path: Path = _FILE, release: str = torch.__version__) -> tuple[KnownRace, ...]:
+    """Return the races that a release has.
+
+    Raises:
+        ValueError: the file is no such list; the message names the entry.
+    """
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(
+        _entry(each) for number, each in enumerate(entries, 1) if _is_for(each, release, f"{path}, entry {number}")
+    )
+
+
+def _is_for(given: Any, release: str, where: str) -> bool:
+    if not isinstance(given, dict) or not _TOLD <= set(given) <= _TOLD | _ASKED:
+        raise ValueError(
+            f"{where}: expected told, link, torch and tests, and perhaps earlier, later, reused and pinned"
+        )
+    if not any(given.get(side, {}).get("frames") for side in ("earlier", "later")):
+        raise ValueError(f"{where}: it would describe every race; say what calls the earlier or the later access")
+    return any(re.match(rf"{re.escape(each)}(?!\w)", release) for each in given["torch"])
+
+
+def _entry(given: Mapping[str, Any]) -> KnownRace:
+    def side(name: str) -> Side:
+        values = given.get(name, {})
+        return Side(tuple(values.get("frames", ())), values.get("lane"))
+
+    tests: Sequence[str] = given["tests"]
+    return KnownRace(
+        given["told"], given["link"], tuple(tests), side("earlier"), side("later"), given.get("reused"),
+        given.get("pinned"),
+    )  # fmt: skip
