@@ -143,6 +143,10 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: after ``-h``, ``--version`` or ``--show-config`` (0), or a usage error (2), with its text printed.
     """
     parser = _parser(_command().removeprefix("python "), "Run distributed tests on this machine.", alone=False)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        from torch_ext.runner.completion import answer
+
+        answer(parser)
     try:
         settings = _settings(parser, argv)
         return _options(settings, **_places(settings))
@@ -260,6 +264,14 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     for flag, file in files.items():
         if file.endswith(".py") or os.path.isdir(file):
             raise _Mistake(f"got {flag} {file}, which is no place for a report; write {flag}=FILE")
+    if options.completion:
+        from torch_ext.runner.completion import NotInstalledError, script
+
+        try:
+            print(script(options.completion))
+        except NotInstalledError as error:
+            raise _Mistake(str(error)) from None
+        raise SystemExit(0)
     if options.show_config:
         _show(options, settings)
         raise SystemExit(0)

@@ -46,6 +46,7 @@ class Options:
         junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with
             ``coverage`` is the form of that.
         history: the test whose record to show; empty: none.
+        completion: the shell whose script of completion to print; empty: none.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
@@ -93,6 +94,7 @@ class Options:
     json: str = ""
     history: str = ""
     show_config: bool = False
+    completion: str = ""
     device: str = ""
     timeout_s: float | None = None
     races: str = ""
@@ -319,5 +321,7 @@ TABLE: tuple[Row, ...] = (
     Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
         "on stdout", key="-", alone=False),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
+    Row("completion", ("--completion",), _MORE, "print what SHELL evaluates to complete options and names: "
+        "bash, zsh or fish", "SHELL", choices=("bash", "zsh", "fish"), key="-", alone=False),
     Row("history", ("--history",), _MORE, "show how TEST ended in earlier runs", "TEST", key="-", alone=False),
 )  # fmt: skip

@@ -171,7 +171,7 @@ def test_without_ray_the_option_says_what_to_install(tmp_path: Path) -> None:
     for asked, words in (
         (
             "local:2",
-            "--cluster needs Ray, which is not installed here; install it with: pip install 'torch_ext[cluster]'",
+            "--cluster needs Ray, which is not installed here; install it with: pip install ray",
         ),
         ("local:0", "got '0', expected a whole number of at least 1"),
         ("local:x", "got 'x', expected a whole number of at least 1"),

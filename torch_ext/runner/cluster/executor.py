@@ -53,9 +53,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise SetupError(
-            "--cluster needs Ray, which is not installed here; install it with: pip install 'torch_ext[cluster]'"
-        ) from None
+        raise SetupError("--cluster needs Ray, which is not installed here; install it with: pip install ray") from None
     return ray
 
 
