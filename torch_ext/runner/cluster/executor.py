@@ -118,7 +118,7 @@ class ClusterExecutor:
             while (waiting or placed or running) and not done:
                 while waiting and len(placed) < _AHEAD and len(placed) + len(running) < self._most:
                     job = waiting.pop(0)
-                    job.place = Placement(bundle(job.batch.need, self._largest_cpus, self._devices))
+                    job.place = self._placement(job)
                     placed.append(job)
                 for job in [job for job in placed if self._begins(job, folder, running)]:
                     placed.remove(job)
@@ -130,6 +130,9 @@ class ClusterExecutor:
                 self._leave(job)
             if running:  # the run stops early: nothing more must come of them
                 self._end_nodes()
+
+    def _placement(self, job: _Job) -> Placement:
+        return Placement(bundle(job.batch.need, self._largest_cpus, self._devices))
 
     @property
     def _most(self) -> float:
@@ -202,8 +205,15 @@ class ClusterExecutor:
         node = job.place.node() if job.place is not None else ""
         if not node:
             return False
-        if node not in self._nodes:  # it joined after the run had begun
+        if node not in self._nodes:  # it joined after the run had begun, or has lost its supervisor
             self._start_nodes([node])
+        if node not in self._nodes:
+            self._leave(job)
+            job.lost += 1
+            if job.lost >= _MOST_LOST:
+                raise SetupError(f"Ray places classes on the machine {node[:12]}, which cannot run tests")
+            job.place = self._placement(job)
+            return False
         batch = job.batch
         methods = tuple(test.method for test in job.left)
         order = RunClass(job.number, shipped(batch.file, folder), batch.cls, methods, batch.need)
