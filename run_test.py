@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 from torch_ext.__main__ import main
 
 raise SystemExit(main())

@@ -24,6 +24,7 @@ setup(
         "rich>=13",
         "ninja",
     ],
+    extras_require={"cluster": ["ray>=2.40"], "completion": ["argcomplete>=3"]},
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={

@@ -143,6 +143,10 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: after ``-h``, ``--version`` or ``--show-config`` (0), or a usage error (2), with its text printed.
     """
     parser = _parser(_command().removeprefix("python "), "Run distributed tests on this machine.", alone=False)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        from torch_ext.runner.completion import answer
+
+        answer(parser)
     try:
         settings = _settings(parser, argv)
         return _options(settings, **_places(settings))
@@ -249,12 +253,25 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
     options = Options(**{**values, **places, "command": _command()})
+    for flag, given in (
+        ("--show-output", options.show_output), ("--upstream", options.upstream), ("--audit-order", options.audit_order)
+    ):  # fmt: skip
+        if options.cluster and given:
+            raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
     if options.coverage and options.json not in ("", "-"):
         raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
     files = {"--json": options.json, "--junit": options.junit, "--html": options.html, "--trace": options.trace}
     for flag, file in files.items():
         if file.endswith(".py") or os.path.isdir(file):
             raise _Mistake(f"got {flag} {file}, which is no place for a report; write {flag}=FILE")
+    if options.completion:
+        from torch_ext.runner.completion import NotInstalledError, script
+
+        try:
+            print(script(options.completion))
+        except NotInstalledError as error:
+            raise _Mistake(str(error)) from None
+        raise SystemExit(0)
     if options.show_config:
         _show(options, settings)
         raise SystemExit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import itertools
 import os
 import selectors
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.executor import Executor
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Task, Wait, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
@@ -213,6 +215,15 @@ class RunExecutor:
             atexit.unregister(self.close)
 
 
-def open_executor(options: Options) -> RunExecutor:
+def open_executor(options: Options) -> Executor:
     """Return what runs tests under ``options``. Each run has its own; close it."""
-    return RunExecutor(options)
+    here = RunExecutor(options)
+    if not options.cluster:
+        return here
+    try:
+        cluster = importlib.import_module("torch_ext.runner.cluster.executor")
+        remote: Executor = cluster.ClusterExecutor(options, here.collect, here.close)
+    except BaseException:
+        here.close()
+        raise
+    return remote

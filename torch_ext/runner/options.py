@@ -46,6 +46,7 @@ class Options:
         junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with
             ``coverage`` is the form of that.
         history: the test whose record to show; empty: none.
+        completion: the shell whose script of completion to print; empty: none.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
@@ -61,6 +62,7 @@ class Options:
             output is shown as it comes or files are not ours.
         slots: how many ranks run at a time; None: the machine decides.
         reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
+        cluster: where classes run: ``local:N`` or the address of a Ray cluster; empty: on this machine.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
@@ -95,6 +97,7 @@ class Options:
     json: str = ""
     history: str = ""
     show_config: bool = False
+    completion: str = ""
     device: str = ""
     timeout_s: float | None = None
     races: str = ""
@@ -106,6 +109,7 @@ class Options:
     audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
+    cluster: str = ""
     typed_root: str = ""
     upstream: tuple[str, ...] = ()
     cuda_as_sim: bool = False
@@ -183,6 +187,20 @@ def _count(least: int) -> Callable[[str], int]:
 
 def _jobs(text: str) -> int:
     return 0 if text == "auto" else _count(1)(text)
+
+
+def _cluster(text: str) -> str:
+    """Read ``ADDRESS`` or ``local:N``.
+
+    >>> _cluster("local:3"), _cluster("auto")
+    ('local:3', 'auto')
+    """
+    local, _, number = text.partition(":")
+    if local == "local":
+        _count(1)(number)
+    if not text.strip():
+        raise ValueError("got an empty address, expected local:N, auto, or host:port of a Ray cluster")
+    return text
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -285,6 +303,8 @@ TABLE: tuple[Row, ...] = (
         "(default: auto, or 1 with --show-output or --upstream)", "N", _jobs),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
+    Row("cluster", ("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster of N on this "
+        "machine", "ADDRESS", _cluster, alone=False),
     Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
         "fresh ones for each test)", "WHAT", choices=("class",)),
     Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
@@ -313,5 +333,7 @@ TABLE: tuple[Row, ...] = (
     Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
         "on stdout", key="-", alone=False),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
+    Row("completion", ("--completion",), _MORE, "print what SHELL evaluates to complete options and names: "
+        "bash, zsh or fish", "SHELL", choices=("bash", "zsh", "fish"), key="-", alone=False),
     Row("history", ("--history",), _MORE, "show how TEST ended in earlier runs", "TEST", key="-", alone=False),
 )  # fmt: skip

@@ -47,6 +47,10 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
+    def shut(self) -> None:
+        """End the connection for both ends, also for a thread that waits in :meth:`receive`."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Whether :meth:`receive` would return or raise at once, as far as the first byte is concerned, or would within
         ``timeout_s`` seconds.

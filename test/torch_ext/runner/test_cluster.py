@@ -1,0 +1,183 @@
+"""Tests on a Ray cluster: three raylets on this machine, of which one is killed while it runs a class."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.torch_ext.world.suites import CHECKOUT
+from torch_ext.world import _os
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray; install it with: pip install -e '.[cluster]'"
+)
+DEADLINE_S = 240
+
+SUITE = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
+
+NOTES = {notes!r}
+
+
+class Ranks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        with open(os.path.join(NOTES, f"{{type(self).__name__}}.{{self._testMethodName}}"), "a") as stream:
+            print(os.environ["RAY_RAYLET_PID"], os.environ["TMPDIR"], os.getcwd(), file=stream)
+        self._spawn_processes()
+
+    def check(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((2,), 2.0))
+
+
+class TestLost(Ranks):
+    def test_1_before(self):
+        self.check()
+
+    def test_2_lost(self):
+        while not os.path.exists(os.path.join(NOTES, "killed")):
+            time.sleep(0.1)
+        self.check()
+
+    def test_3_after(self):
+        self.check()
+
+
+class TestOne(Ranks):
+    def test_passes(self):
+        self.check()
+
+    def test_fails(self):
+        self.assertEqual(self.rank, 0)
+
+
+class TestTwo(Ranks):
+    def test_passes(self):
+        self.check()
+
+
+class TestAlone(Ranks):
+    alone = True
+
+    def test_passes(self):
+        self.check()
+        time.sleep(0.5)
+
+
+del Ranks
+"""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """The address of a cluster whose head runs no tests: the driver would go down with the head's raylet."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, include_dashboard=False)
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, include_dashboard=False)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@needs_ray
+def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, address: str) -> None:
+    notes, suite = tmp_path / "notes", tmp_path / "suite"
+    notes.mkdir()
+    suite.mkdir()
+    (suite / "test_all.py").write_text(SUITE.format(notes=str(notes)))
+    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite), "--cluster", address]
+    events = tmp_path / "events.jsonl"
+    with subprocess.Popen(
+        [*command, "--device", "cpu", "-v", "--json", str(events)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache")},
+    ) as runner:  # fmt: skip
+        try:
+            raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
+            for pid in (int(raylet), *_os.children_of(int(raylet))):  # Ray's workers too, as when a machine dies
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _await_end(Path(folder))
+            (notes / "killed").touch()
+            out, err = runner.communicate(timeout=DEADLINE_S)
+        except BaseException:
+            runner.kill()
+            raise
+    assert runner.returncode == 1, (out, err)
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    ended: dict[str, Any] = {one["test"]: one["status"] for one in told if one["event"] == "result"}
+    assert Counter(ended.values()) == {"passed": 6, "failed": 1}, (out, err)
+    assert ended["test_all.py::TestOne::test_fails"] == "failed" and "look at" not in err
+    assert len([one for one in told if one["event"] == "result"]) == 7, "each test has one result"
+    assert "is lost (" in err and "2 tests of test_all.py::TestLost run again elsewhere" in err
+    lost = (notes / "TestLost.test_2_lost").read_text().splitlines()
+    assert len(lost) == 2 and len({line.split()[0] for line in lost}) == 2, "it ran again on the other machine"
+    assert len((notes / "TestLost.test_1_before").read_text().splitlines()) == 1, "what had ended did not run again"
+    ran = [line.split() for note in notes.glob("Test*") for line in note.read_text().splitlines()]
+    assert len({(raylet, folder.split("/")[2]) for raylet, folder, _ in ran}) == 2, "each machine has its TMPDIR"
+    assert all(not Path(where).is_relative_to(tmp_path) for *_, where in ran), "tests run in a copy"
+    for folder in {folder for _, folder, _ in ran}:
+        _await_end(Path(folder))
+
+
+def _await_end(folder: Path) -> None:
+    """Wait until the supervisor of a machine has ended, and has taken its temporary folder along."""
+    end_s = time.monotonic() + DEADLINE_S
+    while folder.exists():
+        assert time.monotonic() < end_s, f"{folder} is left behind"
+        time.sleep(0.1)
+
+
+def _await(note: Path, runner: subprocess.Popen[str]) -> str:
+    end_s = time.monotonic() + DEADLINE_S
+    while not note.exists() or not note.read_text():
+        assert runner.poll() is None, runner.communicate()
+        assert time.monotonic() < end_s, "no machine began the class"
+        time.sleep(0.1)
+    return note.read_text()
+
+
+def test_without_ray_the_option_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "test_none.py").write_text(
+        "import unittest\nclass TestA(unittest.TestCase):\n    def test_a(self): ...\n"
+    )
+    hidden = "import sys; sys.modules['ray'] = None; import runpy; sys.argv[0] = 'run_test.py'; "
+    program = f"{hidden}runpy.run_path({str(CHECKOUT / 'run_test.py')!r}, run_name='__main__')"
+    for asked, words in (
+        (
+            "local:2",
+            "--cluster needs Ray, which is not installed here; install it with: pip install ray",
+        ),
+        ("local:0", "got '0', expected a whole number of at least 1"),
+        ("local:x", "got 'x', expected a whole number of at least 1"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--root", str(tmp_path), "--cluster", asked],
+            capture_output=True, text=True, cwd=CHECKOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done

@@ -1,0 +1,53 @@
+"""What a shell is told that may follow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.world.suites import CHECKOUT
+from torch_ext.runner import completion
+
+
+def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> None:
+    for name in ("a/test_one.py", "a/b/test_two.py", "c/other.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    given = Namespace(typed_root=str(tmp_path))
+    assert completion._patterns("", given) == ["a", "a/b", "a/b/test_two.py", "a/test_one.py"]
+    assert completion._patterns("a/t", given) == ["a/test_one.py"]
+    assert completion._patterns("x", given) == []
+
+
+def test_without_argcomplete_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    with pytest.raises(completion.NotInstalledError, match="pip install argcomplete"):
+        completion.script("bash")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("argcomplete") is None, reason="needs argcomplete; pip install argcomplete"
+)
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("run_test.py --reru", "--reruns "),
+        ("run_test.py --races ", "error\noff\nreport"),
+        ("run_test.py distributed/fsdp/test_fsdp_inp", "distributed/fsdp/test_fsdp_input.py "),
+    ],
+)
+def test_the_command_answers_a_shell(tmp_path: Path, line: str, found: str) -> None:
+    told = tmp_path / "told"
+    asked = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
+        "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
+    }  # fmt: skip
+    command = [sys.executable, str(CHECKOUT / "run_test.py")]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and sorted(told.read_text().split()) == found.split(), done
