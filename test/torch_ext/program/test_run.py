@@ -134,8 +134,8 @@ def test_a_silent_fake_is_an_error_if_asked_for(tmp_path: Path) -> None:
 def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     program = """
         import time
-        print("begun", flush=True)
         try:
+            print("begun", flush=True)
             time.sleep(600)
         except KeyboardInterrupt:
             print("saved", flush=True)
