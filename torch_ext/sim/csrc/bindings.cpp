@@ -14,6 +14,7 @@
 #include "pinned_memory.h"
 #include "races/report.h"
 #include "races/trace.h"
+#include "rpc_agent.h"
 #include "simccl.h"
 #include "stream.h"
 
@@ -42,6 +43,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("sleep", &sleep);
   bind_simccl(m);
+  bind_rpc_agent(m);
   bind_flight_record(m);
   bind_observer_log(m);
   bind_generated(m);
