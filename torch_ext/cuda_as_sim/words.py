@@ -46,7 +46,10 @@ def text_as_sim(text: str) -> str:
     ('Expected all tensors on sim:0', "device(type='sim', index=0)")
     >>> text_as_sim("rank:0/cuda:0"), text_as_sim("torch.cuda.is_available"), text_as_sim("uses cuda, or not")
     ('rank:0/sim:0', 'torch_ext.cuda_as_sim.cuda.is_available', 'uses cuda, or not')
+    >>> text_as_sim("CUDA error: invalid device ordinal")
+    'sim error: invalid device ordinal'
     """
+    text = text.replace("CUDA error: ", f"{DEVICE} error: ")
     if (word := word_as_sim(text)) != text or "cuda" not in text:
         return word
     if _MODULE.match(text):

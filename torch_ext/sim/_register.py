@@ -28,12 +28,24 @@ def register() -> None:
     library = str(build.ensure_built(verbose=True))
     _claim_name()
     _load_native(library)
-    from torch_ext.sim import _attention, _by_name, _collectives, _dynamo, _module, _sharing, races
+    from torch_ext.sim import (
+        _attention,
+        _by_name,
+        _collectives,
+        _dynamo,
+        _module,
+        _pinning,
+        _rpc,
+        _sharing,
+        races,
+    )
 
     torch._register_device_module(NAME, _module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _collectives.register()
     _dynamo.register()
+    _pinning.register()
+    _rpc.register()
     _attention.register()
     _by_name.register()
     _sharing.register()

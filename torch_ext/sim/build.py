@@ -40,7 +40,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
     {"autocast", "bindings", "flight_record", "generated", "launcher", "memory_snapshot", "observer_log", "profiler"}
-    | {"reduction", "running", "sharing"}
+    | {"reduction", "rpc_agent", "running", "sharing"}
     | {"sim_work", "simccl", "races/autograd_node", "races/report", "races/trace"}
     | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
     | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
@@ -156,6 +156,13 @@ def _sanitizer_flags() -> tuple[str, ...]:
     return (f"-fsanitize={name}", *without, "-fno-omit-frame-pointer", "-g1")
 
 
+def _rpc_flags() -> tuple[str, ...]:
+    """Say whether torch has RPC, whose symbols a build without it lacks."""
+    import torch
+
+    return ("-DTORCH_EXT_RPC",) if hasattr(torch._C, "_rpc_init") else ()
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()[:16]
 
@@ -261,7 +268,7 @@ def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
     includes = [*of_torch, *of_kineto, sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
     sanitizer = _sanitizer_flags()
-    flags = " ".join([*_FLAGS, *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])
+    flags = " ".join([*_FLAGS, *_rpc_flags(), *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])
     link = " ".join([*sanitizer, *(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)])
     lines = [
         "rule compile",

@@ -34,7 +34,12 @@ def install() -> None:
     )
     if accelerator.capabilities().device_sleep:
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
-    if accelerator.backend() not in upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS:
+    distributed = upstream_module("common_distributed")
+    # Devices of which each rank of DDP has its own. Torch 2.11 has no such list.
+    ranked: list[str] = getattr(distributed, "DDP_RANK_DEVICES", [])
+    if accelerator.device_type() not in ranked:
+        ranked.append(accelerator.device_type())
+    if accelerator.backend() not in distributed.ACCELERATOR_DIST_BACKENDS:
         _teach_dtensor_base(upstream_module("distributed._tensor.common_dtensor").DTensorTestBase)
         _teach_sharded_base(upstream_module("distributed._shard.sharded_tensor"))
 

@@ -146,6 +146,10 @@ def _check_futures(rank: int, world_size: int) -> None:
     (value,) = dist.irecv(received, 1 - rank).get_future().wait()
     sent.wait()
     assert value.tolist() == [2.0, 2.0]
+    parts = [torch.empty(2, device="sim") for _ in range(2)]
+    rows = dist.all_gather(parts, averaged + rank, async_op=True).get_future()
+    # One tensor with a row for each rank, as NCCL's futures hold it: hooks index it by rank and then by position.
+    assert rows.then(lambda done: done.value()[0][1, 0]).wait().item() == 1.5 and rows.wait()[0].shape == (2, 2)
 
 
 def test_futures_carry_finished_device_tensors() -> None:

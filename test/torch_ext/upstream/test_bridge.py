@@ -63,7 +63,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor, Shard
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest, MultiThreadedTestCase, requires_accelerator_dist_backend, skip_if_lt_x_gpu
+    MultiProcContinuousTest, MultiThreadedTestCase, requires_accelerator_dist_backend, requires_ddp_rank,
+    skip_if_lt_x_gpu,
 )
 from torch.testing._internal.common_fsdp import FSDPTest, get_devtype
 from torch.testing._internal.common_utils import run_tests, TEST_PRIVATEUSE1
@@ -82,6 +83,7 @@ class TestPerDevice(FSDPTest):
         self.assertEqual(torch.device(device).type, device_type.type)
         self.assertEqual(self.device_type, device_type.type)
         self.assertTrue(TEST_PRIVATEUSE1)
+        self.assertTrue(requires_ddp_rank(self.device_type))
 
 
 class TestOnHostOnly(FSDPTest):

@@ -16,6 +16,7 @@
 #include "profiler.h"
 #include "races/report.h"
 #include "races/trace.h"
+#include "rpc_agent.h"
 #include "sharing.h"
 #include "simccl.h"
 #include "stream.h"
@@ -56,6 +57,7 @@ PYBIND11_MODULE(_native, m) {
   bind_sharing(m);
   register_profiler();
   bind_simccl(m);
+  bind_rpc_agent(m);
   bind_flight_record(m);
   bind_observer_log(m);
   bind_generated(m);

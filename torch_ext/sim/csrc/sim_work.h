@@ -57,6 +57,7 @@ class SimWork : public c10d::Work {
   const Moment& moment() const { return end_.moment; }
 
  private:
+  bool gathers_alike();
   FuturePtr make_future();
 
   const RunningPtr running_;

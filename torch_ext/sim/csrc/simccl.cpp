@@ -171,7 +171,8 @@ class SimCCL final : public Launcher {
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     return launch_one(
-        whole_gather_of(output, input, "_all_gather_base"), "_all_gather_base", {input}, {output}, options);
+        whole_gather_of(output, input, "_all_gather_base"), "_all_gather_base", {input}, {output}, options,
+        OpType::_ALLGATHER_BASE);
   }
 
   // outputs[r][i] receives inputs[i] of rank r.

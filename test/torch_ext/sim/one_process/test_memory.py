@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 
 import torch_ext.sim  # noqa: F401 - registers the device
 
@@ -51,3 +52,10 @@ def test_pinned_ranges_are_known_exactly() -> None:
     assert pinned.is_pinned() and pinned[50:].is_pinned()
     assert not torch.empty(100).is_pinned()
     assert torch.ones(4).pin_memory().to("sim", non_blocking=True).tolist() == [1.0] * 4
+
+
+def test_states_are_staged_in_pinned_and_shared_memory() -> None:
+    state = {"x": torch.arange(3.0, device="sim")}
+    staged = _create_cpu_state_dict(state, pin_memory=True, share_memory=True)
+    _copy_state_dict(state, staged)
+    assert staged["x"].is_cpu and staged["x"].is_shared() and staged["x"].tolist() == [0, 1, 2]

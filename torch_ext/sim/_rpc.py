@@ -1,0 +1,127 @@
+"""RPC's device maps: TensorPipe workers exchange ``sim`` tensors, as CUDA's workers exchange theirs.
+
+``TensorPipeRpcBackendOptions.set_device_map("worker1", {"sim:0": "sim:1"})``, ``devices``, ``RemoteModule`` and
+distributed autograd take ``sim`` devices. Workers that a map concerns get the agent of csrc/rpc_agent.cpp, which
+carries device tensors through host memory; all others get torch's own. A group that workers may join later, made
+without a world size, cannot have such maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import _jit_internal
+
+from torch_ext.sim import _native
+from torch_ext.sim._imports import when_imported
+from torch_ext.sim._name import NAME
+
+__all__ = ["register"]
+
+_RPC = "torch.distributed.rpc"
+
+
+def register() -> None:
+    """Serve futures now, and RPC when it is loaded."""
+    _skip_events()
+    if hasattr(_native, "define_rpc_agent"):
+        when_imported(f"{_RPC}.options", _take_devices)
+        when_imported(f"{_RPC}.backend_registry", _serve)
+
+
+def _skip_events() -> None:
+    """Let the value of a future hold events, which nothing can pickle: torch skips those of CUDA."""
+    extractor: Any = _jit_internal._TensorExtractor
+    original = extractor.persistent_id
+
+    def persistent_id(self: Any, value: object) -> Any:
+        return "" if isinstance(value, torch.Event) else original(self, value)
+
+    extractor.persistent_id = persistent_id
+
+
+def _take_devices(options: ModuleType) -> None:
+    original = options._to_device
+
+    def to_device(device: Any) -> torch.device:
+        found = torch.device(device)
+        return found if found.type == NAME else original(device)
+
+    setattr(options, "_to_device", to_device)  # noqa: B010 - a module has no such attribute for mypy
+
+
+def _serve(registry: Any) -> None:
+    validate = registry._tensorpipe_validate_devices
+    exchange = registry._tensorpipe_exchange_and_check_all_device_maps
+    start = registry.init_backend
+
+    def validate_devices(devices: Iterable[torch.device], count: int) -> bool:
+        own: list[torch.device] = []
+        others: list[torch.device] = []
+        for device in devices:
+            (own if device.type == NAME else others).append(device)
+        return all(0 <= (device.index or 0) < count for device in own) and bool(validate(others, count))
+
+    @functools.wraps(exchange)
+    def exchange_maps(name: str, count: int, *args: Any) -> Any:
+        return exchange(name, count or _native.device_count(), *args)
+
+    @functools.wraps(start)
+    def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("rpc_backend_options")
+        if not kwargs.get("world_size") and (_names_sim(getattr(options, "device_maps", {})) or _has_sim(options)):
+            raise ValueError(f"device maps for {NAME!r} need a group of fixed size: pass world_size to init_rpc")
+        with _our_agents():
+            return start(backend, *args, **kwargs)
+
+    registry._tensorpipe_validate_devices = validate_devices
+    registry._tensorpipe_exchange_and_check_all_device_maps = exchange_maps
+    registry.init_backend = init_backend
+
+
+@contextlib.contextmanager
+def _our_agents() -> Iterator[None]:
+    """Have the backend that starts meanwhile, which asks the package for the agent's class, get one that fits."""
+    from torch.distributed import rpc
+
+    original = rpc.TensorPipeAgent
+    setattr(rpc, "TensorPipeAgent", functools.partial(_agent, original))  # noqa: B010 - mypy refuses to assign a class
+    try:
+        yield
+    finally:
+        setattr(rpc, "TensorPipeAgent", original)  # noqa: B010
+
+
+def _agent(
+    original: Any,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: Any,
+    reverse_maps: dict[str, dict[torch.device, torch.device]],
+    devices: list[torch.device],
+) -> Any:
+    if not (_names_sim(options.device_maps) or _names_sim(reverse_maps) or any(each.type == NAME for each in devices)):
+        return original(store, name, rank, world_size, options, reverse_maps, devices)
+    _native.init()
+    return _agent_class()(store, name, rank, world_size, options, reverse_maps, devices)
+
+
+def _names_sim(maps: dict[str, dict[torch.device, torch.device]]) -> bool:
+    return any(device.type == NAME for map_ in maps.values() for pair in map_.items() for device in pair)
+
+
+def _has_sim(options: Any) -> bool:
+    return any(device.type == NAME for device in getattr(options, "devices", ()))
+
+
+@functools.cache
+def _agent_class() -> Any:
+    _native.define_rpc_agent()
+    return _native.RpcAgent

@@ -1,0 +1,259 @@
+// The RPC agent that carries device tensors.
+//
+// TensorPipe moves memory of the host and of CUDA, and refuses any other device. This agent gives it host tensors only:
+//
+//   sender    copies device tensors to the host, on its current streams, and appends a Trailer to the payload
+//   receiver  takes the trailer off and copies each tensor to the device that it names, on the streams of the request
+//
+// Both copies end before the message goes on, so it holds what the streams had been given before the call. The sender
+// decides where a tensor goes, by its device map for a request and by the reverse of the caller's for a response, as
+// TensorPipe's own agent does. That agent never sees the maps, but has the devices: it gives each request streams of
+// its own on them, and lets futures wait for those.
+//
+// Requests carry a trailer to workers that the map names, and responses where the request had one. Only such workers
+// have this agent for certain.
+#include "rpc_agent.h"
+
+#ifdef TORCH_EXT_RPC
+// Torch's header is empty without it.
+#define USE_TENSORPIPE
+
+#include <c10/core/StreamGuard.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/propagate_gradients_req.h>
+#include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "without_gil.h"
+
+namespace torch_ext::sim {
+namespace {
+
+namespace rpc = torch::distributed::rpc;
+
+using rpc::DeviceMap;
+using rpc::JitFuture;
+using rpc::Message;
+using DeviceMaps = std::unordered_map<std::string, DeviceMap>;
+using MessagePtr = c10::intrusive_ptr<Message>;
+using MessageFuture = c10::intrusive_ptr<JitFuture>;
+
+constexpr int16_t kHost = -1;
+
+// What follows a payload: an int16_t for each tensor, the device where it goes or kHost, and then this.
+struct Trailer {
+  static constexpr uint64_t kMark = 0x6d69735f74786574;
+  int64_t sender = 0;
+  uint64_t mark = kMark;
+};
+
+std::optional<Trailer> trailer_of(const Message& message) {
+  const auto& payload = message.payload();
+  if (payload.size() < sizeof(Trailer) + message.tensors().size() * sizeof(int16_t)) {
+    return std::nullopt;
+  }
+  Trailer found;
+  std::memcpy(&found, payload.data() + payload.size() - sizeof(Trailer), sizeof(Trailer));
+  return found.mark == Trailer::kMark ? std::optional(found) : std::nullopt;
+}
+
+void check_found(bool found, const Message& message, const std::string& worker, const at::Tensor& tensor) {
+  TORCH_CHECK(
+      found,
+      "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending "
+      "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device "
+      "mapping. ",
+      message.isRequest() ? "Request" : "Response", " device mapping is not available for destination ", worker,
+      " for device ", tensor.device(), " but received a tensor on that device.");
+}
+
+// Makes of `message` one of host tensors, with a trailer. Raises if the map lacks a device.
+void pack(Message& message, const DeviceMap& map, const std::string& worker, int64_t sender) {
+  auto& tensors = message.tensors();
+  std::vector<int16_t> targets;
+  targets.reserve(tensors.size());
+  for (auto& tensor : tensors) {
+    const auto place = map.find(tensor.device());
+    check_found(tensor.is_cpu() || place != map.end(), message, worker, tensor);
+    const bool stays = place == map.end() || place->second.is_cpu();
+    targets.push_back(stays ? kHost : static_cast<int16_t>(place->second.index()));
+    tensor = tensor.to(at::kCPU);
+  }
+  auto& payload = message.payload();
+  const auto append = [&payload](const void* data, size_t size) {
+    const auto* bytes = static_cast<const char*>(data);
+    payload.insert(payload.end(), bytes, bytes + size);
+  };
+  append(targets.data(), targets.size() * sizeof(int16_t));
+  const Trailer trailer{sender};
+  append(&trailer, sizeof(trailer));
+}
+
+// Undoes pack() on the other side, on the current streams. Returns the sender; nothing if there is no trailer.
+std::optional<int64_t> unpack(Message& message) {
+  const auto trailer = trailer_of(message);
+  if (!trailer.has_value()) {
+    return std::nullopt;
+  }
+  auto& payload = message.payload();
+  auto& tensors = message.tensors();
+  std::vector<int16_t> targets(tensors.size());
+  const size_t listed = targets.size() * sizeof(int16_t);
+  const size_t own = payload.size() - sizeof(Trailer) - listed;
+  std::memcpy(targets.data(), payload.data() + own, listed);
+  payload.resize(own);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (targets[i] != kHost) {
+      tensors[i] = tensors[i].to(c10::Device(kSim, static_cast<c10::DeviceIndex>(targets[i])));
+    }
+  }
+  return trailer->sender;
+}
+
+// Calls `act` with the message of a finished future, and passes it on; errors pass through.
+template <typename Act>
+MessageFuture then_with(const MessageFuture& future, Act act) {
+  return future->then(
+      [act = std::move(act)](JitFuture& done) {
+        if (done.hasError()) {
+          std::rethrow_exception(done.exception_ptr());
+        }
+        auto message = done.value().toCustomClass<Message>();
+        act(*message);
+        auto [value, storages] = rpc::withStorages(std::move(message));
+        return std::make_tuple(c10::IValue(std::move(value)), std::move(storages));
+      },
+      at::AnyClassType::get());
+}
+
+std::string name_of(int64_t worker) {
+  return rpc::RpcAgent::getCurrentRpcAgent()->getWorkerInfo(static_cast<rpc::worker_id_t>(worker)).name_;
+}
+
+// Torch's distributed engine orders streams before it runs the node to which `request` brings gradients. It takes every
+// stream for one of CUDA's, and finds it by the node's metadata. The gradients are there already.
+void forget_streams(Message& request) {
+  namespace autograd = torch::distributed::autograd;
+  if (request.type() == rpc::MessageType::BACKWARD_AUTOGRAD_REQ) {
+    const auto metadata = autograd::PropagateGradientsReq::fromMessage(request)->getAutogradMetadata();
+    auto context = autograd::DistAutogradContainer::getInstance().retrieveContext(metadata.autogradContextId);
+    context->retrieveSendFunction(metadata.autogradMessageId)->clear_input_metadata();
+  }
+}
+
+// Answers requests: hands device tensors to what torch would call, and returns those of the response.
+class Callback final : public rpc::RequestCallbackImpl {
+ public:
+  explicit Callback(DeviceMaps reverse) : reverse_(std::move(reverse)) {}
+
+  MessageFuture processMessage(Message& request, std::vector<c10::Stream> streams) const override {
+    std::optional<int64_t> sender;
+    {
+      const c10::MultiStreamGuard guard(streams);
+      sender = unpack(request);
+      forget_streams(request);
+    }
+    auto response = RequestCallbackImpl::processMessage(request, std::move(streams));
+    if (!sender.has_value()) {
+      return response;
+    }
+    return then_with(response, [this, worker = *sender](Message& message) {
+      if (message.tensors().empty()) {
+        return;
+      }
+      const auto name = name_of(worker);
+      const auto map = reverse_.find(name);
+      pack(message, map == reverse_.end() ? DeviceMap() : map->second, name, /*sender=*/-1);
+    });
+  }
+
+ private:
+  const DeviceMaps reverse_; // by caller
+};
+
+class Agent final : public rpc::TensorPipeAgent {
+ public:
+  Agent(
+      const c10::intrusive_ptr<c10d::Store>& store, std::string name, rpc::worker_id_t id, int world_size,
+      const rpc::TensorPipeRpcBackendOptions& options, DeviceMaps reverse, std::vector<c10::Device> devices)
+      : TensorPipeAgent(
+            store, std::move(name), id, world_size, without_maps(options), {}, std::move(devices),
+            std::make_unique<Callback>(std::move(reverse))),
+        id_(id),
+        maps_(options.deviceMaps) {}
+
+  MessageFuture send(const rpc::WorkerInfo& to, MessagePtr message, float timeout, const DeviceMap& given) override {
+    const auto own = maps_.find(to.name_);
+    const bool has_map = !given.empty() || own != maps_.end();
+    if (has_map) {
+      pack(*message, given.empty() ? own->second : given, to.name_, id_);
+    }
+    auto response = TensorPipeAgent::send(to, std::move(message), timeout, {});
+    return has_map ? then_with(response, [](Message& answer) { unpack(answer); }) : response;
+  }
+
+  DeviceMap getDeviceMap(const rpc::WorkerInfo& to) const override {
+    const auto found = maps_.find(to.name_);
+    return found == maps_.end() ? DeviceMap() : found->second;
+  }
+
+ private:
+  static rpc::TensorPipeRpcBackendOptions without_maps(rpc::TensorPipeRpcBackendOptions options) {
+    options.deviceMaps.clear();
+    return options;
+  }
+
+  const rpc::worker_id_t id_;
+  const DeviceMaps maps_; // by callee
+};
+
+} // namespace
+
+void bind_rpc_agent(pybind11::module_& m) {
+  namespace py = pybind11;
+  m.def("define_rpc_agent", [m]() mutable {
+    py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "RpcAgent")
+        .def(
+            py::init([](const c10::intrusive_ptr<c10d::Store>& store, std::string name, rpc::worker_id_t id,
+                        int world_size, const rpc::TensorPipeRpcBackendOptions& options, DeviceMaps reverse,
+                        std::vector<c10::Device> devices) {
+              const WithoutGil without;
+              // Its threads may need the GIL to end.
+              return std::shared_ptr<Agent>(
+                  new Agent(store, std::move(name), id, world_size, options, std::move(reverse), std::move(devices)),
+                  [](Agent* agent) {
+                    const WithoutGil without;
+                    delete agent;
+                  });
+            }));
+  });
+}
+
+} // namespace torch_ext::sim
+
+#else
+
+namespace torch_ext::sim {
+
+void bind_rpc_agent(pybind11::module_& /*m*/) {}
+
+} // namespace torch_ext::sim
+
+#endif
