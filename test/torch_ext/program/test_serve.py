@@ -10,6 +10,7 @@ import pytest
 
 from torch_ext.program import warm
 
+
 def test_a_run_does_not_trust_what_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     address = warm.address_of(False, ("a",))
