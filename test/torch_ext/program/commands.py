@@ -13,7 +13,7 @@ from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
 
-__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "serve", "start", "torchrun"]
+__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "start", "torchrun"]
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
@@ -57,15 +57,6 @@ def run(options: str, program: str, *arguments: str, folder: Path, **more: str) 
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
     return Ended(process.returncode, out, err)
-
-
-def serve(*words: str, **more: str) -> subprocess.Popen[str]:
-    """Start ``torch_ext serve`` and return when it serves."""
-    command = [sys.executable, "-m", "torch_ext", "serve", *words]
-    process = subprocess.Popen(command, cwd=CHECKOUT, env=_environment(more), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("torch_ext: serving")
-    return process
 
 
 def alive_with(mark: str) -> list[str]:
