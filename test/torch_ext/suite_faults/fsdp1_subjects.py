@@ -17,6 +17,8 @@ _FIRST = f"{_EXEC_ORDER}test_invalid_first_iter_order_sharding_strategy0"
 _MODULES = "fsdp.test_fsdp_traversal:TestTraversal."
 _HYBRID = "fsdp.test_fsdp_hybrid_shard:TestFSDPHybridShard."
 _META = "fsdp.test_fsdp_meta:TestFSDPWithMetaDevice."
+_HALF = "fsdp.test_fsdp_pure_fp16:TestPureFP16."
+_DTENSOR = "fsdp.test_fsdp_dtensor_state_dict:TestFSDPWithDeviceMeshAndDTensor."
 _UNEVEN = "fsdp.test_fsdp_uneven:TestUnevenParamShard."
 
 MISTAKES = {
@@ -168,5 +170,26 @@ MISTAKES = {
         "if is_torchdistX_deferred_init and param_init_fn is not None:",
         f"{_META}test_nested_model_with_meta_device_reset_params_auto_wrap_False",
         "times that each module was reset",
+    ),
+    "reduces_in_the_type_before_the_cast": fault(
+        f"{_HANDLE}.init_flat_param_attributes",
+        "self._reduce_dtype = flat_param.dtype",
+        "pass",
+        f"{_HALF}test_fp16_dtypes",
+        "types of collectives",
+    ),
+    "state_dict_sharded_by_columns": fault(
+        "torch.distributed.fsdp._shard_utils:_create_chunk_dtensor",
+        "shard_placements[-1] = DShard(0)",
+        "shard_placements[-1] = DShard(tensor.dim() - 1)",
+        f"{_DTENSOR}test_dtensor_sharded_tensor_state_dict_identical_offload_to_cpu_False",
+        "placements of a.weight",
+    ),
+    "dtensors_not_used_with_a_mesh": fault(
+        "torch.distributed.fsdp._optim_utils:_set_optim_use_dtensor",
+        "state_dict_settings.optim_state_dict_config._use_dtensor = True",
+        "pass",
+        f"{_DTENSOR}test_fsdp_init_with_device_mesh",
+        "is no DTensor",
     ),
 }
