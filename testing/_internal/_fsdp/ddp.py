@@ -48,10 +48,6 @@ class CollectiveLog(TorchDispatchMode):
 class DDPTest(TwoRankTest):
     """Two ranks, each with its own data. With two, sums have one order and halving is exact, so comparisons are too."""
 
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: float) -> None:
-        """Like ``assertEqual``, with ``what`` in front of the message."""
-        self.assertEqual(found, expected, msg=lambda text: f"{what}: {text}", **tolerance)
-
     def net(self) -> nn.Sequential:
         """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*, 3)``."""
         torch.manual_seed(0)

@@ -83,6 +83,8 @@ class Observer {
   virtual void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept = 0;
   virtual void freed(const void* data, c10::DeviceIndex device) noexcept = 0; // before it can be used again
   virtual void used_on(const void* data, c10::Stream stream) noexcept = 0;    // record_stream
+  // Nobody waited for the operation that ends at `moment`; its memory is kept until then all the same.
+  virtual void kept_until(const void* /*data*/, const Moment& /*moment*/) noexcept {}
 };
 
 extern std::atomic<Observer*> current_observer;

@@ -130,6 +130,16 @@ void Running::let_go() {
   }
 }
 
+std::vector<const void*> Running::memory() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<const void*> found;
+  found.reserve(held_.size());
+  for (const auto& tensor : held_) {
+    found.push_back(tensor.storage().data());
+  }
+  return found;
+}
+
 void settle(Running& one) noexcept {
   try {
     one.finish(kNoTimeout);

@@ -67,6 +67,9 @@ class Running final : public Elsewhere {
   void mark_waited_for() { is_waited_for_ = true; }
   bool is_waited_for() const { return is_waited_for_; }
 
+  // Where the tensors lie that it holds.
+  std::vector<const void*> memory() const;
+
   const std::vector<TransferPtr>& transfers() const { return transfers_; }
 
  private:

@@ -32,6 +32,13 @@ SimWork::SimWork(
       sequence_(sequence) {}
 
 SimWork::~SimWork() {
+  if (!running_->is_waited_for()) {
+    tell(end_.moment, [this](Observer& to) {
+      for (const void* data : running_->memory()) {
+        to.kept_until(data, end_.moment);
+      }
+    });
+  }
   running_->let_go();
 }
 

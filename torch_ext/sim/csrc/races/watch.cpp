@@ -229,6 +229,7 @@ void Watch::allocated(const void* data, size_t /*bytes*/, c10::Stream stream) no
   std::lock_guard<std::mutex> lock(mutex_);
   auto& owned = blocks_[block->serial];
   owned.users.clear();
+  owned.kept = Clock();
   owned.memory.is_unnamed = stack == nullptr;
   owned.memory.allocated = stack ? operation("allocation", lane_of(stream), std::move(stack)) : nullptr;
 }
@@ -246,8 +247,10 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
   const auto found = blocks_.find(block->serial);
   if (found != blocks_.end()) {
     auto& owned = found->second;
+    owned.memory.history.forget(owned.kept);
     checker_.free(owned.memory, owned.users, stack ? operation("free", kHost, std::move(stack)) : nullptr);
     owned.users.clear();
+    owned.kept = Clock();
   }
 }
 
@@ -258,6 +261,15 @@ void Watch::used_on(const void* data, c10::Stream stream) noexcept {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   blocks_[block->serial].users.push_back(lane_of(stream));
+}
+
+void Watch::kept_until(const void* data, const Moment& moment) noexcept {
+  const Block* block = block_at(data);
+  if (block == nullptr) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  blocks_[block->serial].kept.join(clock_of(moment));
 }
 
 bool Watch::is_dangerous(const void* data, c10::Stream stream) noexcept {

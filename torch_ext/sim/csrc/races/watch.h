@@ -71,6 +71,7 @@ class Watch final : public Observer {
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override;
   void freed(const void* data, c10::DeviceIndex device) noexcept override;
   void used_on(const void* data, c10::Stream stream) noexcept override;
+  void kept_until(const void* data, const Moment& moment) noexcept override;
 
   // A host operator has read or written pinned memory.
   void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
@@ -95,6 +96,7 @@ class Watch final : public Observer {
   struct Owned {
     Memory memory;
     std::vector<Lane> users;
+    Clock kept; // the ends of operations that were dropped without a wait
   };
 
   // All of these require the lock.
