@@ -477,7 +477,7 @@ MISTAKES = {
         "    prev_state_dict_settings.optim_state_dict_config,",
         "    None,",
         _NESTED_TYPES,
-        "settings restored by the context within",
+        "settings restored by the innermost context",
     ),
     "configuration_of_state_dicts_not_restored": fault(
         f"{_FSDP}.state_dict_type",

@@ -169,7 +169,7 @@ MISTAKES = {
         "if (is_meta_module or is_torchdistX_deferred_init) and param_init_fn is not None:",
         "if is_torchdistX_deferred_init and param_init_fn is not None:",
         f"{_META}test_nested_model_with_meta_device_reset_params_auto_wrap_False",
-        "times that each module was reset",
+        "times that the function was called with each",
     ),
     "reduces_in_the_type_before_the_cast": fault(
         f"{_HANDLE}.init_flat_param_attributes",

@@ -66,12 +66,12 @@ MISTAKES = {
     "fully_shard_smaller_shard_gathered_before_it_is_copied": _wait(
         f"{_GROUP}.unshard",
         "self._wait_all_gather_streams_on_event(self._reshard_after_forward_event)",
-        "resharding to two(.|\n)*must wait for",
+        "copy_ writes what aten::copy_ reads(.|\n)*stream [0-9]+ of sim:[0-9] must wait for",
     ),
     "fully_shard_offloaded_gradient_read_too_early": _wait(
         f"{_GROUP}.finalize_backward",
         "fsdp_param.grad_offload_event.synchronize()",
-        "offloaded(.|\n)*the host must wait for",
+        "reads float32 .* on the host(.|\n)*the host must wait for",
     ),
     "fully_shard_reduced_memory_reused_too_early": _wait(
         f"{_GROUP}.post_backward",
