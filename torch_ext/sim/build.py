@@ -160,7 +160,7 @@ def _rpc_flags() -> tuple[str, ...]:
     """Say whether torch has RPC, whose symbols a build without it lacks."""
     import torch
 
-    return ("-DTORCH_EXT_RPC",) if hasattr(torch._C, "_rpc_init") else ()
+    return ("-DSIM_HAS_RPC",) if hasattr(torch._C, "_rpc_init") else ()
 
 
 def _digest(*parts: str) -> str:

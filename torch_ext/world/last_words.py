@@ -50,6 +50,7 @@ _speaker: _Speaker | None = None
 
 # Made when this module is imported, which is in a zygote, since each rank would take a millisecond over it.
 _libc = ctypes.CDLL(None)
+_span = (ctypes.c_long * 4)(0, 0, _LIMIT_S, 0)  # nothing can be allocated where the allocator aborts
 _libc.signal.restype, _libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 _has_timers = hasattr(_libc, "timer_create")
 
@@ -57,7 +58,7 @@ _has_timers = hasattr(_libc, "timer_create")
 def _speak_and_abort(number: int) -> None:
     speaker = _speaker
     if speaker is not None:
-        _libc.timer_settime(speaker.timer, 0, (ctypes.c_long * 4)(0, 0, _LIMIT_S, 0), None)
+        _libc.timer_settime(speaker.timer, 0, _span, None)
         _libc.signal(number, speaker.before)
         if os.getpid() == speaker.pid:
             speaker.speak()

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from torch_ext.compat.fsdp import TorchDispatchMode
 from torch_ext.testing._internal._fsdp.cases import TwoRankTest
+from torch_ext.testing._internal._fsdp.device import is_accelerator
 
 __all__ = ["Collective", "CollectiveLog", "DDPTest"]
 
@@ -47,6 +48,10 @@ class CollectiveLog(TorchDispatchMode):
 
 class DDPTest(TwoRankTest):
     """Two ranks, each with its own data. With two, sums have one order and halving is exact, so comparisons are too."""
+
+    @property
+    def on_accelerator(self) -> bool:
+        return is_accelerator()
 
     def net(self) -> nn.Sequential:
         """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*, 3)``."""

@@ -118,6 +118,7 @@ WorkPtr Launcher::endCoalescing() {
   std::vector<Moment> moments;
   c10::DeviceIndex device = current_device();
   for (const auto& work : std::exchange(coalesced_, {})) {
+    work->become_part();
     const auto& parts = work->running()->transfers();
     transfers.insert(transfers.end(), parts.begin(), parts.end());
     const auto result = work->result();

@@ -14,7 +14,7 @@
 // have this agent for certain.
 #include "rpc_agent.h"
 
-#ifdef TORCH_EXT_RPC
+#ifdef SIM_HAS_RPC
 // Torch's header is empty without it.
 #define USE_TENSORPIPE
 

@@ -32,7 +32,7 @@ SimWork::SimWork(
       sequence_(sequence) {}
 
 SimWork::~SimWork() {
-  if (!running_->is_waited_for()) {
+  if (!running_->is_waited_for() && !is_part_) {
     tell(end_.moment, [this](Observer& to) {
       for (const void* data : running_->memory()) {
         to.kept_until(data, end_.moment);

@@ -56,6 +56,9 @@ class SimWork : public c10d::Work {
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
 
+  // Whoever waits will wait for another work, of which this one is a part.
+  void become_part() { is_part_ = true; }
+
  private:
   bool gathers_alike();
   FuturePtr make_future();
@@ -66,6 +69,7 @@ class SimWork : public c10d::Work {
   const Event end_;
   const bool blocks_host_;
   const uint64_t sequence_;
+  bool is_part_ = false;
   std::mutex mutex_;
   FuturePtr future_; // guarded by mutex_; made when it is asked for
 };

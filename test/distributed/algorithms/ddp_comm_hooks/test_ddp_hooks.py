@@ -152,7 +152,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             (ValueError, "bucket annotation should be dist.GradBucket", wrong_bucket),
             (ValueError, "return annotation should be torch.futures.Future", wrong_result),
         ]
-        if self.device.type == "cpu":
+        if not self.on_accelerator:
             refused.append((TypeError, "BF16 all reduce communication hook required CUDA", bf16_compress_hook))
         for error, text, hook in refused:
             with self.assertRaisesRegex(error, text, msg=f"for {hook}"):
