@@ -32,6 +32,13 @@ def test_devices_are_chosen_by_accelerator_alone() -> None:
     assert found == [], "ask torch_ext.accelerator instead"
 
 
+def test_native_sources_name_no_path_of_one_machine() -> None:
+    sources = [path for path in (CHECKOUT / "torch_ext/sim/csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert sources
+    found = [shown(path) for path in sources if '#include "/' in path.read_text(encoding="utf-8")]
+    assert found == [], "include the file by its path below csrc"
+
+
 def test_private_names_of_torch_come_through_compat() -> None:
     files = files_of(("torch_ext", "testing"), _KNOW_PRIVATE_NAMES)
     found = [f"{shown(path)}:{line} {name}" for path in files for line, name in private_torch_names(read(path))]

@@ -1,6 +1,6 @@
 #include "gloo.h"
 
-#include "/work/main/torch_ext/sim/csrc/transport_view.h"
+#include "../transport_view.h"
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
