@@ -477,14 +477,14 @@ MISTAKES = {
         "    prev_state_dict_settings.optim_state_dict_config,",
         "    None,",
         _NESTED_TYPES,
-        "settings restored by the innermost context",
+        "settings restored by the (context within|innermost context)",
     ),
     "configuration_of_state_dicts_not_restored": fault(
         f"{_FSDP}.state_dict_type",
         "    prev_state_dict_settings.state_dict_config,",
         "    None,",
         _NESTED_TYPES,
-        "settings restored by the context within",
+        "settings restored by the (context within|innermost context)",
     ),
     "type_of_state_dicts_of_the_root_alone": fault(
         f"{_FSDP}.set_state_dict_type",
