@@ -47,7 +47,8 @@ Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::stri
   return cut;
 }
 
-Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name) {
+Tensors transport_rows(
+    const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name) {
   TORCH_CHECK_VALUE(
       tensor.dim() > 0 && tensor.is_contiguous(),
       "all_to_all_single cuts dimension 0 of contiguous tensors, but got sizes ", tensor.sizes(), " with strides ",

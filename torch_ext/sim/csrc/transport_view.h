@@ -22,7 +22,8 @@ Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::stri
 
 // Likewise, of as many rows (slices of dimension 0) as `rows` says, rank by rank; in equal parts where it is empty.
 // Raises ValueError where the rows do not add up.
-Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name);
+Tensors transport_rows(
+    const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name);
 
 std::vector<int64_t> numels(const Tensors& tensors);
 
