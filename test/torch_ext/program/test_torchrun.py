@@ -19,7 +19,8 @@ torch.cuda.set_device(rank)
 dist.init_process_group("nccl")
 tensor = torch.ones(2, device=f"cuda:{rank}")
 dist.all_reduce(tensor)
-print(__name__, tensor.device.type == "cuda", tensor.tolist(), torch.cuda.device_count(), flush=True)
+line = f"{__name__} {tensor.device.type == 'cuda'} {tensor.tolist()} {torch.cuda.device_count()}\\n"
+os.write(1, line.encode())  # in one piece: unbuffered ranks print the parts of a line apart
 dist.destroy_process_group()
 """
 

@@ -151,6 +151,8 @@ def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -
             key: value for key, value in os.environ.items() if key in _KEPT or not key.startswith("TORCH_EXT_")
         }
         environment.update(PYTHONPATH=folder, EXPORT_CHECK_COPY=str(copy), EXPORT_CHECK_PROVIDER=str(project_root()))
+        # torch imports what installed packages register as its backends, and so this project.
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         environment["EXPORT_CHECK_DEVICE"] = "" if device == _HOST else device
         pipe = subprocess.PIPE
         child = subprocess.Popen(
