@@ -41,9 +41,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     Raises:
         SystemExit: with the program's exit code.
     """
-    own = world_rank.current()
-    if own is None:
-        raise AssertionError("this process is no rank")
+    own = world_rank.this_rank()
     pid = os.getpid()
     os.environ.update(variables)
     _become_main_process()
