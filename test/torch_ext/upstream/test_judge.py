@@ -110,7 +110,7 @@ def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_pat
 @pytest.mark.parametrize(
     "error",
     [
-        "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x.py)",
+        "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_utils' (/x.py)",
         "AttributeError: 'TestA' object has no attribute 'new'",
         "AttributeError: module 'torch.sim' has no attribute 'new'",
         "ValueError: module 'torch.distributed' is odd",
@@ -123,6 +123,14 @@ def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
     (file.parents[1] / "version.txt").write_text("1.0\n")
     same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
     assert releases.Releases([file]).judged(same) is same
+
+
+def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) -> None:
+    missing = failing_with("ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)")
+    judged = releases.Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
+    assert judged.status is Status.SKIPPED
+    assert judged.reason.endswith("has no torch.testing._internal.common_fsdp.new")
+    assert releases.Releases([]).judged(missing) is missing
 
 
 def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:
