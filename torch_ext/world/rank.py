@@ -143,6 +143,11 @@ class Rank:
             self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
 
     @property
+    def test(self) -> str:
+        """The test that this rank runs, as unittest names it."""
+        return self._ticket.test
+
+    @property
     def handed_in(self) -> bool:
         return self._handed_in
 

@@ -23,7 +23,6 @@ from torch_ext.testing._internal._distributed.methods import (
     take_over,
     waits_or_runs,
 )
-from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.reuse import Conditions, Kept, in_reused_rank, run_tests_in_rank
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -314,12 +313,11 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            with race_check(self.id()):
-                call_with_cleanups(self, getattr(self, test_name))
+            call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
-            receipt = receipts.receipt_of(error)
             rank = world_rank.current()
-            if receipt is None or rank is None or in_reused_rank():
+            receipt = None if in_reused_rank() else receipts.receipt_of(error)
+            if receipt is None or rank is None:
                 raise
             if receipt.said is Said.FAILED:
                 _send_trace(parent_pipe, receipt.trace)

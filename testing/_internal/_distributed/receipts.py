@@ -48,19 +48,25 @@ def skipped(reason: str) -> Receipt:
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
-    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip."""
-    if isinstance(error, unittest.SkipTest):
-        return skipped(str(error))
+    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip.
+
+    Races that the check of a body has found by then are part of it, and turn a skip into a failure.
+    """
+    is_skip, reason = isinstance(error, unittest.SkipTest), str(error)
     if isinstance(error, SystemExit):
         reason = skip_reason(error.code)
-        return skipped(reason) if reason else None
-    return world_rank.failure(error)
+        is_skip = bool(reason)
+        if not is_skip:
+            return None
+    blamed = accelerator.blame_races(error, is_skip=is_skip)
+    return skipped(reason) if is_skip and blamed is error else world_rank.failure(blamed)
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended.
 
     A ``run`` that returns though no test method has run to its end has failed, also where it swallowed the failure.
+    One check for races covers all that ``run`` does.
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
@@ -72,7 +78,16 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     forget_body()
     try:
         with race_check():
-            run(*args, **kwargs)
+            return _receipt_of_call(rank, run, *args, **kwargs)
+    except Exception as error:  # of the check
+        if rank.handed_in:
+            raise
+        return world_rank.failure(error)
+
+
+def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
+    try:
+        run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:
             raise
