@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.reporters.coverage import CoverageReporter
-from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.upstream import differences, releases
 from torch_ext.upstream.differences import Difference, Differences
 from torch_ext.upstream.judge import Judge
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.verdict import WorldReport, judge
 
 TEST = TestName("fsdp/test_a.py", "TestA", "test_b")
 FAILED = TestResult(TEST, Status.FAILED, 0.1, (Raised("ValueError: no", "trace"),))
@@ -153,6 +156,31 @@ def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
     assert releases.Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
     said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
     assert releases.Releases([]).judged(said_elsewhere) is said_elsewhere
+
+
+def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
+    outcomes = tuple(
+        Outcome(rank, Ending.FAILED, 10, receipt=Receipt(Said.FAILED, 0.0, error, transport=transport))
+        for rank, (error, transport) in enumerate(errors)
+    )
+    return replace(FAILED, problems=(RanksFailed(WorldReport(outcomes, judge(outcomes), 0.1)),))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: Distributed package doesn't have NCCL built in",
+        "RuntimeError: Invalid device, must be cuda device",
+    ],
+)
+def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: str) -> None:
+    # Both are raised by what connects ranks, or in C++, so that they look like the end of a peer.
+    closed = ("RuntimeError: Connection closed by peer", True)
+    for errors in ([(error, True), (error, True)], [(error, True), closed]):
+        assert "--cuda-as-sim" in releases.Releases([]).judged(ranks_failing_with(*errors)).reason
+    for others in ([closed, closed], [(error, True), ("ValueError: no", False)]):
+        failed = ranks_failing_with(*others)
+        assert releases.Releases([]).judged(failed) is failed
 
 
 def summed_up(results: list[TestResult], *, as_json: bool) -> str:
