@@ -2,20 +2,23 @@
 
     python benchmarks/programs.py [--repeats 5] [--ranks 8 16 32]
 
-Prints, both sides measured in turns in one run: seconds until the first line of a script that only imports torch, on 4
-ranks; the step time of FSDP2 on ``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks; and the private memory of a
-rank that has imported torch and waits. Medians, and ratios of medians.
+Prints, all sides measured in turns in one run: seconds until the first line of a script that only imports torch, on 4
+ranks, by torchrun, by ``torch_ext run``, and by the same with ``torch_ext serve`` running; the step time of FSDP2 on
+``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks; and the private memory of a rank that has imported torch and
+made a process group. Medians of times, and medians of the ratios within a turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ONLY_IMPORTS = "import torch\nprint('first line', flush=True)\n"
@@ -77,10 +80,12 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
 
 
-def until_first_line(command: list[str]) -> float:
+def until_first_line(command: list[str], environment: dict[str, str] | None = None) -> float:
     """Return the seconds until ``command`` prints its first line; exit if it prints none."""
     begun = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         line = process.stdout.readline() if process.stdout is not None else ""
         took_s = time.perf_counter() - begun
     if "first line" not in line:
@@ -97,13 +102,57 @@ def number(command: list[str], name: str) -> float:
     return float(found[0])
 
 
-def in_turns(repeats: int, *sides: Callable[[], float]) -> list[float]:
-    """Return the median of each side, measured one after the other, ``repeats`` times over."""
-    found: list[list[float]] = [[] for _ in sides]
-    for _ in range(repeats):
-        for side, values in zip(sides, found, strict=True):
-            values.append(side())
-    return [statistics.median(values) for values in found]
+def in_turns(repeats: int, *sides: Callable[[], float]) -> list[tuple[float, ...]]:
+    """Measure each side, one after the other, ``repeats`` times over; return the turns."""
+    return [tuple(side() for side in sides) for _ in range(repeats)]
+
+
+def medians(turns: list[tuple[float, ...]], over: int, under: int) -> tuple[float, float, float]:
+    """Return the median of two sides of the turns, and that of their ratios."""
+    return (
+        statistics.median(turn[over] for turn in turns),
+        statistics.median(turn[under] for turn in turns),
+        statistics.median(turn[over] / turn[under] for turn in turns),
+    )
+
+
+@contextlib.contextmanager
+def serving(runtime: str) -> Iterator[dict[str, str]]:
+    """``torch_ext serve``; yields the environment of commands that find it."""
+    environment = {**os.environ, "XDG_RUNTIME_DIR": runtime}
+    command = [sys.executable, "-m", "torch_ext", "serve"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stdout is None or "serving" not in process.stdout.readline():
+                raise SystemExit("serve does not serve")
+            yield environment
+        finally:
+            process.terminate()
+
+
+def first_lines(repeats: int, file: str, folder: str) -> None:
+    """Print how long each way takes to the first line of ``file``."""
+    with serving(folder) as served:
+        turns = in_turns(
+            repeats,
+            lambda: until_first_line([*torchrun(4), file]),
+            lambda: until_first_line([*ours(4), file]),
+            lambda: until_first_line([*ours(4), file], served),
+        )
+    for name, side in (("run", 1), ("run with serve", 2)):
+        theirs, own, ratio = medians(turns, 0, side)
+        print(f"first line, 4 ranks: torchrun {theirs:.2f} s, {name} {own:.2f} s, {ratio:.1f} times", flush=True)
+
+
+def step_times(repeats: int, file: str, ranks: int) -> None:
+    """Print how long a step takes on ``sim``, and on the host."""
+    turns = in_turns(
+        repeats,
+        lambda: number([*ours(ranks), file], "step"),
+        lambda: number([*ours(ranks, "--device", "cpu"), file], "step"),
+    )
+    sim, host, ratio = medians(turns, 0, 1)
+    print(f"step, {ranks} ranks: sim {1e3 * sim:.1f} ms, cpu {1e3 * host:.1f} ms, {ratio:.2f} times", flush=True)
 
 
 def main() -> None:
@@ -116,22 +165,12 @@ def main() -> None:
         for name, text in (("first", ONLY_IMPORTS), ("steps", STEPS), ("memory", MEMORY)):
             files[name] = str(Path(folder) / f"{name}.py")
             Path(files[name]).write_text(text, encoding="utf-8")
-        theirs, own = in_turns(
-            options.repeats,
-            lambda: until_first_line([*torchrun(4), files["first"]]),
-            lambda: until_first_line([*ours(4), files["first"]]),
-        )
-        print(f"first line, 4 ranks: torchrun {theirs:.2f} s, ours {own:.2f} s, {theirs / own:.1f} times")
+        first_lines(options.repeats, files["first"], folder)
         for ranks in (2, 4):
-            sim, host = in_turns(
-                options.repeats,
-                lambda ranks=ranks: number([*ours(ranks), files["steps"]], "step"),  # type: ignore[misc]
-                lambda ranks=ranks: number([*ours(ranks, "--device", "cpu"), files["steps"]], "step"),  # type: ignore[misc]
-            )
-            print(f"step, {ranks} ranks: sim {1e3 * sim:.1f} ms, cpu {1e3 * host:.1f} ms, {sim / host:.2f} times")
+            step_times(options.repeats, files["steps"], ranks)
         for ranks in options.ranks:
             mib = number([*ours(ranks), files["memory"]], "memory")
-            print(f"private memory of an idle rank, {ranks} ranks: {mib:.0f} MiB")
+            print(f"private memory of an idle rank, {ranks} ranks: {mib:.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,12 @@ class Refused:
     def __instancecheck__(self, instance: object) -> bool:
         return False
 
+    def __or__(self, other: object) -> object:
+        """In an annotation, as in ``torch.cuda.CUDAGraph | None``, it is no use of the class."""
+        return Any
+
+    __ror__ = __or__
+
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for a hint that the simulated accelerator has no use for."""

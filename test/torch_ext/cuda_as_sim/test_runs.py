@@ -66,6 +66,8 @@ class TestCuda(MultiProcessTestCase):
         self.assertEqual(moved.get_device(), 1 - self.rank)
 
     def test_graph(self):
+        def annotated(graph: torch.cuda.CUDAGraph | None, other: None | torch.cuda.CUDAGraph = None) -> None: ...
+
         torch.cuda.CUDAGraph().replay()
 
     def test_fails_and_says_so(self):

@@ -40,6 +40,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),
     "test.torch_ext": frozenset({"torch_ext", "test"}),
+    "test.programs": frozenset({"test.torch_ext"}),
     "test": frozenset(),
     "benchmarks": frozenset({"torch_ext"}),
     "setup": frozenset(),

@@ -15,14 +15,13 @@ from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
 
-__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "serving", "start", "torchrun"]
+__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "launched", "run", "serving", "start", "torchrun"]
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
 # Far above what any of them takes, on a machine that does other things too.
 _LIMIT_S = 240.0
 MARK = "TEST_OF_PROGRAMS"
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,17 @@ def alive_with(mark: str) -> list[str]:
 
 def torchrun(*words: str, folder: Path, **more: str) -> Ended:
     """Run torch's own torchrun, with our entry point installed beside what there is."""
+    return launched("torch.distributed.run", *words, folder=folder, **more)
+
+
+def launched(launcher: str, *words: str, folder: Path, **more: str) -> Ended:
+    """Run the module ``launcher``, with our entry point installed beside what there is."""
     installed = folder / "installed"
     information = installed / "entry_of_torch_ext-0.dist-info"
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: entry_of_torch_ext\nVersion: 0\n")
     (information / "entry_points.txt").write_text("[torch.backends]\nours = torch_ext.program.autoload:load\n")
     environment = _environment({"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{installed}", **more})
-    done = subprocess.run(
-        [*_TORCHRUN, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
-    )
+    command = [sys.executable, "-m", launcher, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
     return Ended(done.returncode, done.stdout, done.stderr)

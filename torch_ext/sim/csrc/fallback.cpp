@@ -217,7 +217,9 @@ TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,
 // and with it results equal the host's bit for bit.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  for (const char* name : {"addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward"}) {
+  for (const char* name :
+       {"addr", "mish_backward", "mse_loss", "native_group_norm", "native_layer_norm", "silu_backward",
+        "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

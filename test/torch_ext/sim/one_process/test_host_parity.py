@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -127,3 +129,12 @@ def test_compile_matches_eager(backend: str) -> None:
     expected = torch.autograd.grad(step(x), x)[0]
     got = torch.autograd.grad(torch.compile(step, backend=backend, fullgraph=True)(x), x)[0]
     assert torch.equal(expected, got) and got.device == x.device
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss])
+def test_losses_warn_of_nothing_and_equal_the_host(loss: Callable[..., torch.Tensor], reduction: str) -> None:
+    given, wanted = torch.randn(8, 1), torch.randn(8, 1)
+    found = loss(given.to("sim"), wanted.to("sim"), reduction=reduction)
+    assert torch.equal(found.cpu(), loss(given, wanted, reduction=reduction))
