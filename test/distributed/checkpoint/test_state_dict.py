@@ -3,11 +3,14 @@
 
 import copy
 import sys
+from unittest import mock
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -111,6 +114,17 @@ class TestStateDict(FullyShardParityTest):
         with self.assertRaisesRegex(RuntimeError, "Missing optimizer state for parameter '0.bias' in checkpoint"):
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
 
+    def _overwrite(self, model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(-1)
+
+    def _check_saved(self, folder, expected):
+        state = {name: distribute_tensor(torch.zeros_like(each), world_mesh(2)) for name, each in expected.items()}
+        dcp.load(state, checkpoint_id=folder)
+        for name, each in expected.items():
+            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
         """What training changes after the call is not in the checkpoint."""
@@ -119,14 +133,42 @@ class TestStateDict(FullyShardParityTest):
         model_state, _ = get_state_dict(*source)
         expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
         saving = dcp.async_save(model_state, checkpoint_id=folder, process_group=group)
-        with torch.no_grad():
-            for parameter in source[0].parameters():
-                parameter.to_local().fill_(-1)
+        self._overwrite(source[0])
         saving.result()
-        state = {name: torch.zeros_like(each) for name, each in model_state.items()}
-        dcp.load(state, checkpoint_id=folder)
-        for name, each in expected.items():
-            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+        self._check_saved(folder, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_async_save_stages_once_and_again(self):
+        """Copied in the background, the state is free as soon as the copy is done; a second save keeps its own."""
+        group = dist.new_group(backend="cpu:gloo")
+        source = self._trained(0, 1)
+        stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+        for step in range(1, 3):
+            self._train(*source, range(step, step + 1))
+            model_state, _ = get_state_dict(*source)
+            expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
+            folder = self.shared_folder()
+            response = dcp.async_save(model_state, checkpoint_id=folder, process_group=group, async_stager=stager)
+            response.staging_completion.result()
+            before = [each.to_local().clone() for each in source[0].parameters()]
+            self._overwrite(source[0])
+            response.upload_completion.result()
+            with self.telling(f"save {step}"):
+                self._check_saved(folder, expected)
+            with torch.no_grad():
+                for parameter, value in zip(source[0].parameters(), before, strict=True):
+                    parameter.to_local().copy_(value)
+        stager.close()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_async_save_that_fails_says_so(self):
+        """An error of the background thread comes out of the future, on every rank."""
+        group = dist.new_group(backend="cpu:gloo")
+        writer = dcp.FileSystemWriter(self.shared_folder())
+        with mock.patch.object(writer, "write_data", side_effect=OSError("the disk is full")):
+            saving = dcp.async_save({"tensor": torch.ones(2)}, storage_writer=writer, process_group=group)
+            with self.assertRaisesRegex(CheckpointException, "the disk is full"):
+                saving.result()
 
 
 class TestDTensorReshardMeshChange(FullyShardParityTest):
