@@ -11,7 +11,13 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -113,6 +119,32 @@ class TestStateDict(FullyShardParityTest):
         del state["state"]["0.bias"]
         with self.assertRaisesRegex(RuntimeError, "Missing optimizer state for parameter '0.bias' in checkpoint"):
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_options_of_the_model_state(self):
+        """Frozen parameters are left out, tensors come to the host on rank 0 alone, and one rank's state serves all."""
+        source, _ = self._trained(0, 1)
+        whole = {name: full_tensor(each).clone() for name, each in source.named_parameters()}
+        source[0].bias.requires_grad_(False)
+        trained = get_model_state_dict(source, options=StateDictOptions(ignore_frozen_params=True))
+        self.check_equal("without frozen parameters", sorted(trained), ["0.weight", "1.bias", "1.weight"])
+
+        host = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        self.check_equal("names of the full state", sorted(host), sorted(whole) if self.rank == 0 else [])
+        self.check_equal("devices of the full state", {each.device.type for each in host.values()} - {"cpu"}, set())
+
+        target, _ = self._trained(1, 0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(target, host, options=options)
+        for name, parameter in target.named_parameters():
+            self.check_equal(f"broadcast {name}", full_tensor(parameter), whole[name], atol=0, rtol=0)
+
+        part = get_model_state_dict(source)
+        del part["0.bias"]
+        with self.assertRaisesRegex(RuntimeError, "0.bias"):
+            set_model_state_dict(target, dict(part))
+        lenient = set_model_state_dict(target, dict(part), options=StateDictOptions(strict=False))
+        self.check_equal("missing names", lenient.missing_keys, ["0.bias"])
 
     def _overwrite(self, model):
         with torch.no_grad():

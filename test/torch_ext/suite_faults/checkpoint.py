@@ -115,4 +115,25 @@ MISTAKES = {
         f"{_STATE}test_async_save_that_fails_says_so",
         "CheckpointException not raised",
     ),
+    "checkpoint_with_frozen_parameters": _optimizer(
+        "_get_model_state_dict",
+        "            if param.requires_grad:\n",
+        "            if True:\n",
+        "test_options_of_the_model_state",
+        "without frozen parameters: ",
+    ),
+    "checkpoint_offloaded_on_every_rank": _optimizer(
+        "_maybe_full_or_cpu_state_dict",
+        "if (not info.cpu_offload or not torch.distributed.is_initialized())",
+        "if True",
+        "test_options_of_the_model_state",
+        "names of the full state: ",
+    ),
+    "checkpoint_always_strict": _optimizer(
+        "_load_model_state_dict",
+        "state_dict=state_dict, strict=info.strict, assign=assign",
+        "state_dict=state_dict, strict=True, assign=assign",
+        "test_options_of_the_model_state",
+        "Missing key",
+    ),
 }
