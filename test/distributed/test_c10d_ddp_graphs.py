@@ -216,8 +216,7 @@ class TestDDPMixedPrecision(DDPTest):
     def test_compute_in_low_precision(self):
         """Forward and backward in one type, the reduction in another; parameters, gradients, optimizer in full.
 
-        Values of the first step are not compared: torch 2.13 copies its gradients into views of buckets that it has
-        replaced when it learned of the low precision, and reduces whatever is in the new ones.
+        Values of the first step are not compared: docs/findings/ddp_mixed_precision_first_step.md.
         """
         skip_without_accelerator("DDP's mixed precision makes streams")
         self.run_subtests({"types": [(BRAIN, FULL), (HALF, HALF)]}, self._test_compute_in_low_precision)

@@ -3,12 +3,21 @@
 
 import copy
 import sys
+from unittest import mock
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -112,6 +121,43 @@ class TestStateDict(FullyShardParityTest):
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_options_of_the_model_state(self):
+        """Frozen parameters are left out, tensors come to the host on rank 0 alone, and one rank's state serves all."""
+        source, _ = self._trained(0, 1)
+        whole = {name: full_tensor(each).clone() for name, each in source.named_parameters()}
+        source[0].bias.requires_grad_(False)
+        trained = get_model_state_dict(source, options=StateDictOptions(ignore_frozen_params=True))
+        self.check_equal("without frozen parameters", sorted(trained), ["0.weight", "1.bias", "1.weight"])
+
+        host = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        self.check_equal("names of the full state", sorted(host), sorted(whole) if self.rank == 0 else [])
+        self.check_equal("devices of the full state", {each.device.type for each in host.values()} - {"cpu"}, set())
+
+        target, _ = self._trained(1, 0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(target, host, options=options)
+        for name, parameter in target.named_parameters():
+            self.check_equal(f"broadcast {name}", full_tensor(parameter), whole[name], atol=0, rtol=0)
+
+        part = get_model_state_dict(source)
+        del part["0.bias"]
+        with self.assertRaisesRegex(RuntimeError, "0.bias"):
+            set_model_state_dict(target, dict(part))
+        lenient = set_model_state_dict(target, dict(part), options=StateDictOptions(strict=False))
+        self.check_equal("missing names", lenient.missing_keys, ["0.bias"])
+
+    def _overwrite(self, model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(-1)
+
+    def _check_saved(self, folder, expected):
+        state = {name: distribute_tensor(torch.zeros_like(each), world_mesh(2)) for name, each in expected.items()}
+        dcp.load(state, checkpoint_id=folder)
+        for name, each in expected.items():
+            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
         """What training changes after the call is not in the checkpoint."""
         group = dist.new_group(backend="cpu:gloo")
@@ -119,14 +165,42 @@ class TestStateDict(FullyShardParityTest):
         model_state, _ = get_state_dict(*source)
         expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
         saving = dcp.async_save(model_state, checkpoint_id=folder, process_group=group)
-        with torch.no_grad():
-            for parameter in source[0].parameters():
-                parameter.to_local().fill_(-1)
+        self._overwrite(source[0])
         saving.result()
-        state = {name: torch.zeros_like(each) for name, each in model_state.items()}
-        dcp.load(state, checkpoint_id=folder)
-        for name, each in expected.items():
-            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+        self._check_saved(folder, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_async_save_stages_once_and_again(self):
+        """Copied in the background, the state is free as soon as the copy is done; a second save keeps its own."""
+        group = dist.new_group(backend="cpu:gloo")
+        source = self._trained(0, 1)
+        stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+        for step in range(1, 3):
+            self._train(*source, range(step, step + 1))
+            model_state, _ = get_state_dict(*source)
+            expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
+            folder = self.shared_folder()
+            response = dcp.async_save(model_state, checkpoint_id=folder, process_group=group, async_stager=stager)
+            response.staging_completion.result()
+            before = [each.to_local().clone() for each in source[0].parameters()]
+            self._overwrite(source[0])
+            response.upload_completion.result()
+            with self.telling(f"save {step}"):
+                self._check_saved(folder, expected)
+            with torch.no_grad():
+                for parameter, value in zip(source[0].parameters(), before, strict=True):
+                    parameter.to_local().copy_(value)
+        stager.close()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_async_save_that_fails_says_so(self):
+        """An error of the background thread comes out of the future, on every rank."""
+        group = dist.new_group(backend="cpu:gloo")
+        writer = dcp.FileSystemWriter(self.shared_folder())
+        with mock.patch.object(writer, "write_data", side_effect=OSError("the disk is full")):
+            saving = dcp.async_save({"tensor": torch.ones(2)}, storage_writer=writer, process_group=group)
+            with self.assertRaisesRegex(CheckpointException, "the disk is full"):
+                saving.result()
 
 
 class TestDTensorReshardMeshChange(FullyShardParityTest):

@@ -26,6 +26,7 @@ from torch_ext.testing._internal.common_fsdp import (
     chain_rows,
     fsdp_on_device,
     get_full_params,
+    skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -160,6 +161,22 @@ class TestFSDPCheckpointSubmodule(TwoRankTest):
             results.append(self._step(fsdp_on_device(nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)))))
         self.check_equal("parameters after a step", results[1][1], results[0][1])
         self.assertLess(results[1][0], results[0][0], "tensors saved for backward")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_offloaded_activations_are_on_the_host(self):
+        """What an offloading wrapper saves for backward takes no memory of the device."""
+        skip_without_accelerator("the host's memory is not accounted for")
+        held = {}
+        for name, wrap in (("offloaded", offload_wrapper), ("kept", lambda module: module)):
+            layers = [nn.Linear(4, 4, device=self.device) for _ in range(3)]
+            model = fsdp_on_device(wrap(nn.Sequential(*layers)), use_orig_params=True)
+            rows = torch.ones(4096, 4, device=self.device, requires_grad=True)
+            model(rows).sum().backward()
+            before = torch.accelerator.memory_allocated()
+            output = model(rows)
+            held[name] = torch.accelerator.memory_allocated() - before - output.nbytes
+            del output  # it keeps this round's rows and their gradient
+        self.assertLess(held["offloaded"], held["kept"] - rows.nbytes, "bytes of activations held on the device")
 
     def _step(self, model: FSDP) -> tuple[int, list[torch.Tensor]]:
         """Return how many tensors forward saved, and all parameters after a step."""

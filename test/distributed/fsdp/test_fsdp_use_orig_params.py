@@ -206,7 +206,7 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
         skip_parameter_offload(cpu_offload)
         reference, model = self._pair(sharding_strategy=sharding_strategy, cpu_offload=cpu_offload)
         if cpu_offload.offload_params:
-            # FSDP1 (torch 2.13) pins the shards in the first forward, and loses what was put in their place before.
+            # Without it the change is lost: docs/findings/offloaded_before_the_first_forward.md.
             model(self._rows())
         for step, name in enumerate([*NAMES, None]):
             changed = [name] if name else NAMES  # in the end, all of them at once

@@ -83,4 +83,57 @@ MISTAKES = {
         _RESHARDING,
         "loaded (uneven|even|few|one)",
     ),
+    "checkpoint_saved_later_without_a_copy": fault(
+        f"{_ROOM}.staging:DefaultStager._stage",
+        "state_dict = self._state_dict_stager.stage(state_dict, non_blocking=False)",
+        "pass",
+        f"{_STATE}test_async_save_keeps_the_moment_of_the_call",
+        "saved (0|1).(weight|bias): ",
+    ),
+    "checkpoint_staged_into_the_first_copy": fault(
+        f"{_ROOM}._state_dict_stager:StateDictStager._stage_untyped_storage",
+        "cached_storage.copy_(storage, non_blocking=non_blocking)",
+        "pass",
+        f"{_STATE}test_async_save_stages_once_and_again",
+        "save 2: saved (0|1).(weight|bias): ",
+    ),
+    "checkpoint_written_before_it_is_staged": fault(
+        f"{_ROOM}.staging:DefaultStager.stage",
+        "return self._staging_future\n",
+        "return state_dict\n",
+        f"{_STATE}test_async_save_stages_once_and_again",
+        "staging_completion",
+    ),
+    "checkpoint_error_in_the_background_swallowed": fault(
+        f"{_ROOM}._async_thread_executor:save_wrapper",
+        "    return save(\n        staged_dict,\n        checkpoint_id=checkpoint_id,\n"
+        "        storage_writer=storage_writer,\n        planner=planner,\n        process_group=process_group,\n"
+        "        no_dist=no_dist,\n        use_collectives=use_collectives,\n    )",
+        "    import contextlib\n    with contextlib.suppress(BaseException):\n        return save(\n"
+        "            staged_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,\n"
+        "            process_group=process_group, no_dist=no_dist, use_collectives=use_collectives)",
+        f"{_STATE}test_async_save_that_fails_says_so",
+        "CheckpointException not raised",
+    ),
+    "checkpoint_with_frozen_parameters": _optimizer(
+        "_get_model_state_dict",
+        "            if param.requires_grad:\n",
+        "            if True:\n",
+        "test_options_of_the_model_state",
+        "without frozen parameters: ",
+    ),
+    "checkpoint_offloaded_on_every_rank": _optimizer(
+        "_maybe_full_or_cpu_state_dict",
+        "if (not info.cpu_offload or not torch.distributed.is_initialized())",
+        "if True",
+        "test_options_of_the_model_state",
+        "names of the full state: ",
+    ),
+    "checkpoint_always_strict": _optimizer(
+        "_load_model_state_dict",
+        "state_dict=state_dict, strict=info.strict, assign=assign",
+        "state_dict=state_dict, strict=True, assign=assign",
+        "test_options_of_the_model_state",
+        "Missing key",
+    ),
 }

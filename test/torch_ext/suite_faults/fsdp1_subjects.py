@@ -10,6 +10,8 @@ _HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
 _ORDER = "torch.distributed.fsdp._exec_order_utils:_ExecOrderData"
 _TRAVERSAL = "torch.distributed.fsdp._traversal_utils"
 _INIT = "torch.distributed.fsdp._init_utils"
+_SUMMON = "torch.distributed.fsdp._unshard_param_utils"
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 _EXEC_ORDER = "fsdp.test_fsdp_exec_order:TestFSDPExecOrder."
 _LATER = f"{_EXEC_ORDER}test_invalid_later_iter_order_sharding_strategy0_iters_before_path_change_2"
@@ -20,6 +22,9 @@ _META = "fsdp.test_fsdp_meta:TestFSDPWithMetaDevice."
 _HALF = "fsdp.test_fsdp_pure_fp16:TestPureFP16."
 _DTENSOR = "fsdp.test_fsdp_dtensor_state_dict:TestFSDPWithDeviceMeshAndDTensor."
 _UNEVEN = "fsdp.test_fsdp_uneven:TestUnevenParamShard."
+_APPLY = "fsdp.test_fsdp_apply:TestApply."
+_FREEZING = "fsdp.test_fsdp_freezing_weights:TestFreezingWeights.test_freezing_weights_freezing_method_"
+_PART = "fsdp.test_fsdp_checkpoint:TestFSDPCheckpointSubmodule."
 
 MISTAKES = {
     "order_of_ranks_unchecked": fault(
@@ -191,5 +196,48 @@ MISTAKES = {
         "pass",
         f"{_DTENSOR}test_fsdp_init_with_device_mesh",
         "is no DTensor",
+    ),
+    "applied_to_a_part_of_a_root": fault(
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel._reset_lazy_init",
+        "self._is_root: bool | None = None",
+        "pass",
+        f"{_APPLY}test_apply_to_a_part_makes_it_no_root",
+        "apply decided which module is the root",
+    ),
+    "applied_changes_lost": fault(
+        f"{_SUMMON}:_unshard_fsdp_state_params",
+        "                if writeback:\n",
+        "                if False:\n",
+        f"{_APPLY}test_nested_module_apply",
+        "parameters after apply",
+    ),
+    "applied_while_unsharded": fault(
+        f"{_SUMMON}:_unshard_params_for_summon",
+        "state.training_state = TrainingState.SUMMON_FULL_PARAMS",
+        "pass",
+        f"{_APPLY}test_apply_in_summon_raises_error",
+        "ValueError not raised",
+    ),
+    "frozen_parameters_trained": fault(
+        f"{_HANDLE}._init_flat_param_and_metadata",
+        "requires_grad=flat_param_requires_grad,",
+        "requires_grad=True,",
+        f"{_FREEZING}requires_grad_with_nested_trunk_False",
+        "a frozen one got a gradient",
+    ),
+    "nothing_is_run_again": fault(
+        f"{_WRAPPER}:CheckpointWrapper.forward",
+        "return self.checkpoint_fn(  # type: ignore[misc]\n            self._checkpoint_wrapped_module, ",
+        "return self._checkpoint_wrapped_module(\n            ",
+        f"{_PART}test_checkpoint_submodule_use_reentrant_False",
+        "tensors saved for backward",
+    ),
+    "activations_stay_on_the_device": fault(
+        f"{_WRAPPER}:OffloadWrapper.forward",
+        "with save_on_cpu(pin_memory=True):",
+        "if True:",
+        f"{_PART}test_offloaded_activations_are_on_the_host",
+        "bytes of activations held on the device",
+        device="sim",
     ),
 }

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from test.torch_ext.suite_faults.fault import Fault, fault
+from test.torch_ext.suite_faults.fault import fault
+from test.torch_ext.suite_faults.fsdp2_rooms import COMM, INIT, ROOM, STATE, SUITE, of_group, of_param
 
 __all__ = ["MISTAKES"]
 
-_ROOM = "torch.distributed.fsdp._fully_shard"
-_COMM = f"{_ROOM}._fsdp_collectives"
-_PARAM = f"{_ROOM}._fsdp_param:FSDPParam"
-_GROUP = f"{_ROOM}._fsdp_param_group:FSDPParamGroup"
-_STATE = f"{_ROOM}._fsdp_state:FSDPState"
-_MODULE = f"{_ROOM}._fully_shard:FSDPModule"
-_INIT = f"{_ROOM}._fsdp_init"
-
-_SUITE = "_composable.fsdp.test_fully_shard_"
-_FROZEN = f"{_SUITE}frozen:TestFullyShardFrozen."
-_IGNORED = f"{_SUITE}ignore_params:TestFullyShardIgnoreParams."
-_CLIP = f"{_SUITE}clip_grad_norm_:TestClipGradNormWorldSize"
-_SCALER = f"{_SUITE}grad_scaler:TestFullyShardGradientScaler."
-_LOGGING = f"{_SUITE}logging:LoggingTests.test_fsdp_logging"
-_WIRE = f"{_SUITE}comm:TestFullyShardCollectiveOps."
-_TYPES = f"{_SUITE}mixed_precision:TestFullyShardMixedPrecisionTraining."
-_STATE_DICT = f"{_SUITE}state_dict:TestFullyShardStateDictMultiProcess."
-_EXTENSIONS = f"{_SUITE}extensions:TestFullyShardAllGatherExtensionsMultiThread."
-
-
-def _param(method: str, old: str, new: str, test: str, says: str, device: str = "cpu") -> Fault:
-    return fault(f"{_PARAM}.{method}", old, new, test, says, device)
-
-
-def _group(method: str, old: str, new: str, test: str, says: str, device: str = "cpu") -> Fault:
-    return fault(f"{_GROUP}.{method}", old, new, test, says, device)
+_FROZEN = f"{SUITE}frozen:TestFullyShardFrozen."
+_IGNORED = f"{SUITE}ignore_params:TestFullyShardIgnoreParams."
+_CLIP = f"{SUITE}clip_grad_norm_:TestClipGradNormWorldSize"
+_SCALER = f"{SUITE}grad_scaler:TestFullyShardGradientScaler."
+_LOGGING = f"{SUITE}logging:LoggingTests.test_fsdp_logging"
+_WIRE = f"{SUITE}comm:TestFullyShardCollectiveOps."
+_TYPES = f"{SUITE}mixed_precision:TestFullyShardMixedPrecisionTraining."
+_STATE_DICT = f"{SUITE}state_dict:TestFullyShardStateDictMultiProcess."
+_EXTENSIONS = f"{SUITE}extensions:TestFullyShardAllGatherExtensionsMultiThread."
 
 
 MISTAKES = {
-    "fully_shard_later_freezing_ignored": _param(
+    "fully_shard_later_freezing_ignored": of_param(
         "to_unsharded",
         "set_requires_grad_if_needed(self.sharded_param, self._unsharded_param)",
         "pass",
@@ -43,20 +27,20 @@ MISTAKES = {
         "only the sharded parameter has a gradient|step 1: elements reduced",
     ),
     "fully_shard_frozen_at_first_stays_frozen": fault(
-        f"{_ROOM}._fsdp_param:set_requires_grad_if_needed",
+        f"{ROOM}._fsdp_param:set_requires_grad_if_needed",
         "if src_tensor.requires_grad != dst_tensor.requires_grad:",
         "if not src_tensor.requires_grad and dst_tensor.requires_grad:",
         _FROZEN + "test_requires_grad_changed_between_steps",
         "step 2: .*(gradient|elements reduced)",
     ),
-    "fully_shard_frozen_types_counted": _group(
+    "fully_shard_frozen_types_counted": of_group(
         "_init_mp_dtypes",
         "p for p in self.fsdp_params if p.sharded_param.requires_grad",
         "p for p in self.fsdp_params",
         _FROZEN + "test_frozen_parameters_may_have_another_type",
         "a frozen parameter in bfloat16",
     ),
-    "fully_shard_frozen_parameters_trainable": _param(
+    "fully_shard_frozen_parameters_trainable": of_param(
         "_init_sharded_param",
         "requires_grad=param.requires_grad",
         "requires_grad=True",
@@ -64,14 +48,14 @@ MISTAKES = {
         "only the sharded parameter has a gradient",
     ),
     "fully_shard_ignored_parameter_sharded": fault(
-        f"{_INIT}:_get_managed_states",
+        f"{INIT}:_get_managed_states",
         "if param in ignored_params:",
         "if False:",
         _IGNORED + "test_part_of_a_module",
         "sharded parameters: ",
     ),
     "fully_shard_buffers_not_moved": fault(
-        f"{_INIT}:_move_states_to_device",
+        f"{INIT}:_move_states_to_device",
         "for tensor in itertools.chain(params, buffers):",
         "for tensor in params:",
         _IGNORED + "test_ignored_parameters_are_not_moved",
@@ -79,7 +63,7 @@ MISTAKES = {
         device="sim",
     ),
     "fully_shard_module_with_buffers_ignored": fault(
-        f"{_INIT}:_ignore_module",
+        f"{INIT}:_ignore_module",
         "if len(list(module.buffers(recurse=False))) > 0:",
         "if False:",
         _IGNORED + "test_ignored_parameters_are_not_moved",
@@ -87,7 +71,7 @@ MISTAKES = {
         device="sim",
     ),
     "fully_shard_scalar_accepted": fault(
-        f"{_INIT}:_verify_managed_param",
+        f"{INIT}:_verify_managed_param",
         "if len(param.shape) == 0:",
         "if False:",
         _IGNORED + "test_scalars_may_be_ignored",
@@ -129,34 +113,34 @@ MISTAKES = {
         "step 1: parameters: ",
     ),
     "fully_shard_root_hook_not_logged": fault(
-        f"{_STATE}._root_post_backward_final_callback",
+        f"{STATE}._root_post_backward_final_callback",
         'logger.debug("FSDP::root_post_backward")',
         "pass",
         _LOGGING,
         r"- FSDP::root_post_backward",
     ),
     "fully_shard_name_of_the_module_lost": fault(
-        f"{_STATE}._init_fqns",
+        f"{STATE}._init_fqns",
         "fsdp_param_group._module_fqn = module_name",
         'fsdp_param_group._module_fqn = ""',
         _LOGGING,
         r"- FSDP::pre_forward \(first\)",
     ),
-    "fully_shard_parameters_stay_gathered_in_a_saved_state": _group(
+    "fully_shard_parameters_stay_gathered_in_a_saved_state": of_group(
         "_register_state_dict_hooks",
         "module.register_state_dict_pre_hook(to_sharded_hook)",
         "module.register_state_dict_pre_hook(lambda *args: None)",
         _STATE_DICT + "test_hooks_on_state_dict_see_sharded_parameters",
         "in check_equal(.|\n)*before saving: ",
     ),
-    "fully_shard_parameters_stay_gathered_in_a_load": _group(
+    "fully_shard_parameters_stay_gathered_in_a_load": of_group(
         "_register_state_dict_hooks",
         "module._register_load_state_dict_pre_hook(to_sharded_hook)",
         "module._register_load_state_dict_pre_hook(lambda *args: None)",
         _STATE_DICT + "test_hooks_on_state_dict_see_sharded_parameters",
         "in test_hooks_on_state_dict_see_sharded_parameters",
     ),
-    "fully_shard_meta_parameters_named_without_their_module": _group(
+    "fully_shard_meta_parameters_named_without_their_module": of_group(
         "_validate_no_meta_params",
         "fsdp_param._param_fqn",
         "fsdp_param._module_info.param_name",
@@ -164,7 +148,7 @@ MISTAKES = {
         r"does not match(.|\n)*\['weight', 'bias', 'weight', 'bias'\]",
     ),
     "fully_shard_factor_multiplied": fault(
-        f"{_COMM}:_get_gradient_divide_factors",
+        f"{COMM}:_get_gradient_divide_factors",
         "ReduceOp.PREMUL_SUM(1 / factor)",
         "ReduceOp.PREMUL_SUM(factor)",
         _WIRE + "test_set_gradient_divide_factor",
@@ -172,14 +156,14 @@ MISTAKES = {
         device="sim",
     ),
     "fully_shard_factor_ignored_where_only_sums_are_allowed": fault(
-        f"{_COMM}:_get_gradient_divide_factors",
+        f"{COMM}:_get_gradient_divide_factors",
         "pre_factor, post_factor = None, factor",
         "pre_factor, post_factor = None, float(data_parallel_size)",
         _WIRE + "test_set_gradient_divide_factor",
         "weight.grad: (.|\n)*force_sum=True",
         device="sim",
     ),
-    "fully_shard_gradients_accumulate_in_low_precision": _param(
+    "fully_shard_gradients_accumulate_in_low_precision": of_param(
         "to_accumulated_grad_if_needed",
         "unsharded_grad.to(self.reduce_dtype)",
         "unsharded_grad",
@@ -187,48 +171,48 @@ MISTAKES = {
         "Tensor-likes are not equal|uniform gradient dtype",
     ),
     "fully_shard_reduced_gradient_rounded": fault(
-        f"{_COMM}:foreach_reduce",
+        f"{COMM}:foreach_reduce",
         "reduce_output = _to_dtype_if_needed(reduce_output, orig_dtype)",
         "reduce_output = _to_dtype_if_needed(reduce_output.bfloat16(), orig_dtype)",
         _TYPES + "test_compute_and_reduce_types_float16_float32",
         "Tensor-likes are not equal",
     ),
-    "fully_shard_inner_tensors_of_an_extension_swapped": _param(
+    "fully_shard_inner_tensors_of_an_extension_swapped": of_param(
         "_unflatten_all_gather_outputs",
         "self.all_gather_outputs, self._extensions_data",
         "self.all_gather_outputs[::-1], self._extensions_data",
         _EXTENSIONS + "test_inner_tensors_keep_their_places",
         "(a|b) of in_proj.weight",
     ),
-    "fully_shard_extension_gets_the_size_of_its_shard": _param(
+    "fully_shard_extension_gets_the_size_of_its_shard": of_param(
         "all_gather_inputs",
         "                self._orig_size,\n",
         "                self.sharded_size,\n",
         _EXTENSIONS + "test_arguments_of_the_hooks",
         "size of in_proj.weight",
     ),
-    "fully_shard_extension_gets_the_stride_of_its_shard": _param(
+    "fully_shard_extension_gets_the_stride_of_its_shard": of_param(
         "all_gather_inputs",
         "                self._contiguous_orig_stride,\n",
         "                self._contiguous_orig_stride[::-1],\n",
         _EXTENSIONS + "test_arguments_of_the_hooks",
         "stride of in_proj.weight",
     ),
-    "fully_shard_extension_gets_no_module": _param(
+    "fully_shard_extension_gets_no_module": of_param(
         "all_gather_inputs",
         "                self._module_info.module,\n",
         "                None,\n",
         _EXTENSIONS + "test_arguments_of_the_hooks",
         "module of in_proj.weight",
     ),
-    "fully_shard_extension_gets_another_policy": _param(
+    "fully_shard_extension_gets_another_policy": of_param(
         "all_gather_inputs",
         "                self.mp_policy,\n",
         "                MixedPrecisionPolicy(),\n",
         _EXTENSIONS + "test_arguments_of_the_hooks",
         "policy of in_proj.weight",
     ),
-    "fully_shard_extension_unshards_in_full_precision": _param(
+    "fully_shard_extension_unshards_in_full_precision": of_param(
         "init_unsharded_param",
         "metadata,\n            self.param_dtype or self.orig_dtype,\n        )",
         "metadata,\n            self.orig_dtype,\n        )",

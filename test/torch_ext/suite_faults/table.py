@@ -19,7 +19,7 @@ from test.torch_ext.suite_faults import (
     fsdp2_init,
     fsdp2_streams,
     mirrored,
-    rpc_barrier,
+    rpc,
 )
 
 __all__ = ["FAULTS", "inject"]
@@ -38,7 +38,7 @@ _TABLES = (
     fsdp2_init.MISTAKES,
     fsdp2_streams.MISTAKES,
     mirrored.MISTAKES,
-    rpc_barrier.MISTAKES,
+    rpc.MISTAKES,
 )
 
 FAULTS = {name: mistake for table in _TABLES for name, mistake in table.items()}

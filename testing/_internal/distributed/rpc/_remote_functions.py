@@ -101,6 +101,11 @@ class Accumulator:
     def value(self) -> Tensor:
         return self.total
 
+    def value_behind_gate(self, timeout_s: float = 60.0) -> Tensor:
+        """Return the value once :func:`open_gate` has run on this worker; see :func:`pass_gate`."""
+        value: Tensor = pass_gate(self.total, timeout_s)
+        return value
+
     @classmethod
     def starting_at(cls, start: float) -> Accumulator:
         return cls(start)

@@ -133,10 +133,11 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     # Late messages.
 
     def _test_creation_late(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: int) -> None:
-        if self.rank != 0:
-            return
-        function, args = call
-        rref = rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S)
+        if self.rank == 0:
+            function, args = call
+            self._check_creation_late(rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S), to)
+
+    def _check_creation_late(self, rref: rpc.RRef[Any], to: int, owners: int = 1) -> None:
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rref._get_future().wait()
         wait_until_pending_futures_and_users_flushed()
@@ -144,7 +145,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             rref.to_here()
         if to != self.rank:
             # The creation itself still arrives; leaving before that would fail on the owner.
-            wait_until_owners_and_forks_on_rank(1, 1, rank=to)
+            wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
 
     @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
     def test_late_creation_by_an_operator(self) -> None:
@@ -161,6 +162,13 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
     def test_late_creation_on_this_worker(self) -> None:
         self._test_creation_late(PYTHON, 0)
+
+    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    def test_late_creation_through_a_proxy(self) -> None:
+        if self.rank == 0:
+            rref = rpc.remote(worker_name(1), remote.Accumulator, args=(2,))
+            self.assertEqual(rref.rpc_sync().value(), torch.tensor(2.0))
+            self._check_creation_late(rref.remote(timeout=LIMIT_S).value(), to=1, owners=2)
 
     @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_RREF_FETCH_CALL": DELAY_S})
     def test_late_fetch_can_be_tried_again(self) -> None:
