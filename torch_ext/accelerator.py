@@ -31,6 +31,7 @@ __all__ = [
     "Capabilities",
     "UnknownDeviceError",
     "backend",
+    "blame_races",
     "capabilities",
     "current_device",
     "default_world_size",
@@ -168,8 +169,18 @@ def race_check(test: str, tell: Callable[[str], None]) -> AbstractContextManager
     """Return a context in which the body of a test is checked for races if the device can do that, unless
     ``TORCH_EXT_RACES`` asks for no check. Arguments and errors as ``torch.sim.races.check_body``.
     """
-    races = sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
+    races = _races()
     return nullcontext() if races is None else races.check_body(test, tell)
+
+
+def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:
+    """Return what a body that ``error`` has ended is to be reported with; as ``torch.sim.races.blamed``."""
+    races = _races()
+    return error if races is None else races.blamed(error, is_skip=is_skip)
+
+
+def _races() -> ModuleType | None:
+    return sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
 
 
 def _ask_for_devices() -> Callable[[int], None] | None:

@@ -16,6 +16,7 @@ frames.hide(
         "serve",
         "in_rank",
         "_receipt_of_body",
+        "_receipt_of_call",
         "_run_body",
         "_call_body",
         "call_with_cleanups",

@@ -23,7 +23,6 @@ from torch_ext.testing._internal._distributed.methods import (
     take_over,
     waits_or_runs,
 )
-from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.reuse import Conditions, Kept, in_reused_rank, run_tests_in_rank
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
@@ -34,7 +33,7 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import EXPECTABLE, Outcome
-from torch_ext.world.phrases import LEFT_BEHIND, short_command
+from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
@@ -107,10 +106,7 @@ def raise_verdict(
         raise WorldFailure(WorldReport(tuple(outcomes), verdict, took_s))
     for outcome in outcomes:
         for command in outcome.left_behind:
-            print(
-                f"torch_ext: rank {outcome.rank} {LEFT_BEHIND}, which was ended: {short_command(command)}",
-                file=sys.stderr,
-            )
+            print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
@@ -317,12 +313,11 @@ class MultiProcessTestCase(TestCase):
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            with race_check(self.id()):
-                call_with_cleanups(self, getattr(self, test_name))
+            call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
-            receipt = receipts.receipt_of(error)
             rank = world_rank.current()
-            if receipt is None or rank is None or in_reused_rank():
+            receipt = None if in_reused_rank() else receipts.receipt_of(error)
+            if receipt is None or rank is None:
                 raise
             if receipt.said is Said.FAILED:
                 _send_trace(parent_pipe, receipt.trace)

@@ -13,12 +13,12 @@ __unittest = True
 __all__ = ["race_check"]
 
 
-def race_check(test: str = "") -> AbstractContextManager[None]:
-    """Return a context for the body of a test; see ``accelerator.race_check``.
+def race_check() -> AbstractContextManager[None]:
+    """Return a context for the body of the test, or example, that this rank runs; see ``accelerator.race_check``.
 
-    Args:
-        test: as unittest names it, if the whole test is the body. Rank 0 says which known races it has not met.
+    Rank 0 says which known races the test has not met.
     """
     rank = world_rank.current()
-    tell = notices.announce if rank is None else rank.tell
-    return accelerator.race_check(test if rank is not None and rank.rank == 0 else "", tell)
+    if rank is None:
+        return accelerator.race_check("", notices.announce)
+    return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.tell)

@@ -48,31 +48,46 @@ def skipped(reason: str) -> Receipt:
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
-    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip."""
-    if isinstance(error, unittest.SkipTest):
-        return skipped(str(error))
+    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip.
+
+    Races that the check of a body has found by then are part of it, and turn a skip into a failure.
+    """
+    is_skip, reason = isinstance(error, unittest.SkipTest), str(error)
     if isinstance(error, SystemExit):
         reason = skip_reason(error.code)
-        return skipped(reason) if reason else None
-    return world_rank.failure(error)
+        is_skip = bool(reason)
+        if not is_skip:
+            return None
+    blamed = accelerator.blame_races(error, is_skip=is_skip)
+    return skipped(reason) if is_skip and blamed is error else world_rank.failure(blamed)
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended.
 
     A ``run`` that returns though no test method has run to its end has failed, also where it swallowed the failure.
+    One check for races covers all that ``run`` does.
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
         BaseException: whatever ``run`` raised after the receipt was handed in.
     """
     global _body_has_passed
-    rank = _this_rank()
+    rank = world_rank.this_rank()
     _body_has_passed = False
     forget_body()
     try:
         with race_check():
-            run(*args, **kwargs)
+            return _receipt_of_call(rank, run, *args, **kwargs)
+    except Exception as error:  # of the check
+        if rank.handed_in:
+            raise
+        return world_rank.failure(error)
+
+
+def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
+    try:
+        run(*args, **kwargs)
     except BaseException as error:
         if rank.handed_in:
             raise
@@ -97,7 +112,7 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.
     """
-    rank = _this_rank()
+    rank = world_rank.this_rank()
     accelerator.request_devices(devices)
     receipt = run_test(run, *args, **kwargs)
     if rank.handed_in:
@@ -111,13 +126,6 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         rank.hand_in(passed())
     elif not rank.hand_in(passed()):
         end_group()
-
-
-def _this_rank() -> world_rank.Rank:
-    rank = world_rank.current()
-    if rank is None:
-        raise AssertionError("a test's body runs in a rank only")
-    return rank
 
 
 def body_passed() -> None:

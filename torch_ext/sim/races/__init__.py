@@ -43,6 +43,7 @@ __all__ = [
     "Race",
     "RaceError",
     "Schedule",
+    "blamed",
     "check",
     "check_body",
     "found",
@@ -118,67 +119,139 @@ def check(mode: str = "error", schedule: Schedule | str | None = None) -> Iterat
         yield
         return
     chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule or asked_schedule()
-    with _judged(mode, lambda races: races, chosen):
+    start(chosen)
+    with _judged(mode, stop, chosen):
         yield
 
 
 @contextlib.contextmanager
-def _judged(mode: str, judge: Callable[[list[Race]], list[Race]], schedule: Schedule) -> Iterator[None]:
-    """Check a body, and do as ``mode`` says about those of the races found that ``judge`` returns."""
-    start(schedule)
+def _judged(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Iterator[None]:
+    """Do as ``mode`` says about the races of a body that is being checked; ``end`` ends that and returns them."""
     try:
         yield
     except BaseException as error:
         replay = schedule.replay()
-        races = judge(stop())
-        for note in filter(None, (render(races) if races else "", replay)):
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(note)
+        _add_notes(error, end(), replay)
         raise
     replay = schedule.replay()
-    races = judge(stop())
+    races = end()
     if races and mode == "error":
         raise RaceError(races, replay)
     if races:
-        print(RaceError(races, replay), file=sys.stderr, flush=True)
+        _say(str(RaceError(races, replay)))
 
 
-@contextlib.contextmanager
-def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``, whatever check of the whole
-    process runs. Races that torch is known to have are told and fail nothing.
+def _add_notes(error: BaseException, races: list[Race], replay: str) -> None:
+    for note in filter(None, (render(races) if races else "", replay)):
+        if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # Python 3.11
+            error.add_note(note)
 
-    Args:
-        test: the test, as unittest names it, if it is to say which known races it should have met and has not.
-        tell: is called with what the user should know, in one sentence each time; by default it is printed.
 
-    Raises:
-        RaceError: as :func:`check`.
-    """
-    stop()
-    asked = mode(unset="error")
-    if asked == "off":
-        yield
-        return
-    met: set[KnownRace] = set()
-    say = tell or (lambda text: print(text, file=sys.stderr, flush=True))
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    def unknown(races: list[Race]) -> list[Race]:
+
+class _Body:
+    """The check of one test's body."""
+
+    def __init__(self, mode: str, tell: Callable[[str], None]) -> None:
+        self.mode = mode
+        self.schedule = asked_schedule()
+        self.tell = tell
+        self.met: set[KnownRace] = set()
+        self.was_blamed = False
+        self._aside: list[Race] = []  # found before a body within this one began
+
+    def begin(self) -> None:
+        if _bodies:
+            _bodies[-1].set_aside()
+        _native.stop_race_check()
+        found()  # what is nobody's
+        self.schedule.start()
+        _bodies.append(self)
+
+    def end(self) -> list[Race]:
+        """End the check, and return what :meth:`take` does."""
+        races = self.take()
+        _bodies.remove(self)
+        if _bodies:
+            _bodies[-1].met |= self.met
+        else:
+            stop()
+        return races
+
+    def set_aside(self) -> None:
+        self._aside += found()
+
+    def take(self) -> list[Race]:
+        """Return the races of this body that were found since they were last asked for, without those that are known;
+        the user is told of each of these once.
+        """
+        races, self._aside = self._aside + found(), []
         left = []
         for race in races:
             known = next((each for each in known_races() if each.describes(race)), None)
             if known is None:
                 left.append(race)
-            elif known not in met:
-                met.add(known)
-                say(f"known race of torch {torch.__version__}: {known.told} ({known.link})")
+            elif known not in self.met:
+                self.met.add(known)
+                self.tell(f"known race of torch {torch.__version__}: {known.told} ({known.link})")
         return left
 
-    with _judged(asked, unknown, asked_schedule()):
+
+_bodies: list[_Body] = []  # that are being checked, each within the one before
+
+
+@contextlib.contextmanager
+def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``, whatever check of the whole
+    process runs. Races that torch is known to have are told and fail nothing. One body may be within another, as an
+    example is within its test: a race is charged to the innermost one in which its later access is. Each starts
+    anew, so that what an example gets does not depend on those before it.
+
+    Args:
+        test: the test, as unittest names it, if it is to say which known races it should have met and has not. A body
+            within another one says nothing of that.
+        tell: is called with what the user should know, in one sentence each time; by default it is printed.
+
+    Raises:
+        RaceError: as :func:`check`.
+    """
+    asked = mode(unset="error")
+    if asked == "off":
+        if not _bodies:
+            stop()
         yield
-    for known in known_races():
-        if known not in met and known.is_met_by(test):
-            say(f"a known race is no longer met by {test}: {known.told}. If torch has mended it, take its entry away")
+        return
+    body = _Body(asked, tell or _say)
+    body.begin()
+    with _judged(asked, body.end, body.schedule):
+        yield
+    for known in () if _bodies else known_races():
+        if not body.was_blamed and known not in body.met and known.is_met_by(test):
+            body.tell(
+                f"a known race is no longer met by {test}: {known.told}. If torch has mended it, take its entry away"
+            )
+
+
+def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
+    """Return what the body that is being checked, and that ``error`` has ended, is to be reported with.
+
+    That is the error. What the check has found so far becomes a note of it, since it may be the cause; so does the way
+    to replay the schedule. But races do not hide behind a skip: they fail the body as :class:`RaceError`.
+    """
+    if not _bodies:
+        return error
+    body = _bodies[-1]
+    body.was_blamed = True
+    races, replay = body.take(), body.schedule.replay()
+    if not is_skip:
+        _add_notes(error, races, replay)
+    elif races and body.mode == "error":
+        return RaceError(races, replay)
+    elif races:
+        _say(str(RaceError(races, replay)))
+    return error
 
 
 def check_program() -> None:
