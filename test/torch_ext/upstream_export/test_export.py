@@ -93,6 +93,24 @@ def test_a_run_that_does_not_end_is_ended_with_its_children(checkout: Path, tmp_
     assert not alive
 
 
+def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("starts two ranks as torch's own harness does: --long does it")
+    (tmp_path / "test_a.py").write_text(
+        "import torch\n"
+        "from torch.testing._internal.common_fsdp import FSDPTest\n"
+        "from torch.testing._internal.common_utils import run_tests\n\n\n"
+        "class TestDevice(FSDPTest):\n"
+        "    world_size = 2\n\n"
+        "    def test_device(self):\n"
+        "        self.assertEqual(torch.accelerator.current_device_index(), self.rank)\n\n\n"
+        'if __name__ == "__main__":\n'
+        "    run_tests()\n"
+    )
+    run = check.run_in_copy(tmp_path, "test_a.py", "sim")
+    assert (run.passed, run.failed) == (1, 0), run.output
+
+
 def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
     checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
     for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():

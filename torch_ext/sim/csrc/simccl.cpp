@@ -334,7 +334,7 @@ class SimCCL final : public Launcher {
 
   int checked_root(int64_t rank) const {
     TORCH_CHECK_VALUE(
-        rank >= 0 && rank < size_, "Invalid rank ", rank, ": expected one of the group's ", size_, " ranks.");
+        rank >= 0 && rank < size_, "Invalid rank ", rank, ": expected one of the ", size_, " ranks of the group.");
     return static_cast<int>(rank);
   }
 

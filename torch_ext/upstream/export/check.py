@@ -57,6 +57,7 @@ def told(execute):
         module.DEVICE_TYPE = device
         module.DISTRIBUTED_BACKEND = torch.distributed.get_default_backend_for_device(device)
         module.DEVICE_COUNT = torch.get_device_module(device).device_count()
+        module.TEST_XPU = True  # the branch that sets a rank's device through torch.accelerator
 
     return run
 
