@@ -1,26 +1,37 @@
 #!/usr/bin/env python3
-"""Hold the simulator's native sources to .clang-format and .clang-tidy, each source alone, one on each core.
+"""Hold the simulator's native sources to .clang-format and .clang-tidy.
 
     python .ci/lint_cpp.py [FILE...]     # default: all of torch_ext/sim/csrc
 
-A source that does not compile with the headers it names itself fails here; the build, which compiles sources together
-(Note [Two units] in torch_ext/sim/build.py), would not notice.
+Note [Torch's headers are read once]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Nine tenths of what clang-tidy does for a source is torch's headers, so for all sources its checks run in two parts.
+What each source includes is checked source by source, over one module of all headers of torch that any of them names,
+and again without it where that finds a problem, which may be the module's. So a source that names too few of *torch's*
+headers is not found; the build would not notice either. All other checks run over the units that the build compiles
+(Note [Two units] in torch_ext/sim/build.py). Named files get every check alone, with the headers that they name and no
+others.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SOURCES = CHECKOUT / "torch_ext" / "sim" / "csrc"
 PROGRAMS = Path(sys.executable).parent
+INCLUDES = "misc-include-cleaner"
+OF_TORCH = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,24 +48,68 @@ def include_paths() -> list[str]:
     ]
 
 
-def format_problems(files: list[Path]) -> str:
+def units() -> dict[str, list[Path]]:
+    """Return the sources that the build compiles together, without loading the simulator."""
+    spec = importlib.util.spec_from_file_location("build", CHECKOUT / "torch_ext" / "sim" / "build.py")
+    if spec is None or spec.loader is None:
+        raise SystemExit("torch_ext/sim/build.py is missing")
+    build = sys.modules["build"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    found: dict[str, list[Path]] = build.units()
+    return found
+
+
+def format_problems(files: Sequence[Path]) -> str:
     done = run("clang-format", f"--style=file:{CHECKOUT / '.clang-format'}", "--dry-run", "-Werror", *map(str, files))
     return done.stderr if done.returncode else ""
 
 
-def tidy_problems(source: Path) -> str:
-    flags = ["-std=c++20", *(flag for path in include_paths() for flag in ("-isystem", path))]
-    done = run("clang-tidy", f"--config-file={CHECKOUT / '.clang-tidy'}", "--quiet", str(source), "--", *flags)
+def tidy_problems(source: Path, checks: str = "", flags: Sequence[str] = ()) -> str:
+    flags = ["-std=c++20", *(flag for path in include_paths() for flag in ("-isystem", path)), *flags]
+    settings = [f"--config-file={CHECKOUT / '.clang-tidy'}", "--quiet", f"--checks={checks}"]
+    done = run("clang-tidy", *settings, str(source), "--", *flags)
     return (done.stdout or done.stderr) if done.returncode else ""
+
+
+def write_module(folder: Path, sources: Sequence[Path]) -> list[str]:
+    """Write down which headers of torch make one module, and return the flags with which clang uses it."""
+    named = sorted({name for source in sources for name in OF_TORCH.findall(source.read_text(encoding="utf-8"))})
+    headers = [next(path for root in include_paths() if (path := Path(root, name)).exists()) for name in named]
+    lines = "".join(f'  header "{header}"\n' for header in headers)
+    (folder / "module.modulemap").write_text(f"module torch_headers [system] {{\n{lines}  export *\n}}\n")
+    # Without clang's own map: its modules of <stdint.h> and the like hide names from torch's headers.
+    own = ("-fmodules", "-fno-implicit-module-maps", f"-fmodule-map-file={folder / 'module.modulemap'}")
+    return [*own, f"-fmodules-cache-path={folder / 'cache'}"]
+
+
+def all_tidy_problems(files: Sequence[Path], folder: Path) -> list[str]:
+    sources = [path for path in files if path.suffix == ".cpp"]
+    of_units = units()
+    for name, together in of_units.items():
+        text = "".join(f'#include "{path}"  // NOLINT(bugprone-suspicious-include)\n' for path in together)
+        (folder / f"{name}.cpp").write_text(text, encoding="utf-8")
+    shared = write_module(folder, files)
+
+    def includes_of(source: Path) -> str:
+        return tidy_problems(source, f"-*,{INCLUDES}", shared) and tidy_problems(source, f"-*,{INCLUDES}")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rest = [pool.submit(tidy_problems, folder / f"{name}.cpp", f"-{INCLUDES}") for name in of_units]
+        first = includes_of(sources[0])  # makes the module, for which the others would wait
+        return [first, *pool.map(includes_of, sources[1:]), *(each.result() for each in rest)]
 
 
 def main() -> int:
     named = [Path(argument).resolve() for argument in sys.argv[1:]]
     files = named or sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
-    sources = [path for path in files if path.suffix == ".cpp"]
     started = time.monotonic()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = [format_problems(files), *pool.map(tidy_problems, sources)]
+    problems = [format_problems(files)]
+    if named:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            problems += pool.map(tidy_problems, [path for path in files if path.suffix == ".cpp"])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            problems += all_tidy_problems(files, Path(folder))
     for problem in filter(None, problems):
         print(problem, file=sys.stderr)
     found = sum(map(bool, problems))

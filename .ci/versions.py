@@ -32,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ["2.11.0", "2.13.0", "2.15.0"]
 BUILD = "python -m torch_ext build"
 TESTS = [
-    "python -m pytest -q test/torch_ext/sim",
+    "python -m pytest -q -n 2 --dist loadgroup test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
-PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "ninja", "pytest"]
+PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "ninja", "pytest", "pytest-xdist"]
 # How long the programs of an interrupted run may take to end their children.
 GRACE_S = 20
 HEADER = f"{'torch':<10}{'passed':>8}{'failed':>8}{'skipped':>9}{'build, CPU s':>14}{'in all, s':>11}"

@@ -36,6 +36,7 @@ from torch_ext.testing._internal._fsdp.state_dict import *
 from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *
+from torch_ext.testing._internal._fsdp.watched_units import *
 
 if TYPE_CHECKING:
     DEVICE_TYPE: str

@@ -295,14 +295,18 @@ def poll_until(condition: Callable[[], bool], otherwise: str, timeout: float = 2
     raise TimeoutError(f"After {timeout:g} s: {otherwise}")
 
 
+class _NoEventError(IndexError, ValueError):
+    """Upstream's is an IndexError, which its tests expect."""
+
+
 def get_function_event(function_events: Sequence[FunctionEvent], partial_event_name: str) -> FunctionEvent:
     """Return the first profiler event whose name contains ``partial_event_name``.
 
     Raises:
-        ValueError: there is none; the message lists all names.
+        IndexError: there is none; the message lists all names. It is a ValueError as well.
     """
     for event in function_events:
         if partial_event_name in event.name:
             return event
     names = sorted({event.name for event in function_events})
-    raise ValueError(f"no event with {partial_event_name!r} in its name among {names}")
+    raise _NoEventError(f"no event with {partial_event_name!r} in its name among {names}")

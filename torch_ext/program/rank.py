@@ -4,7 +4,8 @@ Note [A rank is an ordinary process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank is a child that multiprocessing would know as its own. A program must not see that: it asks whether it runs in
 the main process before it starts workers, and those find it through ``sys.modules["__main__"]``. So the rank becomes
-what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent.
+what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent. It forgets what
+Python keeps of the environment that the zygote was started in, which may be that of another terminal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import multiprocessing.process
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,9 +43,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     Raises:
         SystemExit: with the program's exit code.
     """
-    own = world_rank.current()
-    if own is None:
-        raise AssertionError("this process is no rank")
+    own = world_rank.this_rank()
     pid = os.getpid()
     os.environ.update(variables)
     _become_main_process()
@@ -85,6 +85,8 @@ def _become_main_process() -> None:
     own._identity, own._name, own._parent_name = (), "MainProcess", None
     process._parent_process = None
     process.ORIGINAL_DIR = os.getcwd()
+    tempfile.tempdir = None
+    time.tzset()
 
 
 def _prepare(program: Program) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch_ext.program.options import Options, Output
 from torch_ext.program.spec import Facts
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import ranks_phrase, short_command
+from torch_ext.world.phrases import left_behind, ranks_phrase
 from torch_ext.world.render import render
 from torch_ext.world.verdict import Verdict, WorldReport
 
@@ -53,11 +53,7 @@ def failure(options: Options, report: WorldReport) -> str:
 
 def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:
     """Return what is worth saying of a program that passed. ``silent`` ranks ended without saying that it was over."""
-    lines = [
-        f"rank {outcome.rank} left a process behind, which was ended: {short_command(command)}"
-        for outcome in outcomes
-        for command in outcome.left_behind
-    ]
+    lines = [f"rank {outcome.rank} {left_behind(command)}" for outcome in outcomes for command in outcome.left_behind]
     if silent:
         lines.append(
             f"{ranks_phrase(silent)} left by os._exit(0) or the like, which counts as success; races and unused "

@@ -3,6 +3,12 @@
 It stays in the foreground, serves its user alone (see Note [A zygote for its user alone]) and ends by itself when
 nothing has run for a while. Ranks that it starts have the environment, folder and umask of their own command, but the
 limits, the control group and the priority of this one.
+
+Note [A stale zygote]
+~~~~~~~~~~~~~~~~~~~~~
+Before each run the files that the zygote has loaded are looked at. If one has changed, the command is turned away and
+loads torch itself; the server waits until what it has started is over, and then replaces itself by what it would be if
+it were started now.
 """
 
 from __future__ import annotations
@@ -16,21 +22,21 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.program import variables
+from torch_ext.program import address, variables
+from torch_ext.program.loaded import Files
 from torch_ext.program.options import HOST
-from torch_ext.program.warm import address_of, is_own, preparation, search_path
-from torch_ext.world import frames, scratch
+from torch_ext.program.warm import Welcome, preparation, search_path
+from torch_ext.world import frames, notices, scratch
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
-from torch_ext.world.protocol import Loaded
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
 
 __all__ = ["main"]
 
 _IDLE_S = 900.0
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _EndError(BaseException):
@@ -40,92 +46,116 @@ class _EndError(BaseException):
 def main(arguments: Sequence[str]) -> int:
     """Serve until nothing has run for a while, or until SIGINT or SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for `torch_ext run`.")
-    parser.add_argument("--idle", type=float, default=_IDLE_S, metavar="S", help="end after S idle seconds (900)")
+    parser.add_argument("--idle", type=_seconds, default=_IDLE_S, metavar="S", help="end after S idle seconds (900)")
     parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
     try:
         options = parser.parse_args(arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    variables.hide()
-    path = search_path()
     try:
-        address = address_of(not options.host, path)
-        with contextlib.ExitStack() as held:
-            root = RootZygote(preparation(not options.host, path), scratch.folder(), os.environ)
-            held.callback(root.close)
-            root.wait_ready()
-            listening = _listen(address, held)
-            kind = HOST if options.host else "the simulated accelerator"
-            print(f"torch_ext: serving runs on {kind}, until {options.idle:g} s without any", flush=True)
-            _serve(listening, root, options.idle)
-        return 0
-    except (OSError, LoadError, ZygoteDiedError) as error:
+        for number in _ENDED_BY:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+                signal.signal(number, _end)
+        is_stale = _serve_one(not options.host, options.idle)
+    except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except _EndError:
         return 0
+    if is_stale:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds")
+    return seconds
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
+    for each in _ENDED_BY:
+        signal.signal(each, signal.SIG_IGN)
     raise _EndError
 
 
-def _listen(address: Path, held: contextlib.ExitStack) -> socket.socket:
-    """Return a socket that listens at ``address``, in whose folder nobody else may be.
+def _serve_one(simulated: bool, idle_s: float) -> bool:
+    """Serve with one zygote; return whether it has become stale."""
+    variables.hide()
+    path = search_path()
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(address.listen(address.key_of(simulated, path, os.environ)))
+        root = RootZygote(preparation(simulated, path), scratch.folder(), os.environ)
+        held.callback(root.close)
+        root.wait_ready()
+        server = _Server(root, listening, held)
+        until = "until it is ended" if idle_s == float("inf") else f"until {idle_s:g} s without any"
+        print(
+            f"{notices.PREFIX}serving runs on {'the simulated accelerator' if simulated else HOST}, {until}", flush=True
+        )
+        return server.serve(idle_s)
 
-    Raises:
-        OSError: another process serves there.
-    """
-    listening = held.enter_context(socket.socket(socket.AF_UNIX))
-    with socket.socket(socket.AF_UNIX) as trial, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        trial.connect(str(address))
-        raise OSError(f"another process serves at {address} already")
-    address.unlink(missing_ok=True)  # of one that was killed
-    listening.bind(str(address))
-    held.callback(address.unlink, missing_ok=True)
-    listening.listen()
-    return listening
 
+class _Server:
+    def __init__(self, root: RootZygote, listening: socket.socket, held: contextlib.ExitStack) -> None:
+        self._root = root
+        self._zygote = ZygoteClient(root.channel, root.process.pid)
+        self._files = Files(self._zygote)
+        self._listening = listening
+        self._stale = False
+        self._lines: set[Channel] = set()  # one for each run
+        self._ready = held.enter_context(selectors.DefaultSelector())
+        self._ready.register(listening, selectors.EVENT_READ)
+        self._ready.register(root.channel, selectors.EVENT_READ)
 
-def _serve(listening: socket.socket, root: RootZygote, idle_s: float) -> None:
-    zygote = ZygoteClient(root.channel, root.process.pid)
-    idle_since_s = time.monotonic()
-    with selectors.DefaultSelector() as ready:
-        ready.register(listening, selectors.EVENT_READ)
-        ready.register(root.channel, selectors.EVENT_READ)
-        while True:
-            runs = len(ready.get_map()) - 2
-            left_s = None if runs else idle_since_s + idle_s - time.monotonic()
+    def serve(self, idle_s: float) -> bool:
+        """Serve until nothing has run for ``idle_s``, or the zygote is stale and not in use; return which.
+
+        Raises:
+            ZygoteDiedError: the zygote ended.
+        """
+        idle_since_s = time.monotonic()
+        while self._lines or not self._stale:
+            left_s = None if self._lines else idle_since_s + idle_s - time.monotonic()
             if left_s is not None and left_s <= 0:
-                return
-            for key, _ in ready.select(left_s):
-                if key.fileobj is root.channel:
-                    raise ZygoteDiedError("the zygote ended")
-                if key.fileobj is listening:
-                    line = _accept(listening, zygote)
-                    if line is not None:
-                        ready.register(line, selectors.EVENT_READ)
+                return False
+            for key, _ in self._ready.select(None if left_s == float("inf") else left_s):
+                if key.fileobj is self._root.channel:
+                    raise ZygoteDiedError("the zygote has ended, and with it the runs that it has started")
+                if key.fileobj is self._listening:
+                    self._accept()
                 elif isinstance(key.fileobj, Channel):  # nothing is sent on it: this is its end
-                    ready.unregister(key.fileobj)
+                    self._ready.unregister(key.fileobj)
+                    self._lines.remove(key.fileobj)
                     key.fileobj.close()
                     idle_since_s = time.monotonic()
+        return True
 
+    def _accept(self) -> None:
+        """Give whoever has connected a channel to the zygote, and keep the line whose end is that of the run."""
+        connected, _ = self._listening.accept()
+        line = Channel(connected)
+        if not address.is_own(connected) or self._is_stale():
+            line.close()
+            return
+        descriptor = self._zygote.add_client()
+        try:
+            line.send(Welcome(frames.hidden(), self._root.process.pid), [descriptor])
+        except (ChannelClosedError, OSError):
+            line.close()
+            return
+        finally:
+            close_all([descriptor])
+        self._lines.add(line)
+        self._ready.register(line, selectors.EVENT_READ)
 
-def _accept(listening: socket.socket, zygote: ZygoteClient) -> Channel | None:
-    """Give whoever has connected a channel to the zygote; return the line whose end is that of the run."""
-    connected, _ = listening.accept()
-    if not is_own(connected):
-        connected.close()
-        return None
-    line, descriptor = Channel(connected), zygote.add_client()
-    try:
-        line.send(Loaded(hidden_frames=frames.hidden()), [descriptor])
-    except (ChannelClosedError, OSError):
-        line.close()
-        return None
-    finally:
-        close_all([descriptor])
-    return line
+    def _is_stale(self) -> bool:
+        """See Note [A stale zygote]."""
+        if not self._stale and (changed := self._files.changed()):
+            self._stale = True
+            print(f"{notices.PREFIX}{changed} has changed: loading anew", flush=True)
+        return self._stale

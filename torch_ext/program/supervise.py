@@ -22,6 +22,7 @@ from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Ending
 from torch_ext.world.output import Live
+from torch_ext.world.phrases import own_message
 from torch_ext.world.protocol import Inherited
 from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     except _SignalledError as stop:
         return 128 + stop.number
     except LoadError as error:
-        print(f"error: {_told(str(error))}", file=sys.stderr)
+        trace = str(error)
+        message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
+        print(f"error: {message}", file=sys.stderr)
         return 1
     except (ZygoteDiedError, ZygoteLostError) as error:
         print(f"error: {error}; the ranks ended with it", file=sys.stderr)
@@ -76,12 +79,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     raise _SignalledError(number)
-
-
-def _told(trace: str) -> str:
-    """An error of our own says it all in its last line."""
-    kind, _, message = trace.rstrip().rpartition("\n")[2].partition(": ")
-    return message if kind.startswith("torch_ext.") else f"what every rank needs cannot be loaded\n{trace}"
 
 
 def _run(options: Options) -> int:

@@ -14,6 +14,7 @@ from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
 from torch_ext.world.patience import Patience
+from torch_ext.world.phrases import own_message
 from torch_ext.world.protocol import ModuleOrder, Preparation
 from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
 
@@ -80,7 +81,8 @@ class RunZygotes:
         try:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
-            raise SetupError(_what_to_tell(str(error))) from None
+            trace = str(error)
+            raise SetupError(own_message(trace) or f"the zygote cannot load what it needs\n{trace}") from None
         return root
 
     def _ahead(self) -> tuple[str, ...]:
@@ -200,10 +202,3 @@ class RunZygotes:
         if self._root is not None:
             self._root.close()
             self._root = None
-
-
-def _what_to_tell(trace: str) -> str:
-    """Return the message of an error of our own, which says it all; of any other error the traceback."""
-    last = trace.rstrip().rpartition("\n")[2]
-    kind, _, message = last.partition(": ")
-    return message if kind.startswith("torch_ext.") else f"the zygote cannot load what it needs\n{trace}"

@@ -30,7 +30,15 @@ from pathlib import Path
 
 from torch_ext import cache
 
-__all__ = ["BuildError", "MissingCompilerError", "cache_root", "compiler_found", "ensure_built", "finished_builds"]
+__all__ = [
+    "BuildError",
+    "MissingCompilerError",
+    "cache_root",
+    "compiler_found",
+    "ensure_built",
+    "finished_builds",
+    "units",
+]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
@@ -136,14 +144,14 @@ def _source_files() -> list[Path]:
     return sorted(path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
-def _units() -> dict[str, list[Path]]:
-    """The sources that are compiled together, by the unit's name: see Note [Two units]."""
-    units: dict[str, list[Path]] = {}
+def units() -> dict[str, list[Path]]:
+    """Return the sources that are compiled together, by the unit's name: see Note [Two units]."""
+    found: dict[str, list[Path]] = {}
     for path in _source_files():
         if path.suffix == ".cpp":
             name = path.relative_to(_SOURCES).with_suffix("").as_posix()
-            units.setdefault("wide" if name in _WIDE else "narrow", []).append(path)
-    return units
+            found.setdefault("wide" if name in _WIDE else "narrow", []).append(path)
+    return found
 
 
 def _sanitizer_flags() -> tuple[str, ...]:
@@ -252,14 +260,14 @@ def _ninja_command() -> list[str]:
 
 
 def _write_plan(workplace: Path, compiler: _Compiler) -> None:
-    units = _units()
-    for name, sources in units.items():
+    of_unit = units()
+    for name, sources in of_unit.items():
         text = "".join(f'#include "{path}"\n' for path in sources)
         (workplace / f"{name}.cpp").write_text(text, encoding="utf-8")
-    (workplace / "build.ninja").write_text(_ninja_file(compiler, list(units)), encoding="utf-8")
+    (workplace / "build.ninja").write_text(_ninja_file(compiler, list(of_unit)), encoding="utf-8")
 
 
-def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
+def _ninja_file(compiler: _Compiler, names: list[str]) -> str:
     from torch.utils import cpp_extension
 
     of_torch = cpp_extension.include_paths()
@@ -275,8 +283,8 @@ def _ninja_file(compiler: _Compiler, units: list[str]) -> str:
         f"  command = {_escape(compiler.path)} {flags} $level -c $in -o $out",
         "rule link",
         f"  command = {_escape(compiler.path)} -shared $in {link} -lc10 -ltorch_cpu -ltorch_python -o $out",
-        *(f"build {unit}.o: compile {unit}.cpp\n  level = {_LEVELS[unit]}" for unit in units),
-        f"build {_LIBRARY}: link {' '.join(f'{unit}.o' for unit in units)}",
+        *(f"build {unit}.o: compile {unit}.cpp\n  level = {_LEVELS[unit]}" for unit in names),
+        f"build {_LIBRARY}: link {' '.join(f'{unit}.o' for unit in names)}",
         "",
     ]
     return "\n".join(lines)

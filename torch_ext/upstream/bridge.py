@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
+from typing import Any
 
-from torch_ext.compat.testing import keep_upstream
+from torch_ext.compat.testing import keep_upstream, upstream_module
 from torch_ext.upstream import devices
 
 __all__ = ["REPLACED"]
@@ -29,8 +31,24 @@ def _replace(name: str) -> None:
     except ModuleNotFoundError:
         return  # this build leaves that module out
     keep_upstream(name)
+    _resolve_through(ours, name)
     sys.modules[f"{_TORCH}.{name}"] = ours
     setattr(importlib.import_module(_TORCH), name, ours)
+
+
+def _resolve_through(ours: ModuleType, name: str) -> None:
+    """Have ``ours`` answer names that it lacks with those of torch's module ``name``."""
+    own = getattr(ours, "__getattr__", None)
+
+    def lookup(attribute: str) -> Any:
+        if own is not None:
+            try:
+                return own(attribute)
+            except AttributeError:
+                pass
+        return getattr(upstream_module(name), attribute)
+
+    ours.__getattr__ = lookup  # type: ignore[method-assign]
 
 
 for _name in REPLACED:

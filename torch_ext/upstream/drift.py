@@ -3,6 +3,9 @@
 A name is ``same`` if both sides define it and call it alike, ``changed`` if signatures differ, ``through`` if ours is
 upstream's own by way of a module ``__getattr__``, ``missing`` if only upstream has it, and ``new`` if only we have it.
 For a class, the same is said of each member, inherited ones included.
+
+Of a module that ``--upstream`` takes whole from the installed torch, ours is that one: its names are ``through`` unless
+a checkout has changed them.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ import ast
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch_ext.upstream.export.modules import Definition, Module, Tree, members_of, signature
 from torch_ext.upstream.export.trees import OURS, THEIRS, installed_tree, our_tree, project_root, tree_at
 
-__all__ = ["Entry", "as_json", "as_text", "compare", "counterparts", "drift"]
+__all__ = ["Entry", "as_json", "as_text", "compare", "compare_whole", "counterparts", "drift"]
+
+# Modules of torch's helpers that are not ours, and that build on modules that are.
+_TAKEN_WHOLE = ("distributed._tensor.common_dtensor",)
 
 SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", "new"
 
@@ -51,7 +57,27 @@ def drift(against: str = "installed") -> list[Entry]:
     """
     theirs = installed_tree() if against == "installed" else tree_at(Path(against))
     ours, names = our_tree(theirs), counterparts(project_root(), theirs)
-    return [entry for name in names for entry in compare(name, ours, theirs)]
+    found = [entry for name in names for entry in compare(name, ours, theirs)]
+    installed = installed_tree()
+    return found + [entry for name in _TAKEN_WHOLE for entry in compare_whole(name, installed, theirs)]
+
+
+def compare_whole(name: str, installed: Tree, theirs: Tree) -> list[Entry]:
+    """Compare module ``name`` of the installed torch, which we take whole, with a checkout's; empty if one lacks it."""
+    full_name = f"{THEIRS}.{name}"
+    mine, upstream = installed.module(full_name), theirs.module(full_name)
+    if mine is None or upstream is None:
+        return []
+    entries: list[Entry] = []
+    for each in dict.fromkeys([*upstream.definitions, *mine.definitions]):
+        here, there = mine.definitions.get(each), upstream.definitions.get(each)
+        if each.startswith("__"):
+            continue
+        if here is None or there is None:
+            entries.append(Entry(name, each, MISSING if here is None else NEW))
+        else:
+            entries += _both(name, each, installed, (mine, here), theirs, (upstream, there), inherited=False)
+    return [replace(entry, status=THROUGH) if entry.status == SAME else entry for entry in entries]
 
 
 def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
@@ -83,6 +109,7 @@ def _both(
     here: tuple[Module, Definition] | None,
     theirs: Tree,
     there: tuple[Module, Definition],
+    inherited: bool = True,
 ) -> Iterator[Entry]:
     if here is None:  # re-exported from torch itself
         yield Entry(module, name, SAME)
@@ -92,14 +119,20 @@ def _both(
         yield _entry(module, name, mine.node, upstream.node)
         return
     yield Entry(module, name, SAME)
-    my_members, their_members = members_of(ours, *here), members_of(theirs, *there)
+    if inherited:
+        my_members, their_members = members_of(ours, *here), members_of(theirs, *there)
+    else:
+        my_members, their_members = (
+            {member: (module, node) for member, node in definition.members().items()}
+            for module, definition in (here, there)
+        )
     for member in dict.fromkeys([*their_members, *my_members]):
         if member.startswith("__") and member != "__init__":
             continue
         full = f"{name}.{member}"
         if member in my_members and member in their_members:
             # Both inherit it from one class of torch: nothing to tell.
-            if my_members[member][0].name != their_members[member][0].name:
+            if not inherited or my_members[member][0].name != their_members[member][0].name:
                 yield _entry(module, full, my_members[member][1], their_members[member][1], method=True)
         else:
             yield Entry(module, full, NEW if member in my_members else MISSING)

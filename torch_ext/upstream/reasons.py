@@ -16,6 +16,7 @@ _NAMES_CUDA = (
     re.compile(r"AssertionError: Torch not compiled with CUDA enabled"),
     re.compile(r"RuntimeError: Distributed package doesn't have NCCL built in"),
     re.compile(r"RuntimeError: Attempting to deserialize object on a CUDA device"),
+    re.compile(r"RuntimeError: Invalid device, must be cuda device"),
 )
 _NAMES_TRITON = (
     re.compile(r"ModuleNotFoundError: No module named 'triton"),
@@ -44,7 +45,11 @@ def errors(problem: Problem) -> list[str]:
         return [problem.error]
     if isinstance(problem, RanksFailed):
         receipts = [outcome.receipt for outcome in problem.report.outcomes if not outcome.ok]
-        # A rank whose peer is gone fails or hangs because of it.
-        own = [receipt.reason for receipt in receipts if receipt is not None and not receipt.transport]
+        # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
+        own = [
+            receipt.reason
+            for receipt in receipts
+            if receipt is not None and (not receipt.transport or reason_of(receipt.reason, cuda_as_sim=False))
+        ]
         return own or [""]
     return [""]

@@ -14,8 +14,13 @@ from torch_ext.upstream.reasons import errors, reason_of
 __all__ = ["Releases", "release_of_checkout"]
 
 _VERSION = re.compile(r"(\d+)\.(\d+)")
-# What Python says of a name of torch's that is not there. Ours are torch_ext's, which is no failure of torch.
+# What Python says of a name of torch's that is not there.
 _MISSING = (
+    # A module of ours that stands in for torch's answers names that it lacks with torch's: torch lacks it as well.
+    re.compile(
+        r"ImportError: cannot import name '(?P<name>\w+)' from "
+        r"'(?P<where>torch_ext\.testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))'"
+    ),
     re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(?P<where>torch(?:\.\w+)*)'"),
     re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
     re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
@@ -84,7 +89,8 @@ class Releases:
         if found is None:
             return ""
         parts = found.groupdict()
-        name = f"{parts['where']}.{parts['name']}" if parts.get("where") else parts["name"]
+        where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
+        name = f"{where}.{parts['name']}" if where else parts["name"]
         if _BUILD.match(error) and _CUDAS.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
         if not self._newer:

@@ -18,6 +18,10 @@ from torch_ext.world.phrases import printable
 __all__ = ["Capture", "Live", "open_capture"]
 
 _TAIL_BYTES = 16 << 10
+# What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
+# end. A line that is longer than the second is printed in pieces. Of what was shown, a tail is kept past the third.
+_TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
+_PART_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,18 @@ class Capture:
         self._how = how
         self._prefix = f"[rank {rank}] "
         self._file = file
-        self._line = b""
+        self._line = bytearray()
 
     def pass_through(self) -> bool:
         """Print what has arrived, as :class:`Live` says; return False at the end of the output."""
         if self.live is None:
             return False
-        while True:
+        for _ in range(_TURN_BYTES // _PART_BYTES):
             try:
-                part = os.read(self.live, 1 << 16)
+                part = os.read(self.live, _PART_BYTES)
             except BlockingIOError:
                 return True
-            self._file.write(part)
+            self._keep(part)
             if self._how.prefix:
                 self._print_lines(part)
             else:
@@ -68,26 +72,45 @@ class Capture:
                 sys.stdout.buffer.flush()
             if not part:
                 return False
+        return True
+
+    def _keep(self, part: bytes) -> None:
+        if self._file.tell() > _KEPT_BYTES:
+            tail = self._tail_bytes()
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(tail)
+        self._file.write(part)
 
     def _print_lines(self, part: bytes) -> None:
-        *lines, self._line = (self._line + part).split(b"\n")
-        if not part and self._line:
-            lines, self._line = [self._line], b""
+        last, *lines = part.split(b"\n")
         for line in lines:
-            if self._how.verbatim:
-                line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a bar that redraws itself, the last state
-                text = line.decode(errors="backslashreplace")
-            else:
-                text = printable(line.decode(errors="backslashreplace"))
-            print(self._prefix + text, file=sys.stdout, flush=True)
+            self._line += last
+            self._print_line()
+            last = line
+        self._line += last
+        if len(self._line) > _LINE_BYTES or (not part and self._line):
+            self._print_line()
+
+    def _print_line(self) -> None:
+        line = bytes(self._line)
+        self._line.clear()
+        if self._how.verbatim:
+            line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a bar that redraws itself, the last state
+            sys.stdout.flush()
+            sys.stdout.buffer.write(self._prefix.encode() + line + b"\n")
+            sys.stdout.buffer.flush()
+        else:
+            print(self._prefix + printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
 
     def tail(self) -> str:
         """Return the last 16 KiB."""
-        if self._file.closed:
-            return ""
+        return "" if self._file.closed else self._tail_bytes().decode(errors="replace")
+
+    def _tail_bytes(self) -> bytes:
         end = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, end - _TAIL_BYTES))
-        return self._file.read().decode(errors="replace")
+        return self._file.read()
 
     def close(self) -> None:
         self._file.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["LEFT_BEHIND", "printable", "ranks_phrase", "short_command", "without_ranks"]
+__all__ = ["LEFT_BEHIND", "left_behind", "own_message", "printable", "ranks_phrase", "short_command", "without_ranks"]
 
 # What is said of a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
@@ -43,6 +43,27 @@ def short_command(command: str) -> str:
     True
     """
     return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
+
+
+def left_behind(command: str) -> str:
+    """Return what is said of a rank that left the process ``command`` behind.
+
+    >>> left_behind("sleep 600")
+    'left a process behind, which was ended: sleep 600'
+    """
+    return f"{LEFT_BEHIND}, which was ended: {short_command(command)}"
+
+
+def own_message(trace: str) -> str:
+    """Return the message of an error of this project, which needs no traceback; an empty string for any other error.
+
+    >>> own_message("Traceback ...\\ntorch_ext.sim.build.BuildError: no compiler")
+    'no compiler'
+    >>> own_message("Traceback ...\\nValueError: no compiler")
+    ''
+    """
+    kind, _, message = trace.rstrip().rpartition("\n")[2].partition(": ")
+    return message if kind.startswith("torch_ext.") else ""
 
 
 def ranks_phrase(ranks: Sequence[int]) -> str:

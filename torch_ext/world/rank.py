@@ -49,7 +49,7 @@ from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_glo
 from torch_ext.world.stall import observe
 from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
-__all__ = ["Rank", "current", "failure", "main"]
+__all__ = ["Rank", "current", "failure", "main", "this_rank"]
 
 # How long a rank that passed waits for its peers before it tears down by itself, in seconds.
 _RELEASE_WAIT_S = 1.0
@@ -211,6 +211,17 @@ _current: Rank | None = None
 
 def current() -> Rank | None:
     """Return this process as a rank; None if it is not one."""
+    return _current
+
+
+def this_rank() -> Rank:
+    """Return this process as a rank.
+
+    Raises:
+        AssertionError: it is not one.
+    """
+    if _current is None:
+        raise AssertionError("this process is no rank")
     return _current
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_ext.world.blame import find_blame
 from torch_ext.world.collectives import read_record
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import LEFT_BEHIND, ranks_phrase, short_command, without_ranks
+from torch_ext.world.phrases import left_behind, ranks_phrase, without_ranks
 from torch_ext.world.verdict import Verdict, WorldReport
 
 __all__ = ["WorldFailure", "end_of_output", "render"]
@@ -75,7 +75,7 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
         role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
         because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
         lines.append(f"  rank {outcome.rank} {outcome.describe()}{role}{because}")
-        lines += [f"    {LEFT_BEHIND}, which was ended: {short_command(each)}" for each in outcome.left_behind]
+        lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
         lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]

@@ -12,11 +12,9 @@ __all__ = ["LOOPBACK", "belong_to", "prepare"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class _World:
-    """What the world that this process belongs to wants of its transports."""
-
-    address = ""
-    made_group: Callable[[float, float], None] | None = None
+# What the world that this process belongs to wants of its transports.
+_address = ""
+_on_group: Callable[[float, float], None] | None = None
 
 
 def prepare() -> None:
@@ -30,16 +28,17 @@ def prepare() -> None:
 
     stores.watch_waits()
     watch_groups(_made_group)
-    bind_gloo(LOOPBACK, lambda: _World.address)
+    bind_gloo(LOOPBACK, lambda: _address)
 
 
 def belong_to(address: str, made_group: Callable[[float, float], None]) -> None:
     """Have gloo listen at ``address`` in this process, or if it is empty, wherever torch would have it listen; and have
     ``made_group`` called with the beginning and the end of the making of every process group.
     """
-    _World.address, _World.made_group = address, staticmethod(made_group)
+    global _address, _on_group
+    _address, _on_group = address, made_group
 
 
 def _made_group(began_s: float, ended_s: float) -> None:
-    if _World.made_group is not None:
-        _World.made_group(began_s, ended_s)
+    if _on_group is not None:
+        _on_group(began_s, ended_s)

@@ -57,7 +57,7 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settling import disown_exit_functions
 from torch_ext.world.thread_origin import find_thread_origin
 
-__all__ = ["Zygote"]
+__all__ = ["Zygote", "read_when_loaded"]
 
 # What the copy of a zygote runs.
 _SERVE = "torch_ext.world.loading:serve_as_copy"
@@ -81,6 +81,13 @@ _SOURCES = (
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
     "torch.testing._internal.common_utils", "unittest.case",
 )  # fmt: skip
+
+
+def read_when_loaded(variable: str) -> bool:
+    """Whether native libraries or torch's modules read ``variable`` when they are loaded. See Note [Variables read at
+    load].
+    """
+    return variable.startswith(settings.read_at_load(_READ_AT_LOAD)) and variable not in _READ_LATER
 
 
 def _read_sources() -> None:
@@ -230,7 +237,7 @@ class Zygote:
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
         """See Note [Variables read at load]."""
-        if not name.startswith(settings.read_at_load(_READ_AT_LOAD)) or name in _READ_LATER:
+        if not read_when_loaded(name):
             return False
         # A module that sets a variable while it is imported has set it for every fork as well.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
 
-__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "start", "torchrun"]
+__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "run", "serving", "start", "torchrun"]
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
@@ -57,6 +59,26 @@ def run(options: str, program: str, *arguments: str, folder: Path, **more: str) 
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
     return Ended(process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def serving(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """``torch_ext serve``, from when it serves; ended with the block at the latest."""
+    command = [sys.executable, "-m", "torch_ext", "serve", *words]
+    with subprocess.Popen(
+        command, cwd=CHECKOUT, env=_environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        watchdog = threading.Timer(_LIMIT_S, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert "serving runs on" in first, first
+            yield process
+        finally:  # before Popen waits for it, for as long as it likes
+            process.terminate()
+            process.wait()
+            watchdog.cancel()
 
 
 def alive_with(mark: str) -> list[str]:

@@ -1,28 +1,200 @@
-"""``torch_ext serve`` serves its user alone."""
+"""``torch_ext serve``: what its zygote starts is what the command would have started, for its user alone."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from torch_ext.program import warm
+from test.torch_ext.house.source import CHECKOUT
+from test.torch_ext.program.commands import Ended, run, serving, start
+from torch_ext.program import address, warm
+from torch_ext.world import _os
+
+_LIMIT_S = 120.0
+
+_SAYS_WHAT_IT_IS = """
+    import os, sys, tempfile, time
+    mask = os.umask(0)
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    print(os.getppid(), os.getcwd(), oct(mask), tempfile.gettempdir(), time.localtime(0).tm_hour, sys.argv[1:],
+          repr(sys.stdin.read()), flush=True)
+    sys.exit(7)
+"""
+_WAITS = """
+    import os, time
+    try:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("saved", flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class _Server:
+    process: subprocess.Popen[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def zygotes(self) -> list[int]:
+        return _os.children_of(self.process.pid)
+
+    def run(self, options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+        options = f"-n 2 --device cpu --output rank0 {options}"
+        return run(options, program, *arguments, folder=folder, **self.variables, **more)
+
+    def start(self, program: str, folder: Path) -> subprocess.Popen[str]:
+        folder.mkdir(exist_ok=True)
+        return start("-n 2 --device cpu", program, folder=folder, **self.variables)
+
+    def folder(self) -> Path:
+        return Path(self.variables["XDG_RUNTIME_DIR"], "torch_ext")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
+    # Further away than the name of a socket may be long.
+    runtime = tmp_path_factory.mktemp("r" * 100)
+    variables = {"XDG_RUNTIME_DIR": str(runtime)}
+    with serving("--host", **variables) as process:
+        yield _Server(process, variables)
+        process.terminate()
+        assert process.wait(timeout=_LIMIT_S) == 0
+
+
+def _eventually(holds: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + _LIMIT_S
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_ranks_are_those_of_their_own_command(server: _Server, tmp_path: Path) -> None:
+    (zygote,) = server.zygotes
+    assert stat.S_IMODE(server.folder().stat().st_mode) == 0o700
+    for mask, zone, hour in ((0o027, "Asia/Tokyo", 9), (0o022, "UTC", 0)):
+        folder = tmp_path / f"it's {hour}"
+        folder.mkdir()
+        before = os.umask(mask)
+        try:
+            ended = server.run("", _SAYS_WHAT_IT_IS, "a b", folder=folder, TZ=zone, TMPDIR=str(tmp_path))
+        finally:
+            os.umask(before)
+        assert ended.out == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
+        assert "rank 0 of 2 failed with SystemExit: 7" in ended.err
+        assert ended.code == 7
+    assert server.zygotes == [zygote]
+
+
+def test_one_command_s_end_is_nothing_to_another(server: _Server, tmp_path: Path) -> None:
+    zygotes = server.zygotes
+    with server.start(_WAITS, tmp_path / "one") as one, server.start(_WAITS, tmp_path / "two") as two:
+        pids = {
+            each: [int(each.stdout.readline().split()[-1]) for _ in range(2)]
+            for each in (one, two)
+            if each.stdout is not None
+        }
+        assert all(_os.children_of(zygotes[0]).count(pid) == 1 for pid in (*pids[one], *pids[two]))
+        one.kill()
+        assert _eventually(lambda: not set(pids[one]) & set(_os.children_of(zygotes[0])))
+        assert set(pids[two]) <= set(_os.children_of(zygotes[0]))
+        two.send_signal(signal.SIGINT)
+        out, err = two.communicate(timeout=_LIMIT_S)
+    assert (two.returncode, sorted(out.splitlines())) == (130, ["[rank 0] saved", "[rank 1] saved"])
+    assert "Traceback" not in err
+    assert server.zygotes == zygotes
+
+
+def test_another_server_is_refused_and_another_command_told_why(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError, match="another process serves these runs already"):
+        with serving("--host", **server.variables):
+            pass
+    monkeypatch.setenv("XDG_RUNTIME_DIR", server.variables["XDG_RUNTIME_DIR"])
+    (about,) = server.folder().glob("*.json")
+    key = json.loads(about.read_text(encoding="utf-8"))
+    with contextlib.ExitStack() as held:
+        assert warm._connect(key, held) is not None
+        assert warm._connect({**key, "OMP_NUM_THREADS": "3"}, held) is None
+        assert warm._connect({**key, "the device": True}, held) is None
+    told = "the zygote of `torch_ext serve` is not used: it differs in OMP_NUM_THREADS"
+    assert capfd.readouterr().err == f"torch_ext: {told}\n", "the other device is another matter"
+
+
+def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    loaded.mkdir()
+    (loaded / "sitecustomize.py").write_text("VALUE = 'old'")
+    variables = {"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{loaded}"}
+    program = "import os, sitecustomize\nprint(os.getppid(), sitecustomize.VALUE, flush=True)"
+    with serving("--host", **variables) as process:
+        server = _Server(process, variables)
+        (first,) = server.zygotes
+        assert server.run("", program, folder=tmp_path).out == f"{first} old\n"
+        (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
+        assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading anew\n"
+        assert "serving runs on cpu" in process.stdout.readline()
+        (second,) = server.zygotes
+        assert second != first
+        assert server.run("", program, folder=tmp_path).out == f"{second} newer\n"
+        ended = server.run("", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)", folder=tmp_path)
+        assert "error: the zygote was killed while ranks were running" in ended.err
+        assert ended.code == 1
+        assert process.wait(timeout=_LIMIT_S) == 1
+        assert "error: the zygote has ended" in process.stdout.read()
+        assert list(server.folder().iterdir()) == []
+
+
+def test_it_ends_by_itself_when_nothing_has_run_for_a_while(tmp_path: Path) -> None:
+    with serving("--host", "--idle", "0.1", XDG_RUNTIME_DIR=str(tmp_path)) as process:
+        assert process.wait(timeout=_LIMIT_S) == 0
+    assert list((tmp_path / "torch_ext").iterdir()) == []
 
 
 def test_a_run_does_not_trust_what_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    address = warm.address_of(False, ("a",))
-    assert address != warm.address_of(False, ("b",)), "another search path finds other modules"
-    address.parent.chmod(0o755)
-    with pytest.raises(PermissionError, match="not a folder of yours alone"):
-        warm.address_of(False, ("a",))
+    with address.folder() as place:
+        assert place.samefile(tmp_path / "torch_ext")
+    place = tmp_path / "torch_ext"
+    place.chmod(0o755)
+    with pytest.raises(PermissionError, match="not a folder of yours alone"), address.folder():
+        pass
+    place.rmdir()
+    (tmp_path / "of_others").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "of_others")
+    with pytest.raises(PermissionError, match="not a folder of yours alone"), address.folder():
+        pass
 
 
 def test_the_kernel_is_asked_whose_process_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert warm.is_own(ours)
+        assert address.is_own(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert not warm.is_own(ours)
+        assert not address.is_own(ours)
+
+
+def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["", str(tmp_path), "__editable__.a.finder.__path_hook__"])
+    found = []
+    for folder in (tmp_path, CHECKOUT):
+        monkeypatch.chdir(folder)
+        found.append(address.socket_name(address.key_of(False, warm.search_path(), {})))
+    assert found[0] == found[1]
+    assert found[0] != address.socket_name(address.key_of(True, warm.search_path(), {}))
+    assert found[0] != address.socket_name(address.key_of(False, warm.search_path(), {"OMP_NUM_THREADS": "1"}))

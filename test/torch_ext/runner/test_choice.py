@@ -6,17 +6,16 @@ A failure here means that tests run which nobody asked for or, far worse, that s
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor, write_suite
+from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
 from torch_ext.runner.choice import divide
 from torch_ext.runner.cli import main
 from torch_ext.runner.history import History
@@ -29,26 +28,6 @@ LAYOUT = {
 IDS = [f"{file}::{name.replace('.', '::')}" for file, names in LAYOUT.items() for name in names]
 A1, A2, B1, C1, C2, D1 = IDS
 Command = Callable[..., int]
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCH_EXT_DEVICE", raising=False)
-    monkeypatch.delenv("TORCH_EXT_OPTIONS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    root = write_suite(tmp_path / "suites", LAYOUT)
-    for path in root.rglob("*.py"):
-        os.utime(path, (0, 0))
-    return root
-
-
-@pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExecutor]:
-    executor = FakeExecutor(FakeCollector(LAYOUT))
-    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
-    yield executor
-    assert executor.open == 0
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor, write_suite
+from test.torch_ext.runner.fakes import FakeExecutor
 from torch_ext.runner.cli import main, main_for_file
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
@@ -24,26 +24,6 @@ INPUT, RPC = LAYOUT
 DICT, TUPLE, ONE = (f"{INPUT}::{name.replace('.', '::')}" for name in LAYOUT[INPUT])
 CALL = f"{RPC}::TestRpc::test_call"
 CHECKOUT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A suite in the working directory, with its own cache."""
-    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCH_EXT_DEVICE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    root = write_suite(tmp_path / "suites", LAYOUT)
-    for path in root.rglob("*.py"):
-        os.utime(path, (0, 0))
-    return root
-
-
-@pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExecutor]:
-    executor = FakeExecutor(FakeCollector(LAYOUT))
-    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
-    yield executor
-    assert executor.open == 0
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
-from test.torch_ext.sim.test_transport import _entries as entries_of
+from test.torch_ext.sim.waits_told import Page
 
 SIM: Any = torch.get_device_module("sim")
 
@@ -293,10 +292,7 @@ def _page(rank: int, world_size: int) -> None:
         _store().wait(["seen"])
         dist.all_reduce(_x())
         return
-    file = os.memfd_create("page")
-    os.ftruncate(file, 4096)
-    os.environ["TORCH_EXT_WAIT_PAGE"] = str(file)
-    page = mmap.mmap(file, 4096)
+    page = Page()
 
     def read() -> None:
         x = _x()
@@ -305,13 +301,11 @@ def _page(rank: int, world_size: int) -> None:
 
     reading = threading.Thread(target=read)
     reading.start()
-    while not entries_of(page):
-        assert reading.is_alive()
-    ((peer, _, _, operation, site),) = entries_of(page)
+    peer, _, _, operation, site = page.only_entry(reading)
     assert (peer, operation) == (1, "all_reduce") and Path(site.rpartition(":")[0]) == Path(__file__)
     _store().set("seen", "")
     reading.join()
-    assert not entries_of(page)
+    assert not page.entries()
 
 
 def test_the_page_of_waits_tells_what_a_read_waits_for() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.waits_told import Page
 from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
@@ -256,42 +254,22 @@ def test_reductions_have_the_order_that_is_asked_for(order: str, numel: int, mon
 # --- who waits for whom ---
 
 
-def _entries(page: mmap.mmap) -> list[tuple[int, int, str, str, str]]:
-    """Peer, number, group, operation and site of whatever waits, as csrc/transport/wait_page.h lays it out."""
-    found = []
-    for start in range(64, 64 + 8 * 504, 504):
-        changes, peer, since, number = struct.unpack_from("=IiqQ", page, start)
-        texts = [
-            page[start + at : start + at + size].split(b"\0")[0].decode()
-            for at, size in ((24, 64), (88, 40), (128, 200))
-        ]
-        if since and changes % 2 == 0:
-            found.append((peer, number, *texts))
-    return found
-
-
 def _check_page(rank: int, world_size: int) -> None:
     dist.all_reduce(_x())
     if rank == 1:
         c10d._get_default_store().wait(["seen"])
         dist.all_reduce(_x())
         return
-    file = os.memfd_create("page")
-    os.ftruncate(file, 4096)
-    os.environ["TORCH_EXT_WAIT_PAGE"] = str(file)
-    page = mmap.mmap(file, 4096)
+    page = Page()
     waiting = threading.Thread(target=lambda: dist.all_reduce(_x()))
     waiting.start()
-    deadline = time.monotonic() + 20
-    while not _entries(page):
-        assert time.monotonic() < deadline
-    ((peer, number, group, operation, site),) = _entries(page)
-    assert struct.unpack_from("=Q", page, 0) == (1,)
+    peer, number, group, operation, site = page.only_entry(waiting)
+    assert page.version == 1
     assert (peer, number, operation) == (1, 2, "all_reduce") and group == c10d._get_default_group().group_name
     assert Path(site.rpartition(":")[0]) == Path(__file__)
     c10d._get_default_store().set("seen", "")
     waiting.join()
-    assert _entries(page) == []
+    assert page.entries() == []
 
 
 def test_page_says_who_waits_for_whom() -> None:

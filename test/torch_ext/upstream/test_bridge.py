@@ -18,7 +18,8 @@ import unittest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase, has_efa, skip_if_lt_x_gpu
-from torch.testing._internal.common_fsdp import FSDPTest, get_devtype
+from torch.testing._internal import common_fsdp
+from torch.testing._internal.common_fsdp import FILE_SCHEMA, FSDPTest, get_devtype
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -34,6 +35,10 @@ class TestProcesses(MultiProcessTestCase):
     def test_harness_is_ours_and_other_names_are_torchs(self):
         self.assertTrue(MultiProcessTestCase.__module__.startswith("torch_ext."))
         self.assertEqual(has_efa.__module__, "torch.testing._internal.common_distributed")
+        self.assertEqual(FILE_SCHEMA, "file://")  # common_fsdp of torch has it from elsewhere, and ours does not
+        self.assertGreaterEqual(common_fsdp.DEVICE_COUNT, 0)  # ours looks it up on use
+        with self.assertRaisesRegex(AttributeError, "torch.testing._internal.common_fsdp"):
+            common_fsdp.nothing_of_the_sort
 
     def test_death_of_rank_1_is_seen(self):
         if self.rank == 1:

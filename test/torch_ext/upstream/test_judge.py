@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.reporters.coverage import CoverageReporter
-from torch_ext.runner.results import Raised, SetupError, Status, TestName, TestResult
+from torch_ext.runner.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.upstream import differences, releases
 from torch_ext.upstream.differences import Difference, Differences
 from torch_ext.upstream.judge import Judge
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.verdict import WorldReport, judge
 
 TEST = TestName("fsdp/test_a.py", "TestA", "test_b")
 FAILED = TestResult(TEST, Status.FAILED, 0.1, (Raised("ValueError: no", "trace"),))
@@ -110,7 +113,7 @@ def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_pat
 @pytest.mark.parametrize(
     "error",
     [
-        "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x.py)",
+        "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_utils' (/x.py)",
         "AttributeError: 'TestA' object has no attribute 'new'",
         "AttributeError: module 'torch.sim' has no attribute 'new'",
         "ValueError: module 'torch.distributed' is odd",
@@ -123,6 +126,14 @@ def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
     (file.parents[1] / "version.txt").write_text("1.0\n")
     same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
     assert releases.Releases([file]).judged(same) is same
+
+
+def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) -> None:
+    missing = failing_with("ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)")
+    judged = releases.Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
+    assert judged.status is Status.SKIPPED
+    assert judged.reason.endswith("has no torch.testing._internal.common_fsdp.new")
+    assert releases.Releases([]).judged(missing) is missing
 
 
 def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:
@@ -145,6 +156,31 @@ def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
     assert releases.Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
     said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
     assert releases.Releases([]).judged(said_elsewhere) is said_elsewhere
+
+
+def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
+    outcomes = tuple(
+        Outcome(rank, Ending.FAILED, 10, receipt=Receipt(Said.FAILED, 0.0, error, transport=transport))
+        for rank, (error, transport) in enumerate(errors)
+    )
+    return replace(FAILED, problems=(RanksFailed(WorldReport(outcomes, judge(outcomes), 0.1)),))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: Distributed package doesn't have NCCL built in",
+        "RuntimeError: Invalid device, must be cuda device",
+    ],
+)
+def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: str) -> None:
+    # Both are raised by what connects ranks, or in C++, so that they look like the end of a peer.
+    closed = ("RuntimeError: Connection closed by peer", True)
+    for errors in ([(error, True), (error, True)], [(error, True), closed]):
+        assert "--cuda-as-sim" in releases.Releases([]).judged(ranks_failing_with(*errors)).reason
+    for others in ([closed, closed], [(error, True), ("ValueError: no", False)]):
+        failed = ranks_failing_with(*others)
+        assert releases.Releases([]).judged(failed) is failed
 
 
 def summed_up(results: list[TestResult], *, as_json: bool) -> str:

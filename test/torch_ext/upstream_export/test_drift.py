@@ -123,3 +123,26 @@ def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFi
     assert "  missing brand_new" in capsys.readouterr().out
     assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2
     assert "is no git repository" in capsys.readouterr().err
+
+
+def test_a_module_that_we_take_whole_is_compared_with_a_checkouts() -> None:
+    name = "distributed._tensor.common_dtensor"
+    installed = drift.drift()
+    assert {entry.status for entry in installed if entry.module == name} == {"through"}
+    assert Entry(name, "DTensorTestBase.init_pg", "through") in installed
+
+    def tree(text: str) -> Tree:
+        return Tree(lambda module: (text, False) if module.endswith(name) else None)
+
+    ours = tree("def gone(): ...\ndef f(a): ...\nclass C:\n    def m(self): ...")
+    theirs = tree("def brand_new(): ...\ndef f(b): ...\nclass C:\n    def m(self): ...\n    def more(self): ...")
+    told = {entry.name: entry.status for entry in drift.compare_whole(name, ours, theirs)}
+    assert told == {
+        "brand_new": "missing",
+        "f": "changed",
+        "C": "through",
+        "C.m": "through",
+        "C.more": "missing",
+        "gone": "new",
+    }
+    assert drift.compare_whole("nothing", ours, theirs) == []

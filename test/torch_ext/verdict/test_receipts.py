@@ -480,6 +480,17 @@ class TestOverride(Ranks):
     def test_exits_inside(self):
         if self.rank == 1:
             sys.exit(0)
+
+    def test_exits_at_its_end(self):
+        self.assertEqual(self.world_size, 2)
+        sys.exit(0)
+
+    def test_exits_in_a_function_at_its_end(self):
+        leave()
+
+
+def leave():
+    sys.exit(0)
 """
 
 
@@ -487,6 +498,7 @@ def test_exit_0_after_the_body_is_no_missing_receipt(tmp_path: Path) -> None:
     with programs(tmp_path, OVERRIDES) as suite:
         run = suite.run()
         passed = {name for name, status in run.status.items() if status == "passed"}
-        assert passed == {"test_code_0"}, run
+        assert passed == {"test_code_0", "test_exits_at_its_end"}, run
         assert "exited with code 3 without a receipt" in first_line(run.text["test_code_3"])
         assert named_first(run.text["test_exits_inside"]) == {1}
+        assert run.status["test_exits_in_a_function_at_its_end"] == "failed", run

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from torch_ext.world.output import open_capture
+from torch_ext.world import output
+from torch_ext.world.output import Live, open_capture
 
 
 def test_kept_output_is_cut_to_its_last_16_kib() -> None:
@@ -53,3 +54,43 @@ def test_closing_gives_the_descriptors_back() -> None:
         capture.close()
         capture.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_printed_is_passed_on_byte_for_byte_and_never_held_for_ever(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LINE_BYTES", 50_000)
+    monkeypatch.setattr(output, "_KEPT_BYTES", 60_000)
+    capture, writer = open_capture(0, Live(verbatim=True))
+    os.write(writer, b"\xff\x00\x1b[1m\r\n10%\r20%\r\n" + b"x" * 20_000)
+    assert capture.pass_through()
+    assert capfdbinary.readouterr().out == b"[rank 0] \xff\x00\x1b[1m\n[rank 0] 20%\n"
+    for _ in range(2):
+        os.write(writer, b"x" * 20_000)
+        assert capture.pass_through()
+    os.write(writer, b"yz\n")
+    os.close(writer)
+    assert not capture.pass_through()
+    assert capfdbinary.readouterr().out == b"[rank 0] " + b"x" * 60_000 + b"\n[rank 0] yz\n"
+    assert capture._file.tell() < 20_000
+    assert capture.tail().endswith("xyz\n")
+    assert len(capture.tail()) == 16 << 10
+    capture.close()
+
+
+def test_a_rank_that_never_stops_printing_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_TURN_BYTES", 2 * output._PART_BYTES)
+    capture, writer = open_capture(0, Live(verbatim=True))
+    reads: list[int] = []
+
+    def read(descriptor: int, size: int) -> bytes:
+        reads.append(size)
+        assert len(reads) < 9
+        return b"more\n"
+
+    monkeypatch.setattr(os, "read", read)
+    assert capture.pass_through()
+    assert len(reads) == 2
+    monkeypatch.undo()
+    os.close(writer)
+    capture.close()

@@ -256,9 +256,7 @@ class MultiProcContinuousTest(TestCase):
     @classmethod
     def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
         """Run the tests whose tickets arrive on ``tests``, and report a receipt for each."""
-        me = world_rank.current()
-        if me is None:
-            raise AssertionError("_rank_main() runs in a rank only")
+        me = world_rank.this_rank()
         accelerator.request_devices(max(world_size, devices_asked_for(cls)))
         cls.rank, cls.world_size = rank, world_size
         no_group: BaseException | None = None
@@ -292,7 +290,5 @@ def _next_test(tests: Connection) -> Ticket | None:
         ticket, run = tests.recv()
     except EOFError:  # the parent half is gone
         return None
-    me = world_rank.current()
-    if me is not None:
-        me.begin(ticket)
+    world_rank.this_rank().begin(ticket)
     return ticket if run else None

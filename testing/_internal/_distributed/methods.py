@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import os
 import sys
+import textwrap
 import types
 import unittest
 from collections.abc import Callable
@@ -68,12 +70,39 @@ def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: 
 
 
 def _run_body(case: Any, method: Callable[[], Any]) -> None:
-    """Call a test method as unittest would: a coroutine is run where the class is made for that, and nowhere else."""
-    returned = method()
+    """Call a test method as unittest would: a coroutine is run where the class is made for that, and nowhere else.
+
+    Raises:
+        SystemExit: the method called :func:`sys.exit` with another code than 0, or before its last statement.
+    """
+    try:
+        returned = method()
+    except SystemExit as stop:
+        if stop.code not in (0, None) or not _is_at_the_end(method, stop):
+            raise
+        returned = None
     if isinstance(case, IsolatedAsyncioTestCase) and inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     check_ran(returned, getattr(method, "__name__", "the test"))
     _note_ended(os.getpid())
+
+
+def _is_at_the_end(method: Callable[[], Any], stop: SystemExit) -> bool:
+    """Whether ``stop`` comes from the last statement of ``method``, under no condition: it has run to its end."""
+    trace = stop.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if trace is None or trace.tb_frame.f_code is not code:
+        return False
+    try:
+        source = textwrap.dedent("".join(inspect.getsourcelines(code)[0]))
+        (function,) = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # no source, or none that stands alone
+    last = function.body[-1] if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    line = trace.tb_lineno - code.co_firstlineno + 1
+    return isinstance(last, (ast.Expr, ast.Raise)) and last.lineno <= line <= (last.end_lineno or last.lineno)
 
 
 def _note_ended(pid: int) -> None:

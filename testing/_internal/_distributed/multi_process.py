@@ -33,7 +33,7 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.outcome import EXPECTABLE, Outcome
-from torch_ext.world.phrases import LEFT_BEHIND, short_command
+from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
@@ -106,10 +106,7 @@ def raise_verdict(
         raise WorldFailure(WorldReport(tuple(outcomes), verdict, took_s))
     for outcome in outcomes:
         for command in outcome.left_behind:
-            print(
-                f"torch_ext: rank {outcome.rank} {LEFT_BEHIND}, which was ended: {short_command(command)}",
-                file=sys.stderr,
-            )
+            print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:

@@ -73,7 +73,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
         BaseException: whatever ``run`` raised after the receipt was handed in.
     """
     global _body_has_passed
-    rank = _this_rank()
+    rank = world_rank.this_rank()
     _body_has_passed = False
     forget_body()
     try:
@@ -112,7 +112,7 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.
     """
-    rank = _this_rank()
+    rank = world_rank.this_rank()
     accelerator.request_devices(devices)
     receipt = run_test(run, *args, **kwargs)
     if rank.handed_in:
@@ -126,13 +126,6 @@ def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) 
         rank.hand_in(passed())
     elif not rank.hand_in(passed()):
         end_group()
-
-
-def _this_rank() -> world_rank.Rank:
-    rank = world_rank.current()
-    if rank is None:
-        raise AssertionError("a test's body runs in a rank only")
-    return rank
 
 
 def body_passed() -> None:

@@ -1,0 +1,160 @@
+"""Where a zygote that ``torch_ext serve`` keeps warm listens, for the commands that it fits. The standard library only.
+
+Note [A zygote for its user alone]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Whoever can talk to a zygote has it run anything as its user, and whoever poses as one reads what it is sent. So the
+socket lies in a folder that nobody else may enter, and both ends ask the kernel whose process the other one is. The
+folder is opened once and looked at as what was opened, and the socket is found through its descriptor: nobody can put
+another folder in its place, and its path may be as long as it likes (a socket's may not).
+
+Note [What a zygote fits]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank must be what it would be if the command had loaded torch itself. What decides about that, but for the contents
+of files, is the *key* below: the interpreter and its flags, the search path, whether the simulator is loaded, and the
+variables that Python, torch and the libraries below it may read once, when they are loaded. The socket's name is made
+of it, so a command with another key finds no zygote and loads torch itself. Files are the server's to watch; see
+``loaded.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from torch_ext.world.zygote import read_when_loaded
+
+__all__ = ["Key", "folder", "is_own", "key_of", "listen", "socket_name", "why_none_fits"]
+
+Key = Mapping[str, object]
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_ABOUT = ".json"  # beside the socket: the key, in a file that its server holds locked
+# Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking.
+_READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
+_READ_LATER = ("PYTHONPATH",)  # the search path says what came of it
+
+
+def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
+    """Return what a zygote must have in common with the command that it starts ranks for. See the Note above."""
+    at_start = {
+        name: value
+        for name, value in environment.items()
+        if name not in _READ_LATER and (name.startswith(_READ_AT_START) or read_when_loaded(name))
+    }
+    return {
+        "the interpreter": [sys.executable, sys.prefix, sys.version],
+        "the interpreter's flags": subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+        "the search path": list(path),
+        "the device": simulated,
+        **{name: at_start[name] for name in sorted(at_start)},
+    }
+
+
+def socket_name(key: Key) -> str:
+    """Return the name of the socket in the folder."""
+    return f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.socket"
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """The folder of sockets, which is made if it does not exist, under a path that is good within the block.
+
+    Raises:
+        OSError: the folder cannot be made, or is not this user's alone.
+    """
+    above = os.environ.get("XDG_RUNTIME_DIR", "")
+    wanted = Path(above, "torch_ext") if above else Path(tempfile.gettempdir(), f"torch_ext-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        wanted.mkdir(mode=0o700)
+    try:
+        opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:  # or a link
+        raise PermissionError(f"{wanted} is not a folder of yours alone: remove it") from None
+    try:
+        found = os.fstat(opened)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{wanted} is not a folder of yours alone: remove it, or chmod 700 it")
+        yield Path(f"/proc/self/fd/{opened}")
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
+def listen(key: Key) -> Iterator[socket.socket]:
+    """A socket that commands with this key find, until the block is left.
+
+    Raises:
+        OSError: there is no place for it, or another process serves there.
+    """
+    with folder() as place, socket.socket(socket.AF_UNIX) as listening:
+        address = place / socket_name(key)
+        with open(_lock(address.with_suffix(_ABOUT)), "r+", encoding="utf-8") as about:
+            about.truncate()
+            json.dump(key, about)
+            about.flush()
+            address.unlink(missing_ok=True)  # of one that was killed
+            listening.bind(str(address))
+            try:
+                listening.listen()
+                yield listening
+            finally:
+                address.unlink(missing_ok=True)
+                address.with_suffix(_ABOUT).unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor of the file ``path``, made if it does not exist and locked by this process alone."""
+    while True:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened), os.stat(path)):
+                    return opened
+            os.close(opened)  # whoever had it has ended meanwhile, and removed it
+        except BlockingIOError:
+            os.close(opened)
+            raise FileExistsError("another process serves these runs already") from None
+
+
+def is_own(connected: socket.socket) -> bool:
+    """Whether the process at the other end is this user's, as the kernel says."""
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(told)[1]
+    return uid == os.geteuid()
+
+
+def why_none_fits(key: Key) -> str:
+    """Return in what the zygote that is served differs from ``key``; empty if none is served, or none for its device.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    with folder() as place:
+        for file in sorted(place.glob(f"*{_ABOUT}")):
+            with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as about:
+                if _is_locked(about):
+                    other = json.load(about)
+                    differ = [name for name in {**key, **other} if key.get(name) != other.get(name)]
+                    if differ and "the device" not in differ:
+                        return ", ".join(differ)
+    return ""
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
