@@ -10,7 +10,8 @@ at any step if asked to, and returns the first property that fails, with the ste
 - each piece of a shared reduction is reduced once, and read by others when it is
 
 The model's memory is sequentially consistent: the words that ranks race on are written and read so in C++. It knows no
-time: a rank that sleeps wakes when it is rung, or looks around when a peer has died. ``FAULTS`` are mistakes that the
+time: a rank that sleeps wakes when it is rung, looks around when a peer has died, or, once if asked to, runs into its
+time limit whenever it sleeps, and goes on to the next collective. ``FAULTS`` are mistakes that the
 protocol could contain; a test shows that the model finds each.
 """
 
@@ -33,6 +34,8 @@ FAULTS = {
     "claim in two steps": "a piece is found free and claimed in two steps",
     "reduced early": "a piece is marked before it is reduced",
     "no ring for pieces": "nobody is woken when a piece is reduced",
+    "silent at its limit": "a rank that has waited too long goes on and does not say that it is past the collective",
+    "overtaking at its limit": "a rank that has waited too long says that it is past what it has not come to either",
 }
 
 
@@ -66,6 +69,7 @@ class Protocol:
         slots: how many can be under way.
         pieces: of the reduction that each collective shares out; 0 if each rank reads for itself.
         deaths: whether one rank may be killed.
+        limits: whether one rank may run into its time limit, once.
         fault: one of ``FAULTS``, or none.
     """
 
@@ -74,6 +78,7 @@ class Protocol:
     slots: int = 2
     pieces: int = 0
     deaths: bool = False
+    limits: bool = False
     fault: str = ""
     steps: dict[str, Callable[[Machine, int], str | None]] = field(init=False, repr=False, compare=False)
 
@@ -232,6 +237,17 @@ class Protocol:
         m.memory[f"finished {r}"] = m.locals[r]["n"]
         return "take" if self.fault == "finished early" else self._next(m, r)
 
+    def give_up(self, m: Machine, r: int) -> None:
+        """The time limit of a sleeper has passed: it has failed, and is past this collective."""
+        n = m.locals[r]["n"]
+        m.memory["given up"] = 1
+        m.locals[r] = {"n": n}
+        if self.fault == "overtaking at its limit":
+            m.memory[f"finished {r}"] = n + 1
+            m.places[r] = self._next(m, r)
+        else:
+            m.places[r] = self._next(m, r) if self.fault == "silent at its limit" else "finish"
+
     # --- what steps have in common ---
 
     def _next(self, m: Machine, r: int) -> str:
@@ -300,6 +316,10 @@ def _successors(protocol: Protocol, machine: Machine) -> Iterator[tuple[str, Mac
         if to is not None:
             after.places[rank] = to
             yield f"{rank} {place}", after
+        if protocol.limits and place in ("sleep", "pieces_sleep") and "given up" not in machine.memory:
+            after = machine.copy()
+            protocol.give_up(after, rank)
+            yield f"{rank} gives up", after
         if protocol.deaths and "dead" not in machine.places:
             after = machine.copy()
             after.places[rank] = "dead"

@@ -1,9 +1,10 @@
 """Kills one of three ranks in each round, and checks what its peers get and what is left.
 
-    python -m test.torch_ext.sim.kill_rounds [--rounds 1000] [--seed 0] [--within-s 1]
+    python -m test.torch_ext.sim.kill_rounds [--rounds 1000] [--seed 0] [--within-s 1] [--phase PHASE]
 
-Every other round kills at a moment drawn anew. The rounds between go through all ranks and all calls of the program:
-there a rank ends itself at that call, before its peers have anything of it.
+Rounds go through all ranks in all of ``PHASES``. Some phases end at a place of their own: there a rank kills itself,
+before its peers have anything of that step. In the others the rank says that it begins something that takes a while,
+and is killed within it, at a moment drawn anew.
 
 A program of its own, because it forks ranks by the hundred from a process that must not have used a device.
 """
@@ -11,12 +12,18 @@ A program of its own, because it forks ranks by the hundred from a process that 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import random
+import re
+import select
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,13 +37,79 @@ from torch_ext.sim import _native, faults
 WORLD_SIZE = 3
 CALLS = 8  # of all steps together
 TIMEOUT = timedelta(hours=1)  # nothing but the death itself can end a wait
+DEADLINE_S = 60.0
+UNMET = timedelta(milliseconds=400)  # nobody knows a rank that has never come
+# In which a rank dies by itself: None. In the others it is killed within so many seconds, about as long as they take.
+PHASES: dict[str, float | None] = {
+    "before it tells its address": None,
+    "before it reads its peers' addresses": None,
+    "while the group is made": 0.003,
+    "at a call": None,
+    "between calls": 0.02,
+    "within publishing": 0.006,
+    "after publishing": None,
+    "within waiting": 0.03,
+    "within copying out": 0.01,
+    "within destroying the group": 0.001,
+}
+SIM = torch.get_device_module("sim")
+
+Backend = c10d.Backend
 
 
-def steps(group: dist.distributed_c10d.Backend, rank: int) -> list[Callable[[], object]]:
+@dataclass
+class Rank:
+    """What one rank of a round is told."""
+
+    rank: int
+    folder: Path
+    dies: str  # the phase, of the rank that is to die in it; empty for its peers
+    phase: str
+    at: int  # the call at which it dies
+    ready: int  # a pipe: when it is fit to be killed, or has been told
+    death: int  # a pipe: when the victim has died
+    gate: int  # a pipe: when all peers have been told
+
+    def is_fit(self, phase: str) -> None:
+        """Let the parent kill this process from now on, if it is to die in this phase."""
+        if self.dies == phase:
+            os.write(self.ready, b"r")
+
+    def dies_in(self, phase: str) -> None:
+        if self.dies == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MeetingPlace(dist.Store):
+    """A store in which a rank may die."""
+
+    def __init__(self, store: dist.Store, me: Rank) -> None:
+        super().__init__()
+        self.store, self.me, self.has_waited = store, me, False
+
+    def set(self, key: str, value: str) -> None:
+        self.me.dies_in("before it tells its address")
+        self.store.set(key, value)
+        self.me.is_fit("while the group is made")
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        self.store.wait(keys, timeout)
+
+    def get(self, key: str) -> bytes:
+        self.me.dies_in("before it reads its peers' addresses")
+        if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
+            self.has_waited = bool(os.read(self.me.death, 1))  # they look for it when it is gone
+        return bytes(self.store.get(key))
+
+
+def steps(group: Backend, me: Rank) -> list[Callable[[], object]]:
     """What each rank does in turn: a small and a large reduction, a gather, and a ring of transfers."""
     small, large = torch.ones(4, device="sim"), torch.ones(1 << 18, device="sim")
     gathered = torch.empty(WORLD_SIZE * 4, device="sim")
-    after, before = (rank + 1) % WORLD_SIZE, (rank - 1) % WORLD_SIZE
+    after, before = (me.rank + 1) % WORLD_SIZE, (me.rank - 1) % WORLD_SIZE
 
     def pass_on() -> None:
         group.send([small], after, 0).wait()
@@ -57,68 +130,133 @@ def steps(group: dist.distributed_c10d.Backend, rank: int) -> list[Callable[[], 
     ]
 
 
-def in_rank(rank: int, folder: Path, ready: int, ends_at: int | None) -> None:
-    torch.set_num_threads(1)
-    torch.get_device_module("sim").set_device(rank)
-    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
-    group = _native.ProcessGroupSimCCL(store, rank, list(range(WORLD_SIZE)), TIMEOUT)
-    todo = steps(group, rank)
-    if ends_at is not None:
-        faults.kill(at=ends_at)
-    os.write(ready, b"r")
-    try:
+def one_large(group: Backend, me: Rank) -> None:
+    """A gather whose parts a rank can be killed between: it publishes 8 MiB, waits, and copies 24 MiB out."""
+    mine, gathered = (torch.ones(size << 21, device="sim") for size in (1, WORLD_SIZE))
+    SIM.synchronize()
+    me.is_fit("within publishing")
+    work = group._allgather_base(gathered, mine)
+    me.dies_in("after publishing")
+    me.is_fit("within waiting")
+    if me.dies == "within copying out":
+        time.sleep(0.02)  # its peers have published
+        me.is_fit("within copying out")
+    work.wait()
+    SIM.synchronize()
+
+
+def take_part(me: Rank) -> None:
+    """Meet the peers, and do things with them for ever, or for as long as the phase says."""
+    SIM.set_device(me.rank)
+    store = MeetingPlace(dist.FileStore(str(me.folder / "store"), WORLD_SIZE), me)
+    timeout = UNMET if me.phase == "before it tells its address" else TIMEOUT
+    group = _native.ProcessGroupSimCCL(store, me.rank, list(range(WORLD_SIZE)), timeout)
+    if me.phase in ("at a call", "between calls"):
+        todo = steps(group, me)
+        if me.dies == "at a call":
+            faults.kill(at=me.at)
+        me.is_fit("between calls")
         while True:
             for step in todo:
                 step()
-                torch.get_device_module("sim").synchronize()
+                SIM.synchronize()
+    if me.phase == "within destroying the group":
+        group.barrier(c10d.BarrierOptions()).wait()
+        me.is_fit(me.phase)
+        if me.dies:
+            group.shutdown()
+            signal.pause()
+    if me.phase == "within waiting" and not me.dies:
+        os.read(me.death, 1)  # the victim waits for its peers when it is killed
+    while True:
+        one_large(group, me)
+
+
+def in_rank(me: Rank) -> None:
+    torch.set_num_threads(1)
+    try:
+        take_part(me)
     except RuntimeError as error:
-        (folder / f"told {rank}").write_text(f"{time.monotonic()} {error}")
+        told = str(error).partition("\n")[0]
+        (me.folder / f"told {me.rank}").write_text(f"{time.monotonic()} {told}")
+        os.write(me.ready, b"t")
+        os.read(me.gate, 1)  # a rank that destroys its group tells its peers of itself
+        error.__traceback__ = None  # which holds the group
+    for _ in range(2):  # launched at once; the stream tells of each, and holds it until then
+        with contextlib.suppress(RuntimeError):
+            SIM.synchronize()
+    gc.collect()
+    descriptors = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+    held = [each for each in descriptors if re.search(r"memfd|pidfd|socket", each)]
+    mapped = re.findall(r"\S*memfd:simccl.*", Path("/proc/self/maps").read_text())
+    (me.folder / f"holds {me.rank}").write_text("\n".join(held + mapped))
 
 
-def fork_rank(rank: int, folder: Path, ready: int, ends_at: int | None) -> int:
+def fork_rank(me: Rank) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        in_rank(rank, folder, ready, ends_at)
+        in_rank(me)
     finally:
         os._exit(0)
 
 
-def round_of(number: int, draw: random.Random) -> float:
+def round_of(phase: str, victim: int, at: int, draw: random.Random) -> float:
     """Kill one rank, and return after how many seconds the last of its peers was told."""
-    ends_itself = number % 2 == 1
-    victim = number // 2 % WORLD_SIZE if ends_itself else draw.randrange(WORLD_SIZE)
-    at = number // 2 // WORLD_SIZE % CALLS + 1
     with tempfile.TemporaryDirectory() as name:
-        folder, (reader, writer) = Path(name), os.pipe()
+        folder, (heard, ready), (death, died), (gate, opened) = Path(name), os.pipe(), os.pipe(), os.pipe()
         pids = [
-            fork_rank(rank, folder, writer, at if ends_itself and rank == victim else None)
+            fork_rank(Rank(rank, folder, phase if rank == victim else "", phase, at, ready, death, gate))
             for rank in range(WORLD_SIZE)
         ]
-        for _ in pids:
-            os.read(reader, 1)
-        if not ends_itself:
-            time.sleep(draw.random() * 0.02)
+        within_s = PHASES[phase]
+        if within_s is not None:
+            hear(heard)
+            time.sleep(draw.random() * within_s)
             os.kill(pids[victim], signal.SIGKILL)
         _, status = os.waitpid(pids[victim], 0)
         killed = time.monotonic()
+        os.write(died, b"d" * WORLD_SIZE)
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
             raise AssertionError(f"rank {victim} was not killed: {status}")
-        for pid in pids[:victim] + pids[victim + 1 :]:
-            os.waitpid(pid, 0)
-        os.close(reader)
-        os.close(writer)
-        last = 0.0
-        for rank in set(range(WORLD_SIZE)) - {victim}:
-            moment, _, told = (folder / f"told {rank}").read_text().partition(" ")
-            if f"simccl on rank {rank}: rank " not in told or " has " not in told:
-                raise AssertionError(f"rank {rank} was told: {told}")
-            last = max(last, float(moment) - killed)
-        left = {path.name for path in folder.iterdir()} - {"store", *(f"told {rank}" for rank in range(WORLD_SIZE))}
+        peers = [rank for rank in range(WORLD_SIZE) if rank != victim]
+        for _ in peers:
+            hear(heard)
+        os.write(opened, b"o" * WORLD_SIZE)
+        for rank in peers:
+            os.waitpid(pids[rank], 0)
+        for end in (heard, ready, death, died, gate, opened):
+            os.close(end)
+        last = max(when_told(rank, folder, phase, victim, pids[victim]) - killed for rank in peers)
+        left = {path.name for path in folder.iterdir()} - {
+            "store",
+            *(f"{it} {r}" for it in ("told", "holds") for r in peers),
+        }
         if left:
             raise AssertionError(f"left behind: {left}")
         return last
+
+
+def hear(pipe: int) -> None:
+    if not select.select([pipe], [], [], DEADLINE_S)[0]:
+        raise AssertionError(f"nothing was heard of a rank for {DEADLINE_S} s")
+    os.read(pipe, 1)
+
+
+def when_told(rank: int, folder: Path, phase: str, victim: int, pid: int) -> float:
+    """Return when a peer was told, by the clock of all processes; check what it was told, and that it held nothing."""
+    moment, _, told = (folder / f"told {rank}").read_text().partition(" ")
+    wanted = rf"rank {victim} \(process {pid}\) (has )?ended"
+    if phase == "before it tells its address":
+        wanted = "(?i)wait timeout"  # a store knows no processes
+    elif phase == "within destroying the group":
+        wanted += rf"|rank {victim} has destroyed the group"
+    if not re.search(wanted, told):
+        raise AssertionError(f"rank {rank} was told: {told}")
+    if held := (folder / f"holds {rank}").read_text():
+        raise AssertionError(f"rank {rank} still holds {held}")
+    return float(moment)
 
 
 def main() -> None:
@@ -126,16 +264,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--within-s", type=float, help="fail if a peer was told later than this")
+    parser.add_argument("--phase", choices=PHASES, help="by default all of them")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
+    phases = [arguments.phase] if arguments.phase else list(PHASES)
     shared = set(os.listdir("/dev/shm"))
-    took = sorted(round_of(number, draw) for number in range(arguments.rounds))
+    took: dict[str, list[float]] = {phase: [] for phase in phases}
+    for number in range(arguments.rounds):
+        turn, phase = number // len(phases), phases[number % len(phases)]
+        victim, at = (turn + number) % WORLD_SIZE, turn // WORLD_SIZE % CALLS + 1
+        try:
+            took[phase].append(round_of(phase, victim, at, draw))
+        except AssertionError as error:
+            raise AssertionError(f"round {number}, rank {victim} killed {phase}: {error}") from None
     left = set(os.listdir("/dev/shm")) - shared
     if left:
         raise AssertionError(f"left behind in /dev/shm: {left}")
-    if arguments.within_s is not None and took[-1] > arguments.within_s:
-        raise AssertionError(f"a peer was told after {took[-1]:.3f} s")
-    print(f"{len(took)} rounds; peers told after {took[len(took) // 2]:.3f} s (median), {took[-1]:.3f} s (last)")
+    for phase, seconds in took.items():
+        if seconds:
+            print(f"{phase}: told after {statistics.median(seconds):.3f} s (median), {max(seconds):.3f} s (last)")
+    took.pop("before it tells its address", None)  # of which the store's time limit tells
+    last = max((max(seconds) for seconds in took.values() if seconds), default=0.0)
+    if arguments.within_s is not None and last > arguments.within_s:
+        raise AssertionError(f"a peer was told after {last:.3f} s")
+    print(f"{arguments.rounds} rounds")
 
 
 if __name__ == "__main__":

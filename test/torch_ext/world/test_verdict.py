@@ -214,7 +214,16 @@ def test_ranks_that_say_the_same_of_devices_of_their_own_are_named_together() ->
     assert verdict.summary.startswith("ranks 0, 1 of 2 failed with OutOfMemoryError")
 
 
-def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim() -> None:
-    said = "DistBackendError: simccl on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called"
+@pytest.mark.parametrize(
+    "told",
+    [
+        "on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called",
+        "on rank 0: rank 1 (process 7) has ended and sends nothing more for recv",
+        "on rank 0: rank 1 (process 7) has ended within all_reduce",
+        ": rank 1 (process 7) ended while the group was made",
+    ],
+)
+def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
+    said = f"DistBackendError: simccl{told}"
     waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
     assert (judge([waited, failed(1, time_s=2.0)]).culprits, judge([waited, failed(1)]).victims) == ((1,), (0,))

@@ -73,6 +73,29 @@ class RecordStream:
 
 Step = Use | Record | Wait | Allocate | Free | RecordStream
 
+# Mistakes that a checker could make, which `check` makes if asked to.
+FAULTS = {
+    "deaf streams": "a stream that waits for an event joins nothing",
+    "deaf host": "the host that waits for an event joins nothing",
+    "first record": "an event that is recorded again keeps what it was recorded after first",
+    "late record": "a wait joins what the stream has been given by then, not by the record",
+    "no users": "a block that is freed forgets whom it was recorded for",
+    "new memory": "a block that is freed forgets its accesses",
+    "no reads": "reads are no accesses",
+    "no strides": "a view is all between its first byte and its last",
+    "one stream": "the last two streams are one lane",
+}
+
+
+def collective(stream: int, lane: int, use: tuple[Use, ...], done: int, own: int) -> list[Step]:
+    """An asynchronous collective: its lane takes over from the stream, and records event ``done`` at its end.
+
+    Args:
+        own: an event that nothing else uses.
+    """
+    uses = [Use(lane, each.reads, each.writes) for each in use]
+    return [Record(stream, own), Wait(lane, own), *uses, Record(lane, done)]
+
 
 @dataclass(frozen=True)
 class Life:
@@ -246,13 +269,24 @@ class Machine:
         return racing, results
 
 
-def check(steps: list[Step], streams: int) -> list[tuple[int, int]]:
-    """Feed a program to the race checker, in the order of its steps, and return the pairs of steps that it reports."""
+def whole(view: View) -> View:
+    return View(min(view.bytes), 1, (max(view.bytes) + 1 - min(view.bytes),), (1,))
+
+
+def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, int]]:
+    """Feed a program to the race checker, in the order of its steps, and return the pairs of steps that it reports.
+
+    Args:
+        fault: one of ``FAULTS``, or none.
+    """
     plan = Plan(steps)
     trace = _native.RaceTrace()
     lanes = {HOST: trace.HOST, **{stream: trace.lane() for stream in range(streams)}}
+    if fault == "one stream":
+        lanes[streams - 1] = lanes[streams - 2]
     memories: dict[int, int] = {}
     events: dict[int, int] = {}
+    recorded_on: dict[int, int] = {}
 
     def memory(at: int, tensor: int) -> int:
         block = plan.all_lives[plan.lives[at, tensor]].block
@@ -263,20 +297,26 @@ def check(steps: list[Step], streams: int) -> list[tuple[int, int]]:
     for at, step in enumerate(steps):
         match step:
             case Use(lane, reads, writes):
-                for is_write, views in ((False, reads), (True, writes)):
-                    for tensor, view in views:
+                for is_write, views in ((False, () if fault == "no reads" else reads), (True, writes)):
+                    for tensor, exact in views:
+                        view = whole(exact) if fault == "no strides" else exact
                         place = memory(at, tensor)
                         trace.access(
                             lanes[lane], place, is_write, view.begin, view.itemsize, view.sizes, view.strides, at
                         )
             case Record(stream, event):
-                events[event] = trace.record(lanes[stream])
+                if not (fault == "first record" and event in events):
+                    events[event] = trace.record(lanes[stream])
+                    recorded_on[event] = stream
             case Wait(lane, event):
-                if event in events:
-                    trace.wait(lanes[lane], events[event])
+                if event in events and fault != ("deaf host" if lane == HOST else "deaf streams"):
+                    late = fault == "late record"
+                    trace.wait(lanes[lane], trace.record(lanes[recorded_on[event]]) if late else events[event])
             case Free(tensor):
-                users = plan.all_lives[plan.lives[at, tensor]].users
-                trace.free(memory(at, tensor), [lanes[user] for user in users])
+                life = plan.all_lives[plan.lives[at, tensor]]
+                trace.free(memory(at, tensor), [lanes[user] for user in life.users if fault != "no users"])
+                if fault == "new memory":
+                    del memories[life.block]
             case Allocate() | RecordStream():
                 pass
     return sorted(set(trace.races()))

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from test.torch_ext.sim.races import interleavings as il
 from torch_ext.sim import _native
 
 STREAMS = 3
+GROUP = STREAMS  # the lane of a group's collectives
+LANES = STREAMS + 1
 BYTES = 24
 PINNED = 9  # a tensor that the host may use, too
-KINDS = ("use", "use", "copy", "pinned", "record", "wait", "wait", "free", "allocate", "users")
+KINDS = ("use", "use", "copy", "pinned", "record", "wait", "wait", "free", "allocate", "users", "collective")
 
 
 @st.composite
@@ -39,7 +42,7 @@ def views(draw: st.DrawFn) -> il.View:
 @st.composite
 def programs(draw: st.DrawFn) -> list[il.Step]:
     """Up to ten steps after two tensors on the first stream, and one of pinned memory, have been allocated."""
-    steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, STREAMS)]
+    steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
     live = {0: 0, 1: 0}
     streams = st.integers(0, STREAMS - 1)
     for _ in range(draw(st.integers(2, 10))):
@@ -66,6 +69,9 @@ def programs(draw: st.DrawFn) -> list[il.Step]:
             tensor = min({0, 1} - set(live))
             live[tensor] = draw(st.sampled_from([0, 0, 1]))
             steps.append(il.Allocate(tensor, live[tensor]))
+        elif kind == "collective" and live:
+            use = il.Use(GROUP, ((draw(tensors), draw(views())),), ((draw(tensors), draw(views())),))
+            steps += il.collective(draw(streams), GROUP, (use,), done=draw(st.integers(0, 1)), own=10 + len(steps))
         elif kind == "users" and live:
             steps.append(il.RecordStream(draw(tensors), draw(streams)))
     return steps
@@ -92,15 +98,49 @@ def lifetimes(draw: st.DrawFn) -> list[il.Step]:
     return [il.Allocate(0, 0), *kept]
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
-@given(st.one_of(programs(), lifetimes()))
-def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: list[il.Step]) -> None:
-    racing, results = il.Machine(steps, STREAMS).explore()
-    reported = il.check(steps, STREAMS)
+@st.composite
+def events(draw: st.DrawFn) -> list[il.Step]:
+    """One event, recorded early, late, twice or on another stream; each step may be missing."""
+    view = il.View(0, 1, (2,), (1,))
+    writer, other = draw(st.permutations(range(STREAMS)))[:2]
+    after = draw(st.sampled_from([other, other, il.HOST]))
+    optional: list[il.Step] = [
+        il.Use(writer, (), ((PINNED, view),)),
+        il.Record(writer, 0),
+        il.Use(writer, (), ((PINNED, view),)),
+        il.Record(draw(st.sampled_from([writer, other])), 0),
+        il.Use(writer, ((PINNED, view),)),
+        il.Wait(after, 0),
+        il.Use(after, (), ((PINNED, view),)),
+    ]
+    return [il.Allocate(PINNED, LANES), *(step for step in optional if draw(st.integers(0, 3)))]
+
+
+def hold(steps: list[il.Step], fault: str = "") -> None:
+    """Hold what the checker says against every interleaving."""
+    racing, results = il.Machine(steps, LANES).explore()
+    reported = il.check(steps, LANES, fault)
     assert bool(reported) == bool(racing), f"the checker says {reported}, the interleavings say {sorted(racing)}"
     assert set(reported) <= racing, "a pair was reported that every interleaving orders"
     if len(results) > 1:
         assert reported, f"the results differ with timing: {results}"
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.one_of(programs(), lifetimes(), events()))
+def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: list[il.Step]) -> None:
+    hold(steps)
+
+
+@pytest.mark.parametrize("fault", il.FAULTS)
+def test_a_mistake_of_the_checker_is_found(fault: str) -> None:
+    @settings(max_examples=600, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(st.one_of(programs(), lifetimes(), events()))
+    def find(steps: list[il.Step]) -> None:
+        hold(steps, fault)
+
+    with pytest.raises(AssertionError, match=r"the checker says|every interleaving orders|differ with timing"):
+        find()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -2,11 +2,13 @@
 
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -103,6 +105,15 @@ Member open_peer(const Address& address, int size) {
   return peer;
 }
 
+// Whether the rank of this machine that is at `address` is no longer there.
+bool has_ended(const Member& peer, const Address& address) {
+  return peer.process != nullptr ? peer.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
+}
+
+[[noreturn]] void tell_ended(int rank, int pid) {
+  TORCH_CHECK(false, "simccl: rank ", rank, " (process ", pid, ") ended while the group was made.");
+}
+
 std::string key_of(int rank) {
   return c10::str("address/", rank);
 }
@@ -148,9 +159,9 @@ GroupState said_by(int peer, const Member& member, Clock::time_point deadline) {
     if (state != static_cast<uint32_t>(GroupState::kNew)) {
       return static_cast<GroupState>(state);
     }
-    TORCH_CHECK(
-        !member.process->has_ended(), "simccl: rank ", peer, " (process ", member.process->pid(),
-        ") ended while the group was made.");
+    if (member.process->has_ended()) {
+      tell_ended(peer, member.process->pid());
+    }
     TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", peer, " stopped.");
     sleep_while(word, state, kSlice);
   }
@@ -207,7 +218,17 @@ std::vector<Member> meet(
       all_ready = said_by(peer, member, deadline) != GroupState::kRefused && all_ready;
     }
   }
-  return all_ready ? std::move(members) : std::vector<Member>();
+  if (all_ready) {
+    return members;
+  }
+  // A rank that has ended is no reason to meet over gloo: that would wait for it as long as it may.
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& address = addresses[static_cast<size_t>(peer)];
+    if (peer != rank && has_ended(members[static_cast<size_t>(peer)], address)) {
+      tell_ended(peer, address.pid);
+    }
+  }
+  return {};
 }
 
 } // namespace torch_ext::sim
