@@ -41,7 +41,7 @@ class WatchedUnits:
         units = ThreeUnits().to(device)
         self.order, self.phase = StreamOrder(), ""
         self._rows = torch.ones(2, 4, device=device)
-        self._names = {units.get_parameter(f"{name}.weight").numel(): name for name in ThreeUnits.UNITS}
+        self._names = {getattr(units, name).weight.numel(): name for name in units.UNITS}
         for name, unit in units.named_children():
             unit.register_forward_hook(self._note_compute(name))
         self.model = shard(units)
