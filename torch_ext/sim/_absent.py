@@ -19,7 +19,9 @@ _NVTX = f"marks for NVIDIA's tools; use torch.profiler, which shows {NAME}'s ker
 _NCCL = "collectives are those of torch.distributed, by the backend simccl"
 
 REASONS: Mapping[str, str] = {
-    **dict.fromkeys(("CUDAGraph", "graph", "graphs", "graph_pool_handle", "make_graphed_callables"), _GRAPHS),
+    **dict.fromkeys(
+        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_annotations", "graph_pool_handle", "graphs",
+         "make_graphed_callables"), _GRAPHS),
     **dict.fromkeys(
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "caching_allocator_disabled", "caching_allocator_enable", "change_current_allocator", "use_mem_pool"),

@@ -122,6 +122,11 @@ def _check_movement(rank: int, world_size: int) -> None:
         dist.gather(mine, collected, 0)
         assert collected is None or torch.equal(torch.stack(collected).cpu(), stacked)
 
+        if hasattr(dist, "gather_single"):  # torch 2.15
+            whole = torch.empty(world_size, 6, dtype=dtype, device="sim")
+            dist.gather_single(mine, whole if rank == 0 else None, 0)
+            assert rank != 0 or torch.equal(whole.cpu(), stacked)
+
         own = torch.empty_like(mine)
         dist.scatter(own, [stacked[r].to("sim") for r in range(world_size)] if rank == 0 else None, 0)
         assert torch.equal(own.cpu(), stacked[rank])

@@ -214,6 +214,18 @@ class SimCCL final : public Launcher {
     return launch_one(std::move(call), "gather", inputs, outputs.empty() ? inputs : flatten(outputs), options);
   }
 
+  // Torch 2.15 calls it, and older releases do not declare it.
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
+    constexpr const char* kName = "gather_single";
+    const int root = checked_root(options.rootRank);
+    Call call = root == rank_ ? whole_gather_of(output, input, kName) : Call{OpType::GATHER, kName};
+    call.kind = OpType::GATHER;
+    call.inputs = {transport_view(input, call.name)};
+    call.root = root;
+    const Tensors outputs = root == rank_ ? Tensors{output} : Tensors{input};
+    return launch_one(std::move(call), kName, {input}, outputs, options);
+  }
+
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
     Call call{OpType::SCATTER, "scatter"};
     call.outputs = {transport_view(single(outputs, "scatter"), call.name)};

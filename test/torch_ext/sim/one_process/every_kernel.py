@@ -200,3 +200,5 @@ COLLECTIVES: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
     "c10d::scatter_": lambda group, x, y: dist.scatter(y, [x], 0),
     "c10d::send": lambda group, x, y: (dist.isend(x, 0), dist.recv(y, 0)),
 }
+if hasattr(dist, "gather_into_tensor"):  # torch 2.15
+    COLLECTIVES["c10d::gather_into_tensor_"] = lambda group, x, y: dist.gather_into_tensor(x, y, 0)
