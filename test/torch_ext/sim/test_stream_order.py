@@ -241,7 +241,9 @@ def _disagree(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"disagree in the number of elements: .*all_reduce\(SUM\)"):
         work.wait()
         x.tolist()
-    assert work.is_completed() and not work.is_success() and "disagree" in str(work.exception())
+    assert work.is_completed() and not work.is_success()
+    if torch.__version__ >= (2, 12):  # which can hand the exception to Python
+        assert "disagree" in str(work.exception())
     assert _x(4.0).tolist() == [4.0] * 3  # it is told once
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.wait()

@@ -52,14 +52,12 @@ def receipt_of(error: BaseException) -> Receipt | None:
 
     Races that the check of a body has found by then are part of it, and turn a skip into a failure.
     """
-    is_skip, reason = isinstance(error, unittest.SkipTest), str(error)
-    if isinstance(error, SystemExit):
-        reason = skip_reason(error.code)
-        is_skip = bool(reason)
-        if not is_skip:
-            return None
+    reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
+    if isinstance(error, SystemExit) and not reason:
+        return None
+    is_skip = bool(reason) or isinstance(error, unittest.SkipTest)
     blamed = accelerator.blame_races(error, is_skip=is_skip)
-    return skipped(reason) if is_skip and blamed is error else world_rank.failure(blamed)
+    return skipped(reason or str(error)) if is_skip and blamed is error else world_rank.failure(blamed)
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
