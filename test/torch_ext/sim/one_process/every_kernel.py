@@ -81,6 +81,7 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
         (make(1, 1, 3, 3), make(1, 1, 2, 2), make(1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
     ),
     "aten::mish_backward": lambda: (ATEN.mish_backward, (make(3), make(3))),
+    "aten::mse_loss": lambda: (ATEN.mse_loss, (make(4), make(4))),
     "aten::native_batch_norm": lambda: (
         ATEN.native_batch_norm,
         (make(4, 3), *(make(3) for _ in range(4)), True, 0.1, 1e-5),
@@ -93,6 +94,7 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     "aten::native_group_norm": lambda: (ATEN.native_group_norm, (make(2, 4, 3), make(4), make(4), 2, 4, 3, 2, 1e-5)),
     "aten::native_layer_norm": lambda: (ATEN.native_layer_norm, (make(2, 4), [4], make(4), make(4), 1e-5)),
     "aten::silu_backward": lambda: (ATEN.silu_backward, (make(3), make(3))),
+    "aten::smooth_l1_loss": lambda: (ATEN.smooth_l1_loss, (make(4), make(4))),
     "fsdp::all_gather_copy_in": lambda: (FSDP.all_gather_copy_in, ([make(3)], make(6), [3], 3, 0)),
     "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
     "fsdp::split_with_sizes_copy": lambda: (
