@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ __all__ = [
     "DEVICE_VARIABLE",
     "HOST",
     "Capabilities",
+    "RaceCheckOfThreads",
     "UnknownDeviceError",
     "backend",
     "blame_races",
@@ -42,6 +44,7 @@ __all__ = [
     "initialize",
     "is_accelerator",
     "race_check",
+    "race_check_of_threads",
     "request_devices",
     "set_device_index",
     "visible_devices_variable",
@@ -165,12 +168,33 @@ def request_devices(count: int) -> None:
         ask(count)
 
 
+class RaceCheckOfThreads(Protocol):
+    """The check of one test whose ranks are threads of this process."""
+
+    def rank(self, rank: int) -> AbstractContextManager[None]:
+        """Return a context for all that a rank's thread does."""
+
+    def raise_races(self) -> None:
+        """Called in a rank's thread at the end of its body. Raises what fails the rank, if it has races."""
+
+    def end(self) -> BaseException | None:
+        """End the check, when the threads have ended. Returns an error for the races that no rank was failed for."""
+
+
 def race_check(test: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
     """Return a context in which the body of a test is checked for races if the device can do that, unless
     ``TORCH_EXT_RACES`` asks for no check. Arguments and errors as ``torch.sim.races.check_body``.
     """
     races = _races()
     return nullcontext() if races is None else races.check_body(test, tell)
+
+
+def race_check_of_threads(tell: Callable[[str], None]) -> RaceCheckOfThreads | None:
+    """Begin a check for races of ranks that are threads of this process; None if the device has none. As
+    ``torch.sim.races.ThreadsCheck``.
+    """
+    races = _races()
+    return None if races is None else races.ThreadsCheck(tell)
 
 
 def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:

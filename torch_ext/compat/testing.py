@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_ext.compat._lookup import lazy_names
 
@@ -25,6 +27,7 @@ __all__ = [
     "ProcessLocalGroup",
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
+    "around_threaded_collectives",
     "complete_threaded_world",
     "keep_upstream",
     "prepare_for_threads",
@@ -67,6 +70,49 @@ def complete_threaded_world() -> None:
     world = importlib.import_module(_THREADED).ThreadLocalWorld
     if not hasattr(world, "comms"):
         world.comms = property(lambda _: [])  # threaded groups have no communicators
+
+
+def around_threaded_collectives(around: Callable[..., AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter a context around each rank's part of each collective of torch's threaded group.
+
+    Args:
+        around: called in the rank's thread with an object that all ranks of the collective share, the name of what it
+            does, such as ``AllReduce``, and the tensors that the rank lets it read and has it write.
+
+    Returns:
+        a function that ends this.
+    """
+    collective = importlib.import_module(_THREADED).Collective
+    original = collective.join
+
+    def join(self: Any, rank: int, data: Any) -> Any:
+        reads, writes = _reads_and_writes(self._collective, rank, data)
+        with around(self, type(self._collective).__name__, reads, writes):
+            return original(self, rank, data)
+
+    def undo() -> None:
+        collective.join = original
+
+    collective.join = join
+    return undo
+
+
+def _reads_and_writes(collective: Any, rank: int, data: Any) -> tuple[list[Any], list[Any]]:
+    # A rank brings its outputs and its inputs, and perhaps their sizes; or tensors that are both.
+    if isinstance(data, tuple):
+        return list(_tensors((data[1],))), list(_tensors((data[0],)))
+    both = list(_tensors(data))
+    if type(collective).__name__ != "Broadcast":
+        return both, both
+    return (both, []) if collective.src == rank else ([], both)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif hasattr(value, "untyped_storage"):
+            yield value
 
 
 def prepare_for_threads() -> None:

@@ -1,4 +1,4 @@
-"""Runs in a rank, around a test's body: a race between streams of the device fails the rank."""
+"""Runs in a rank, around a test's body: a race between streams of the device fails the rank, process or thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_ext.world import rank as world_rank
 
 __unittest = True
 
-__all__ = ["race_check"]
+__all__ = ["race_check", "race_check_of_threads"]
 
 
 def race_check() -> AbstractContextManager[None]:
@@ -22,3 +22,9 @@ def race_check() -> AbstractContextManager[None]:
     if rank is None:
         return accelerator.race_check("", notices.announce)
     return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.tell)
+
+
+def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
+    """Begin the check of a test whose ranks are threads; None if the device has none."""
+    rank = world_rank.current()
+    return accelerator.race_check_of_threads(notices.announce if rank is None else rank.tell)

@@ -7,11 +7,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from torch_ext import accelerator
 from torch_ext.compat.testing import prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
+from torch_ext.testing._internal._distributed.races import race_check_of_threads
 from torch_ext.world import operations, settings, stall
+from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Progress, Receipt, Said, Wait
 
@@ -28,17 +31,21 @@ class RankThread(threading.Thread):
     A daemon, so that a rank that hangs does not keep the process alive.
     """
 
-    def __init__(self, rank: int, target: Callable[[int], object]) -> None:
+    def __init__(
+        self, rank: int, target: Callable[[int], object], check: accelerator.RaceCheckOfThreads | None = None
+    ) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank = rank
         self.receipt: Receipt | None = None
+        self.check = check
         self._run_as = target
 
     def run(self) -> None:
-        try:
-            self._run_as(self.rank)
-        except BaseException as error:
-            hand_in(error)
+        with self.check.rank(self.rank) if self.check else nullcontext():
+            try:
+                self._run_as(self.rank)
+            except BaseException as error:
+                hand_in(error)
 
 
 def hand_in(error: BaseException | None) -> None:
@@ -49,7 +56,16 @@ def hand_in(error: BaseException | None) -> None:
     """
     thread = threading.current_thread()
     if isinstance(thread, RankThread) and thread.receipt is None:
-        thread.receipt = _receipt(error)
+        thread.receipt = _receipt(error or _races_of(thread))
+
+
+def _races_of(thread: RankThread) -> BaseException | None:
+    try:
+        if thread.check:
+            thread.check.raise_races()
+    except Exception as races:
+        return races
+    return None
 
 
 def _receipt(error: BaseException | None) -> Receipt:
@@ -65,7 +81,8 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     prepare_for_threads()
     # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
     accelerator.initialize()
-    threads: list[threading.Thread] = [RankThread(rank, target) for rank in range(world_size)]
+    check = race_check_of_threads()
+    threads: list[threading.Thread] = [RankThread(rank, target, check) for rank in range(world_size)]
     operations.test_began()
     for thread in threads:
         thread.start()
@@ -73,7 +90,21 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
 
 
 def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
-    """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time."""
+    """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time.
+
+    A race that no rank was charged with fails the first rank that has passed.
+    """
+    outcomes = _wait(threads, timeout_s)
+    checks = {thread.check for thread in threads if isinstance(thread, RankThread)}
+    for races in filter(None, (check.end() for check in checks if check)):
+        for outcome in outcomes:
+            if outcome.ending in (Ending.PASSED, Ending.SKIPPED):
+                outcome.ending, outcome.receipt = Ending.FAILED, world_rank.failure(races)
+                break
+    return outcomes
+
+
+def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
     deadline_s = time.monotonic() + timeout_s
     look_every_s = settings.hang_after_s() / 4 or float("inf")
     next_look_s, before = time.monotonic() + look_every_s, None

@@ -14,6 +14,7 @@
 #include "observer_log.h"
 #include "pinned_memory.h"
 #include "profiler.h"
+#include "races/rank_threads.h"
 #include "races/report.h"
 #include "races/trace.h"
 #include "rpc_agent.h"
@@ -62,6 +63,7 @@ PYBIND11_MODULE(_native, m) {
   bind_observer_log(m);
   bind_generated(m);
   races::bind_races(m);
+  races::bind_rank_threads(m);
   races::bind_trace(m);
 }
 

@@ -24,6 +24,8 @@ namespace {
 
 constexpr int64_t kNextByte = 1; // the stride of plain bytes
 
+thread_local bool unobserved = false;
+
 [[noreturn]] void refuse(std::string_view kernel, c10::Device first, c10::Device second) {
   C10_THROW_ERROR(
       Error,
@@ -43,6 +45,14 @@ size_t extent_of(const at::Tensor& tensor) {
 } // namespace
 
 std::atomic<Observer*> current_observer{nullptr};
+
+bool is_unobserved() noexcept {
+  return unobserved;
+}
+
+void set_unobserved(bool value) noexcept {
+  unobserved = value;
+}
 
 c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors) {
   std::optional<c10::Device> first;

@@ -89,9 +89,14 @@ class Observer {
 
 extern std::atomic<Observer*> current_observer;
 
-// Who watches; nullptr by default.
+// Whether what this thread does now is told nobody, because somebody tells it in other words.
+bool is_unobserved() noexcept;
+void set_unobserved(bool unobserved) noexcept;
+
+// Who watches this thread; nullptr by default.
 inline Observer* observer() noexcept {
-  return current_observer.load(std::memory_order_acquire);
+  auto* watching = current_observer.load(std::memory_order_acquire);
+  return watching == nullptr || is_unobserved() ? nullptr : watching;
 }
 
 template <typename What>

@@ -22,16 +22,19 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim.races._findings import Access, Frame, Race, take
+from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
 from torch_ext.sim.races._known import KnownRace, known_races
+from torch_ext.sim.races._pickled import see_pickled_tensors
 from torch_ext.sim.races._report import render
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
 from torch_ext.sim.races._schedule import asked as asked_schedule
+from torch_ext.sim.races._threads import as_rank, watch_handovers
 
 __all__ = [
     "MODES",
@@ -43,6 +46,7 @@ __all__ = [
     "Race",
     "RaceError",
     "Schedule",
+    "ThreadsCheck",
     "blamed",
     "check",
     "check_body",
@@ -160,7 +164,8 @@ class _Body:
         self.tell = tell
         self.met: set[KnownRace] = set()
         self.was_blamed = False
-        self._aside: list[Race] = []  # found before a body within this one began
+        self._lock = threading.Lock()  # of the next line
+        self._aside: list[Race] = []  # found before a body within this one began, or not this thread's
 
     def begin(self) -> None:
         if _bodies:
@@ -180,16 +185,32 @@ class _Body:
             stop()
         return races
 
+    def judge(self, races: list[Race]) -> RaceError | None:
+        """Return the error of a body with these races, if there are any; where they fail nothing they are printed."""
+        if not races:
+            return None
+        error = RaceError(races, self.schedule.replay())
+        if self.mode == "error":
+            return error
+        _say(str(error))
+        return None
+
     def set_aside(self) -> None:
-        self._aside += found()
+        with self._lock:
+            self._aside += found()
 
     def take(self) -> list[Race]:
         """Return the races of this body that were found since they were last asked for, without those that are known;
-        the user is told of each of these once.
+        the user is told of each of these once. In a rank's thread these are the races that the rank came to last.
         """
-        races, self._aside = self._aside + found(), []
+        rank = _native.rank_of_thread()
+        with self._lock:
+            races, self._aside = self._aside + found(), []
+            if rank is not None:
+                self._aside = [race for race in races if race.later.rank != rank]
+                races = [race for race in races if race.later.rank == rank]
         left = []
-        for race in races:
+        for race in merged(races):
             known = next((each for each in known_races() if each.describes(race)), None)
             if known is None:
                 left.append(race)
@@ -234,6 +255,53 @@ def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Ite
             )
 
 
+class ThreadsCheck:
+    """The check of a test whose ranks are threads of this process, as ``TORCH_EXT_RACES`` asks. Each rank is charged
+    with the races whose later access is its own. See :mod:`torch_ext.sim.races._threads` for what orders two ranks.
+    """
+
+    _current: ThreadsCheck | None = None
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """Begin. Call it before the threads start; a check that nobody has ended ends now."""
+        if ThreadsCheck._current is not None:
+            ThreadsCheck._current.end()
+        ThreadsCheck._current = self
+        asked = mode(unset="error")
+        self._body = _Body(asked, tell) if asked != "off" else None
+        self._unwatch = watch_handovers() if self._body else None
+        if self._body:
+            self._body.begin()
+
+    @contextlib.contextmanager
+    def rank(self, rank: int) -> Iterator[None]:
+        """Run all of a rank within this context, in its thread."""
+        with as_rank(rank):
+            yield
+
+    def raise_races(self) -> None:
+        """Call it in a rank's thread, at the end of its body.
+
+        Raises:
+            RaceError: the rank has races, and ``TORCH_EXT_RACES`` is ``error``.
+        """
+        error = self._body.judge(self._body.take()) if self._body else None
+        if error is not None:
+            raise error
+
+    def end(self) -> RaceError | None:
+        """End the check when the threads have ended, and return an error with the races that no rank was charged with,
+        if there are any.
+        """
+        if ThreadsCheck._current is self:
+            ThreadsCheck._current = None
+        if self._body is None or self._unwatch is None:
+            return None
+        body, self._body = self._body, None
+        self._unwatch()
+        return body.judge(body.end())
+
+
 def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
     """Return what the body that is being checked, and that ``error`` has ended, is to be reported with.
 
@@ -256,6 +324,7 @@ def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
 
 def check_program() -> None:
     """Check this process until it ends if ``TORCH_EXT_RACES`` asks for it. Called once, on registration."""
+    see_pickled_tensors()
     asked = mode()
     if asked != "off":
         start()

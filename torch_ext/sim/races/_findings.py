@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch_ext.sim import _native
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+# Code that Inductor has generated lies in a folder of its own, below one that TORCHINDUCTOR_CACHE_DIR may name.
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z2-7]{51}\.py$")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,13 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether it is code of torch, of torch_ext or of Python rather than the user's."""
+        """Whether it is code of torch, of torch_ext or of Python, or generated, rather than the user's.
+
+        >>> Frame("/tmp/torchinductor_me/cc/cabc.py", 82, "call").is_library, Frame("/me/train.py", 8, "step").is_library
+        (True, False)
+        """
+        if _GENERATED.search(self.file):
+            return True
         of_python = self.file.startswith(_PYTHON) and "site-packages" not in self.file
         return of_python or self.file.startswith((_TORCH, _OURS, "<")) or self.file == typing_extensions.__file__
 
@@ -56,6 +66,7 @@ class Access:
         sequence: which operation of its group a collective is; None for anything else.
         node: the autograd node that called it; None outside backward and for nodes written in Python.
         writes: whether it writes.
+        rank: the rank whose thread asked for it, where ranks are threads of one process; otherwise None.
         lane: what did the work, in words.
         lane_kind: ``stream``, ``communication`` or ``host``.
         lane_stack: where a stream was made; None where that is not known, and for default streams.
@@ -66,6 +77,7 @@ class Access:
     operator: str
     sequence: int | None
     node: str | None
+    rank: int | None
     writes: bool
     lane: str
     lane_kind: str
@@ -105,7 +117,21 @@ class Race:
 
 
 def _sort(access: Access) -> object:
-    return access.operator, access.node, access.lane_kind, access.place
+    return access.operator, access.node, access.rank, access.lane_kind, access.place
+
+
+def merged(races: Iterable[Race]) -> list[Race]:
+    """Return ``races`` with each pair of places once."""
+    kept: dict[object, Race] = {}
+    counts: Counter[object] = Counter()
+    for race in races:
+        key = (_sort(race.earlier), _sort(race.later), race.reused, race.pinned)
+        # An operator that reads and writes the same memory races twice in one place.
+        kinds = (key, race.earlier.writes, race.later.writes)
+        counts[kinds] += race.count
+        known = kept.get(key, race)
+        kept[key] = replace(known, count=max(known.count, counts[kinds]))
+    return list(kept.values())
 
 
 def take() -> list[Race]:
@@ -127,10 +153,8 @@ def take() -> list[Race]:
             }
         )
 
-    races: dict[object, Race] = {}
-    counts: Counter[object] = Counter()
-    for each in raw:
-        race = Race(
+    return merged(
+        Race(
             **{
                 **each,
                 "earlier": access(each["earlier"]),
@@ -139,9 +163,5 @@ def take() -> list[Race]:
                 "freed": stack(each["freed"]),
             }
         )
-        key = (_sort(race.earlier), _sort(race.later), race.reused, race.pinned)
-        # An operator that reads and writes the same memory races twice in one place.
-        kinds = (key, race.earlier.writes, race.later.writes)
-        counts[kinds] += 1
-        races[key] = replace(races.get(key, race), count=max(races[key].count if key in races else 0, counts[kinds]))
-    return list(races.values())
+        for each in raw
+    )

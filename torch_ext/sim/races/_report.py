@@ -12,12 +12,20 @@ _MOST_FRAMES = 12
 
 def render(races: list[Race]) -> str:
     """Return the report of ``races``, of which there is at least one."""
-    who = f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
-    heading = f"{len(races)} race{'s' * (len(races) != 1)}{who}: accesses to the same memory that nothing orders"
+    heading = (
+        f"{len(races)} race{'s' * (len(races) != 1)}{_who(races)}: accesses to the same memory that nothing orders"
+    )
     parts = [heading, *(_race(number, race) for number, race in enumerate(races[:_MOST_RACES], start=1))]
     if len(races) > _MOST_RACES:
         parts.append(f"and {len(races) - _MOST_RACES} more")
     return "\n\n".join(parts)
+
+
+def _who(races: list[Race]) -> str:
+    ranks = {race.later.rank for race in races}
+    if ranks == {None} and dist.is_available() and dist.is_initialized():
+        ranks = {dist.get_rank()}
+    return f" on rank {ranks.pop()}" if len(ranks) == 1 and None not in ranks else ""
 
 
 def _race(number: int, race: Race) -> str:
@@ -35,6 +43,14 @@ def _race(number: int, race: Race) -> str:
 
 def missing(race: Race) -> str:
     """Return the edge that would order a race, as advice."""
+    edge = _missing_edge(race)
+    earlier, later = race.earlier, race.later
+    if earlier.rank == later.rank or None in (earlier.rank, later.rank):
+        return edge
+    return f"{edge}; and rank {later.rank} must know that rank {earlier.rank} has come to {_at(earlier)}"
+
+
+def _missing_edge(race: Race) -> str:
     earlier, later = race.earlier, race.later
     between = _between(earlier, later)
     if race.reused and earlier.lane_kind != "host":
@@ -62,7 +78,8 @@ def _access(which: str, access: Access) -> list[str]:
     tensor = f"{access.dtype.removeprefix('torch.')} [{', '.join(map(str, access.sizes))}]"
     made = f" (made{_where(access.lane_stack)})" if access.lane_stack else ""
     in_backward = f" in {access.node}" if access.node else ""
-    lines = [f"  {which:<8} {_name(access)}{in_backward} {_verb(access)} {tensor} on {access.lane}{made}"]
+    of_rank = "" if access.rank is None else f" of rank {access.rank}"
+    lines = [f"  {which:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
     lines += [f"             {frame}" for frame in access.stack[:_MOST_FRAMES]]
     if len(access.stack) > _MOST_FRAMES:
         lines.append(f"             and {len(access.stack) - _MOST_FRAMES} frames that called it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 
 from test.torch_ext.sim.races.stage import SIM, Stage, pair
@@ -131,6 +133,24 @@ def host_reads_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
     if fixed:
         on.main.synchronize()
     host.sum()  # later: sum
+
+
+@pair
+def host_lists_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    host.tolist()  # later: resolve_neg
+
+
+@pair
+def host_saves_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    torch.save({"weight": host}, io.BytesIO())  # later: pickle
 
 
 @pair

@@ -25,6 +25,9 @@ bool Checker::access(Memory& memory, const Region& region, Lane lane, Kind kind,
   const Access made{lanes_.begin_access(lane), kind, memory.life, operand, std::move(origin)};
   conflicts_.clear();
   memory.history.add(region, made, lanes_.clock(lane), conflicts_);
+  std::erase_if(conflicts_, [&](const Conflict& conflict) {
+    return lanes_.is_host(lane) && lanes_.is_host(conflict.earlier.epoch.lane);
+  });
   for (auto& conflict : conflicts_) {
     keep(
         {std::move(conflict.earlier), made, conflict.bytes, memory.life, memory.is_pinned, memory.allocated,
@@ -35,15 +38,14 @@ bool Checker::access(Memory& memory, const Region& region, Lane lane, Kind kind,
 
 void Checker::free(Memory& memory, const std::vector<Lane>& users, OriginPtr origin) {
   for (const Lane user : users) {
-    memory.history.forget(lanes_.record(user));
+    memory.history.forget(lanes_.so_far(user));
   }
   ++memory.life;
   memory.freed = std::move(origin);
 }
 
-bool Checker::is_dangerous(const Memory& memory, Lane lane) {
-  lanes_.launch(lane);
-  return memory.history.is_exposed(lanes_.clock(lane));
+bool Checker::is_dangerous(const Memory& memory, Lane lane, Lane host) const {
+  return memory.history.is_exposed(lanes_.clock(lane), lanes_.clock(host));
 }
 
 void Checker::keep(Race race) {

@@ -57,8 +57,8 @@ class Checker {
   // The owner gives `memory` up; work that `users` have been given is over before it has another owner.
   void free(Memory& memory, const std::vector<Lane>& users, OriginPtr origin);
 
-  // Whether an owner that works on `lane` could meet work of an earlier owner that nothing orders before it.
-  bool is_dangerous(const Memory& memory, Lane lane);
+  // Whether an owner of `host` that works on `lane` could meet work of an earlier owner that nothing orders before it.
+  bool is_dangerous(const Memory& memory, Lane lane, Lane host = kHost) const;
 
   const std::vector<Race>& races() const { return races_; }
   uint64_t unkept() const { return unkept_; } // races that were like kept ones, and not kept

@@ -23,7 +23,8 @@ namespace torch_ext::sim::races {
 using Lane = uint32_t;
 using Tick = uint32_t;
 
-// All host threads count as one lane: their own locks order them.
+// The host. All its threads count as one lane, for their own locks order them; but see Note [Ranks that are threads] in
+// lanes.h.
 constexpr Lane kHost = 0;
 
 struct Epoch {

@@ -201,8 +201,8 @@ void History::clear() {
   scattered_.clear();
 }
 
-bool History::is_exposed(const Clock& clock) const {
-  const auto exposed = [&](const Access& access) { return !clock.covers(access.epoch); };
+bool History::is_exposed(const Clock& one, const Clock& other) const {
+  const auto exposed = [&](const Access& access) { return !one.covers(access.epoch) && !other.covers(access.epoch); };
   return std::any_of(
              stretches_.begin(), stretches_.end(),
              [&](const Stretch& stretch) {

@@ -59,8 +59,8 @@ class History {
   void forget(const Clock& clock);
   void clear();
 
-  // Whether an access is not over by `clock`.
-  bool is_exposed(const Clock& clock) const;
+  // Whether an access is over by neither clock.
+  bool is_exposed(const Clock& one, const Clock& other) const;
 
   size_t size() const { return stretches_.size() + scattered_.size(); }
 

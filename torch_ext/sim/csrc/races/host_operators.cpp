@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string_view>
 
 #include "../device.h"
 #include "../kernel.h"
@@ -22,9 +23,13 @@ using Accesses = c10::SmallVector<sim::Access, 4>;
 
 at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
+// What `tolist()` calls, which reads memory by itself after that.
+constexpr std::string_view kBeforeList = "aten::resolve_neg";
+
 // Whether the operator itself touches memory. One that is written in terms of others has no kernel of the host.
 bool is_kernel(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name == "aten::copy_";
+  return op.operator_name().name == kBeforeList || op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+      op.operator_name().name == "aten::copy_";
 }
 
 // Adds what the operator does to `tensor`. Returns whether that is on a device: then it is a kernel, told as such.
@@ -44,7 +49,7 @@ bool add(const at::Tensor& tensor, bool write, Accesses& accesses) {
 }
 
 std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function) {
-  if (pinned_blocks_made() == 0 || in_kernel()) {
+  if (pinned_blocks_made() == 0 || in_kernel() || is_unobserved()) {
     return nullptr;
   }
   const auto inputs = function.inputs();
@@ -56,7 +61,7 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
   for (size_t i = 0; i < inputs.size(); ++i) {
     const auto* alias = schema->arguments()[i].alias_info();
     const bool write = alias != nullptr && alias->isWrite();
-    if (alias != nullptr && !write) {
+    if (alias != nullptr && !write && schema->name() != kBeforeList) {
       continue; // it makes a view
     }
     if (inputs[i].isTensor()) {

@@ -4,22 +4,31 @@
 
 namespace torch_ext::sim::races {
 
-Lanes::Lanes() : lanes_(1) {}
+Lanes::Lanes() {
+  add_host();
+}
 
 Lane Lanes::add() {
   lanes_.emplace_back();
   return static_cast<Lane>(lanes_.size() - 1);
 }
 
-void Lanes::launch(Lane lane) {
-  auto& host = lanes_[kHost];
+Lane Lanes::add_host() {
+  const Lane lane = add();
+  lanes_[lane].is_host = true;
+  return lane;
+}
+
+void Lanes::launch(Lane lane, Lane host) {
+  auto& from = lanes_[host];
   auto& state = lanes_[lane];
-  if (lane == kHost || state.host_version == host_version_) {
+  if (state.is_host || (state.host == host && state.host_version == from.version)) {
     return;
   }
-  host.told = true;
-  state.clock.join(host.clock);
-  state.host_version = host_version_;
+  from.told = true;
+  state.clock.join(from.clock);
+  state.host = host;
+  state.host_version = from.version;
 }
 
 Epoch Lanes::begin_access(Lane lane) {
@@ -27,20 +36,25 @@ Epoch Lanes::begin_access(Lane lane) {
   if (state.told) {
     state.clock.advance(lane);
     state.told = false;
-    host_version_ += lane == kHost ? 1 : 0;
+    ++state.version;
   }
   return {lane, state.clock.of(lane)};
 }
 
-Clock Lanes::record(Lane lane) {
-  launch(lane);
+Clock Lanes::record(Lane lane, Lane host) {
+  launch(lane, host);
+  return so_far(lane);
+}
+
+Clock Lanes::so_far(Lane lane) {
   lanes_[lane].told = true;
   return lanes_[lane].clock;
 }
 
 bool Lanes::wait(Lane lane, const Clock& clock) {
-  const bool learned = lanes_[lane].clock.join(clock);
-  host_version_ += learned && lane == kHost ? 1 : 0;
+  auto& state = lanes_[lane];
+  const bool learned = state.clock.join(clock);
+  state.version += learned ? 1 : 0;
   return learned;
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../call_stack.h"
+#include "clock.h"
 #include "history.h"
 
 namespace torch_ext::sim::races {
@@ -31,6 +32,7 @@ struct Operation final : Origin {
 
   const std::string& name; // lives as long as the process
   const Stack stack;
+  Lane host = kHost;                 // the thread that asked for it
   const std::string* node = nullptr; // the autograd node that is being evaluated; lives as long as the process
   std::optional<uint64_t> sequence;  // of a collective in its group
   c10::SmallVector<Operand, 4> operands;

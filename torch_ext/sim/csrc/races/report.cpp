@@ -5,6 +5,7 @@
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -93,13 +94,14 @@ pybind11::object origin_stack(const OriginPtr& origin, Stacks& stacks) {
   return origin == nullptr ? pybind11::none() : stacks.add(operation_of(origin)->stack);
 }
 
-pybind11::dict described(const Access& access, const LaneFacts& lane, Stacks& stacks) {
+pybind11::dict described(const Access& access, const LaneFacts& lane, std::optional<int> rank, Stacks& stacks) {
   const auto& by = *operation_of(access.origin);
   const auto& operand = by.operands[access.operand];
   pybind11::dict dict;
   dict["operator"] = by.name;
   dict["sequence"] = by.sequence;
   dict["node"] = by.node == nullptr ? pybind11::object(pybind11::none()) : pybind11::str(*by.node);
+  dict["rank"] = rank;
   dict["writes"] = access.kind == Kind::kWrite;
   dict["lane"] = lane.name;
   dict["lane_kind"] = lane.device < 0 ? "host" : lane.is_stream ? "stream" : "communication";
@@ -119,8 +121,8 @@ pybind11::tuple take() {
   for (const auto& finding : findings) {
     const auto& race = finding.race;
     pybind11::dict dict;
-    dict["earlier"] = described(race.earlier, finding.earlier_lane, stacks);
-    dict["later"] = described(race.later, finding.later_lane, stacks);
+    dict["earlier"] = described(race.earlier, finding.earlier_lane, finding.earlier_rank, stacks);
+    dict["later"] = described(race.later, finding.later_lane, finding.later_rank, stacks);
     dict["begin"] = race.bytes.begin;
     dict["end"] = race.bytes.end;
     dict["reused"] = race.earlier.life != race.life;

@@ -21,6 +21,7 @@
 #include "../kernel_observer.h"
 #include "../kernel_scope.h"
 #include "../pinned_memory.h"
+#include "../stream.h"
 #include "autograd_node.h"
 #include "checker.h"
 #include "clock.h"
@@ -55,6 +56,9 @@ struct Begun {
   bool is_late = false;
   Schedule::Saved before;
 };
+
+// Of a thread that is a rank.
+thread_local Lane host_of_thread = kHost;
 
 std::vector<Begun>& begun() {
   thread_local std::vector<Begun> stack;
@@ -141,7 +145,7 @@ uint64_t Watch::trace() {
 }
 
 void Watch::publish(Lane lane, c10::ArrayRef<sim::Access> accesses) {
-  checker_.lanes().launch(lane);
+  checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {
     if (const Block* block = access.device.type() == kSim ? block_at(access.data) : nullptr) {
       schedule_.publish(block->serial, checker_.lanes().clock(lane));
@@ -152,41 +156,41 @@ void Watch::publish(Lane lane, c10::ArrayRef<sim::Access> accesses) {
 void Watch::host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept {
   auto stack = current_stack();
   std::lock_guard<std::mutex> lock(mutex_);
-  access_all(kHost, accesses, operation(name, kHost, std::move(stack)));
+  const Lane lane = host();
+  access_all(lane, accesses, operation(name, lane, std::move(stack)));
 }
 
 Moment Watch::recorded(c10::Stream stream) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::make_shared<const Clock>(checker_.lanes().record(lane_of(stream)));
+  return std::make_shared<const Clock>(checker_.lanes().record(lane_of(stream), host()));
 }
 
 void Watch::stream_waits(c10::Stream stream, const Moment& moment) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
-  checker_.lanes().launch(lane);
+  checker_.lanes().launch(lane, host());
   checker_.lanes().wait(lane, clock_of(moment));
 }
 
 void Watch::host_knows(const Moment& moment) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  checker_.lanes().wait(kHost, clock_of(moment));
-  schedule_.publish(checker_.lanes().clock(kHost));
+  host_learns(clock_of(moment));
 }
 
 void Watch::host_knows(c10::Stream stream) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  checker_.lanes().wait(kHost, checker_.lanes().record(lane_of(stream)));
-  schedule_.publish(checker_.lanes().clock(kHost));
+  host_learns(checker_.lanes().so_far(lane_of(stream)));
 }
 
 void Watch::host_knows(c10::DeviceIndex device) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
+  Clock all;
   for (Lane lane = 0; lane < facts_.size(); ++lane) {
     if (facts_[lane].device == device) {
-      checker_.lanes().wait(kHost, checker_.lanes().record(lane));
+      all.join(checker_.lanes().so_far(lane));
     }
   }
-  schedule_.publish(checker_.lanes().clock(kHost));
+  host_learns(all);
 }
 
 void Watch::handed_out(c10::Stream stream) noexcept {
@@ -202,12 +206,12 @@ Moment Watch::launched(const Launch& launch) noexcept {
   const Lane stream = lane_of(launch.stream);
   const Lane lane = launch.asynchronous ? lane_of(launch) : stream;
   if (lane != stream) {
-    lanes.wait(lane, lanes.record(stream));
+    lanes.wait(lane, lanes.record(stream, host()));
   }
   const auto by = operation(launch.name, lane, std::move(stack));
   by->sequence = launch.sequence;
   access_all(lane, launch.accesses, by);
-  return std::make_shared<const Clock>(lanes.record(lane));
+  return std::make_shared<const Clock>(lanes.record(lane, host()));
 }
 
 Moment Watch::joined(c10::ArrayRef<Moment> moments) noexcept {
@@ -276,7 +280,7 @@ bool Watch::is_dangerous(const void* data, c10::Stream stream) noexcept {
   const Block* block = block_at(data);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = block == nullptr ? blocks_.end() : blocks_.find(block->serial);
-  return found != blocks_.end() && checker_.is_dangerous(found->second.memory, lane_of(stream));
+  return found != blocks_.end() && checker_.is_dangerous(found->second.memory, lane_of(stream), host());
 }
 
 void Watch::forget() {
@@ -290,17 +294,87 @@ std::pair<std::vector<Finding>, uint64_t> Watch::take() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Finding> findings;
   for (const auto& race : checker_.races()) {
-    findings.push_back({race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane]});
+    findings.push_back(
+        {race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane], rank_of(race.earlier),
+         rank_of(race.later)});
   }
   const uint64_t more = checker_.unkept();
   checker_.clear_races();
   return {std::move(findings), more};
 }
 
+void Watch::begin_rank(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto [found, is_new] = ranks_.try_emplace(rank, kHost);
+  if (is_new) {
+    found->second = checker_.lanes().add_host();
+    facts_.push_back({"the host of rank " + std::to_string(rank), -1, false, nullptr, rank});
+  }
+  host_of_thread = found->second;
+  rank_hosts_.push_back(host_of_thread);
+  checker_.lanes().wait(host_of_thread, checker_.lanes().record(kHost));
+}
+
+void Watch::end_rank() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  checker_.lanes().wait(kHost, checker_.lanes().record(host_of_thread));
+  std::erase(rank_hosts_, host_of_thread);
+  host_of_thread = kHost;
+}
+
+std::optional<int> Watch::rank_of_thread() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return facts_[host_of_thread].rank;
+}
+
+void Watch::give(Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& lanes = checker_.lanes();
+  const Lane from = host();
+  handover.host.join(lanes.record(from));
+  for (const auto device : devices) {
+    handover.streams.join(lanes.record(lane_of(current_stream(device)), from));
+  }
+}
+
+void Watch::take(const Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  host_learns(handover.host);
+  for (const auto device : devices) {
+    const Lane lane = lane_of(current_stream(device));
+    checker_.lanes().launch(lane, host());
+    checker_.lanes().wait(lane, handover.streams);
+  }
+}
+
+Lane Watch::host() {
+  if (host_of_thread == kHost) {
+    for (const Lane rank : rank_hosts_) {
+      checker_.lanes().wait(kHost, checker_.lanes().record(rank));
+    }
+  }
+  return host_of_thread;
+}
+
+void Watch::host_learns(const Clock& clock) {
+  const Lane lane = host();
+  checker_.lanes().wait(lane, clock);
+  if (lane == kHost) {
+    for (const Lane rank : rank_hosts_) {
+      checker_.lanes().wait(rank, clock);
+    }
+  }
+  schedule_.publish(checker_.lanes().clock(lane));
+}
+
+std::optional<int> Watch::rank_of(const Access& access) const {
+  return facts_[static_cast<const Operation*>(access.origin.get())->host].rank;
+}
+
 Lane Watch::lane_of(c10::Stream stream) {
   Lane& lane = streams_[stream.device_index()][stream.id()];
   if (lane == kHost) {
-    lane = new_lane({stream_name(stream), stream.device_index(), true, nullptr});
+    lane = new_lane({stream_name(stream), stream.device_index(), true, nullptr, std::nullopt});
   }
   return lane;
 }
@@ -311,7 +385,7 @@ Lane Watch::lane_of(const Launch& launch) {
   if (is_new) {
     const std::string group = "group " + std::string(launch.group) + " on sim:" + std::to_string(device);
     const std::string kind = launch.peer < 0 ? "collectives" : "transfers with rank " + std::to_string(launch.peer);
-    found->second = new_lane({"the " + kind + " of " + group, device, false, nullptr});
+    found->second = new_lane({"the " + kind + " of " + group, device, false, nullptr, std::nullopt});
   }
   return found->second;
 }
@@ -345,6 +419,7 @@ std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, St
   }
   const uint64_t alike = (known->second << 16U) | lane;
   auto made = std::make_shared<Operation>(alike, known->first, std::move(stack));
+  made->host = host_of_thread;
   made->node = current_autograd_node();
   return made;
 }
@@ -352,7 +427,7 @@ std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, St
 // Reads first: what an operator writes it may have read, and reading comes
 // before writing.
 void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by) {
-  checker_.lanes().launch(lane);
+  checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {
     by->operands.push_back({access.type, c10::SmallVector<int64_t, 4>(access.sizes.begin(), access.sizes.end())});
   }

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -43,8 +44,9 @@ struct LaneFacts {
   std::string name;
   c10::DeviceIndex device = -1; // -1: the host
   bool is_stream = false;
-  Stack handed_out; // where a stream was asked for last; none for a default
-                    // stream
+  Stack handed_out;        // where a stream was asked for last; none for a default
+                           // stream
+  std::optional<int> rank; // of a host lane that is a rank's thread
 };
 
 // Everything about one race that a report needs.
@@ -52,6 +54,14 @@ struct Finding {
   Race race;
   LaneFacts earlier_lane;
   LaneFacts later_lane;
+  std::optional<int> earlier_rank; // whose thread asked for it, where ranks are threads
+  std::optional<int> later_rank;
+};
+
+// What one thread hands to another, by a lock, a queue or a collective.
+struct Handover {
+  Clock host;
+  Clock streams;
 };
 
 class Watch final : public Observer {
@@ -80,6 +90,17 @@ class Watch final : public Observer {
   // owner's on `stream`.
   bool is_dangerous(const void* data, c10::Stream stream) noexcept;
 
+  // The thread that calls is a rank from now on, and knows what the host knows; and is not any more, and whoever waited
+  // for it knows what it knew. See Note [Ranks that are threads] in lanes.h.
+  void begin_rank(int rank);
+  void end_rank();
+  std::optional<int> rank_of_thread();
+
+  // This thread passes on what it knows, and what its current streams on `devices` have come to; and another thread,
+  // and its current streams, learn it.
+  void give(Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
+  void take(const Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
+
   // See Note [Late results] in schedule.h.
   void set_schedule(Schedule::Kind kind, uint64_t seed);
   uint64_t trace();
@@ -100,6 +121,9 @@ class Watch final : public Observer {
   };
 
   // All of these require the lock.
+  Lane host(); // that this thread is
+  void host_learns(const Clock& clock);
+  std::optional<int> rank_of(const Access& access) const;
   Lane lane_of(c10::Stream stream);
   Lane lane_of(const Launch& launch);
   Lane new_lane(LaneFacts facts);
@@ -118,9 +142,11 @@ class Watch final : public Observer {
   Checker checker_;
   std::array<std::array<Lane, kStreamIds>, kMaxDevices> streams_{}; // 0 (the host): not met yet
   std::map<std::tuple<std::string, int, c10::DeviceIndex>, Lane> communication_;
-  std::vector<LaneFacts> facts_{{"the host", -1, false, nullptr}}; // by lane
-  std::unordered_map<uint64_t, Owned> blocks_;                     // by serial
-  std::unordered_map<uint64_t, Memory> pinned_;                    // by serial
+  std::map<int, Lane> ranks_;                                                    // that have ever been threads
+  std::vector<Lane> rank_hosts_;                                                 // of those that are now
+  std::vector<LaneFacts> facts_{{"the host", -1, false, nullptr, std::nullopt}}; // by lane
+  std::unordered_map<uint64_t, Owned> blocks_;                                   // by serial
+  std::unordered_map<uint64_t, Memory> pinned_;                                  // by serial
   std::map<std::string, uint64_t, std::less<>> names_;
 };
 

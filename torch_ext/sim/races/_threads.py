@@ -1,0 +1,140 @@
+"""Ranks that are threads of one process: what orders one thread's work before another's.
+
+======================================  ==============================================================================
+start and end of a rank's thread        the thread that starts the ranks comes before, the one that waits for them after
+``Condition`` and what is built on it   who gives the lock back comes before who gets it next: ``Event``, ``Queue``,
+                                        ``Barrier``, ``Semaphore``, futures of ``concurrent.futures``
+collectives of torch's threaded group   all ranks, and the streams that are current where they call, before all
+======================================  ==============================================================================
+
+A plain ``Lock`` has no place to look at, nor has a ``SimpleQueue``: what a thread knows because of them alone counts as
+not known.
+
+Note [Collectives of threads]
+Torch's threaded group runs a collective in the thread of rank 0, on the streams that are current there. It waits for
+no stream of another rank, so on a GPU any side stream races with it. That is no mistake of the program under test. Here
+each rank's part counts as made by that rank, on the stream that is current where it calls, and as ordered like a
+collective with ``async_op=False``; what the group does in rank 0's thread instead is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_ext.compat.testing import around_threaded_collectives
+from torch_ext.sim import _native
+from torch_ext.sim._name import NAME
+
+__all__ = ["as_rank", "watch_handovers"]
+
+_HANDOVER = "_torch_ext_handover"  # of a collective
+_waiting = 0  # the thread that started the ranks and waits for them: it hands nothing on
+_lock_handovers: weakref.WeakKeyDictionary[Any, _native.RaceHandover] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """Within, this thread is ``rank``, and the host of nobody else."""
+    _native.begin_rank_thread(rank)
+    try:
+        yield
+    finally:
+        _native.end_rank_thread()
+
+
+def watch_handovers() -> Callable[[], None]:
+    """See what threads hand to one another from now on, until the returned function is called."""
+    global _waiting
+    _waiting = threading.get_ident()
+    undo = contextlib.ExitStack()
+    undo.callback(around_threaded_collectives(_collective))
+    for name, seen in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
+        _replace(undo, threading.Condition, name, seen(getattr(threading.Condition, name)))
+    _replace(undo, threading.Event, "is_set", _is_set(threading.Event.is_set))
+    return undo.close
+
+
+def _replace(undo: contextlib.ExitStack, owner: type, name: str, new: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, new)
+
+
+def _give(condition: Any) -> None:
+    if threading.get_ident() != _waiting:
+        # Of the lock, because the conditions of a queue share one.
+        _lock_handovers.setdefault(condition._lock, _native.RaceHandover()).give()
+
+
+def _take(condition: Any) -> None:
+    handover = _lock_handovers.get(condition._lock)
+    if handover is not None and threading.get_ident() != _waiting:
+        handover.take()
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: threading.Condition) -> Any:
+        entered = original(self)
+        _take(self)
+        return entered
+
+    return enter
+
+
+def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: threading.Condition, *error: Any) -> Any:
+        _give(self)
+        return original(self, *error)
+
+    return leave
+
+
+def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: threading.Condition, timeout: float | None = None) -> Any:
+        _give(self)
+        try:
+            return original(self, timeout)
+        finally:
+            _take(self)
+
+    return wait
+
+
+def _is_set(original: Callable[..., bool]) -> Callable[..., bool]:
+    def is_set(self: Any) -> bool:
+        done = original(self)
+        if done:
+            _take(self._cond)
+        return done
+
+    return is_set
+
+
+@contextlib.contextmanager
+def _collective(
+    meeting: object, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Around one rank's part of a collective; see Note [Collectives of threads].
+
+    Args:
+        meeting: one object for all ranks that take part.
+        kind: what it does, such as ``AllReduce``.
+    """
+    name = "threaded::" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
+    devices = sorted({tensor.device.index for tensor in (*reads, *writes) if tensor.device.type == NAME})
+    handover: _native.RaceHandover = vars(meeting).setdefault(_HANDOVER, _native.RaceHandover())
+    _native.use_tensors(name, reads, False)
+    handover.give(devices)
+    _native.set_unobserved(True)
+    try:
+        yield
+    finally:
+        _native.set_unobserved(False)
+    handover.take(devices)
+    _native.use_tensors(name, writes, True)
