@@ -183,7 +183,7 @@ class NameCache:
                 "variables": {name: self._value(name) for name in collected.variables},
                 "unsure": collected.unsure or _changed_since(collected.paths, since_ns),
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [(each.world_size, each.processes, each.devices, int(each.alone)) for each in collected.needs],
+                "needs": [_counts(each) for each in collected.needs],
             }
             _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -254,9 +254,14 @@ def _test_name(file: TestFile, pair: Any) -> TestName:
 
 def _needs(counts: Any) -> Needs:
     if not all(type(count) is int for count in counts):
-        raise TypeError(f"got {counts!r}, expected four numbers")
-    world_size, processes, devices, alone = counts
-    return Needs(world_size, processes, devices, bool(alone))
+        raise TypeError(f"got {counts!r}, expected numbers")
+    world_size, processes, devices, alone, hosts = counts
+    return Needs(world_size, processes, devices, bool(alone), hosts)
+
+
+def _counts(needs: Needs) -> tuple[int, ...]:
+    """The form in which needs are stored."""
+    return needs.world_size, needs.processes, needs.devices, int(needs.alone), needs.hosts
 
 
 def _write_aside(path: Path, text: str) -> None:
