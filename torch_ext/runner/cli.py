@@ -33,12 +33,15 @@ from torch_ext.runner.options import Options, default_root
 from torch_ext.runner.results import Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
+from torch_ext.world.notices import PREFIX
 
 if TYPE_CHECKING:
     from torch_ext.runner.rounds import Rounds
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
+# So many files take a while to import, of which nobody would otherwise know what it is.
+_MANY_FILES = 5
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
@@ -198,7 +201,7 @@ def _select_and_run_with(
     include = [options.history] if options.history else options.include
     selection = select_files([file.name for file in files], include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
-    collected = collect_names(wanted, names, executor)
+    collected = collect_names(wanted, names, executor, functools.partial(_tell_of_imports, options))
     if names.refused:
         _complain(f"warning: {names.refused}")
     broken = {one.file.name: one for one in collected if one.error}
@@ -244,6 +247,11 @@ def _select_and_run_with(
     skipped = judge.skipped if judge is not None else lambda test: ""
     rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
     return _run(executor, options, rounds, failures, history, judge)
+
+
+def _tell_of_imports(options: Options, number: int) -> None:
+    if number >= _MANY_FILES and options.verbosity >= 0:
+        _complain(f"{PREFIX}imports {number} files to name their tests")
 
 
 def _audit(options: Options, plan: Plan) -> int:

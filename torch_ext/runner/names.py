@@ -277,8 +277,13 @@ def _write_aside(path: Path, text: str) -> None:
         raise
 
 
-def collect_names(files: Sequence[TestFile], names: NameCache, collector: Callable[[], Collector]) -> list[Collected]:
-    """Return the tests of every one of ``files``, in their order.
+def collect_names(
+    files: Sequence[TestFile],
+    names: NameCache,
+    collector: Callable[[], Collector],
+    tell: Callable[[int], None] = lambda number: None,
+) -> list[Collected]:
+    """Return the tests of every one of ``files``, in their order. ``tell`` is told how many are imported for that.
 
     Files whose names are not remembered for sure go to one collector, which is only made if there are any; its answers
     are remembered. A file to which it gives no answer counts as one that cannot be imported.
@@ -291,6 +296,7 @@ def collect_names(files: Sequence[TestFile], names: NameCache, collector: Callab
     }
     unknown = [file for file in files if file not in answers]
     if unknown:
+        tell(len(unknown))
         since_ns = time.time_ns()
         for collected in collector().collect(unknown):
             before = known.get(collected.file)
