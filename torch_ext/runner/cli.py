@@ -3,7 +3,7 @@
 Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
 or was planned and has no result, or a report could not be written; 2 a usage error (a closed stdout, a working
 directory that is gone and a report that cannot be opened are three), or nothing selected; 130 interrupted, by the
-keyboard or by a reader that closed the pipe.
+keyboard or by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. What was done by then is reported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ __all__ = ["INTERRUPTED", "main", "main_for_file"]
 # So many files take a while to import, of which nobody would otherwise know what it is.
 _MANY_FILES = 5
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_BY_SIGNAL = 128
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
 
@@ -74,16 +76,21 @@ def _exit_code(command: Callable[[], int]) -> int:
     _fill_standard_streams()
     if problem := _hostile_surroundings():
         return _usage_error(problem)
-    interrupts = Interrupts(once=True)
+    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+
+    def interrupted() -> int:
+        return INTERRUPTED if interrupts.number in (0, signal.SIGINT) else _BY_SIGNAL + interrupts.number
+
     try:
-        return command()
+        code = command()
+        return interrupted() if code == INTERRUPTED else code
     except SystemExit as ending:  # argparse, which has printed what it has to say
         return OK if not ending.code else USAGE
     except (SelectionError, SetupError) as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
         _complain("interrupted")
-        return INTERRUPTED
+        return interrupted()
     except BrokenPipeError:
         _silence_stdout()
         return INTERRUPTED
@@ -307,11 +314,11 @@ def _list(
 ) -> int:
     from torch_ext.runner.listing import list_as_json, list_ids, show_history
 
-    if options.history:
+    if options.history and tests:
         for test in tests:
             show_history(test, history.records(test.id))
         return OK
-    if options.json:
+    if options.json and not options.history:
         list_as_json(tests, needs, options.json)
     else:
         list_ids(tests)

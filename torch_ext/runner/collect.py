@@ -87,7 +87,8 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
-    tests = find_tests(order.module)
+    # A load_tests function may name one twice, which runs once.
+    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(order.module)}.values())
     names = tuple((cls, test._testMethodName) for cls, test in tests)
     accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
     device = accelerator.device_type() if accelerator is not None else ""
