@@ -1,9 +1,9 @@
-"""Mistakes that FSDP2 could contain where several modules are one group, and where users replace its communication."""
+"""Mistakes that FSDP2 could contain in what groups modules, meshes and communication in ways of the user's own."""
 
 from __future__ import annotations
 
 from test.torch_ext.suite_faults.fault import TRAINED, fault
-from test.torch_ext.suite_faults.fsdp2_rooms import COMM, MODULE, PARAM, STATE, SUITE, of_group
+from test.torch_ext.suite_faults.fsdp2_rooms import COMM, INIT, MODULE, PARAM, STATE, SUITE, of_group, of_param
 
 __all__ = ["MISTAKES"]
 
@@ -11,6 +11,9 @@ _GROUPS = f"{SUITE}module_groups:TestFullyShardModuleGroups."
 _COLLECTIVES = f"{SUITE}custom_comms:TestFullyShardCustomCollectives."
 _SEPARATE = f"{SUITE}custom_comms:TestFullyShardSeparateReduceScatterGroup."
 _BUFFERS = f"{SUITE}custom_comms:TestFullyShardReduceScatterBuffers.test_set_reduce_scatter_max_input_buffers"
+
+_PER_PARAM = f"{SUITE}meshes:TestFullyShardPerParamMesh."
+_ALL = f"{SUITE}meshes:TestFullyShardMeshOfAllDimensions."
 
 _HOOKS = "torch.distributed.fsdp._fully_shard._fsdp_state:_register_group_forward_hooks"
 _FREED = _GROUPS + "test_parameters_of_a_group_are_freed_after_its_last_module"
@@ -157,5 +160,61 @@ MISTAKES = {
         "pass",
         _BUFFERS,
         f"kept (after backward|when the next begins)|{TRAINED}",
+    ),
+    "fully_shard_two_objects_for_one_mesh": fault(
+        f"{INIT}:_init_param_group",
+        "if existing_mesh_info is not param_mesh_info:",
+        "if False:",
+        _PER_PARAM + "test_one_group_has_one_mesh",
+        "ValueError not raised",
+    ),
+    "fully_shard_custom_collective_for_several_groups": fault(
+        f"{MODULE}.set_custom_reduce_scatter",
+        "if len(state._fsdp_param_groups) > 1:",
+        "if False:",
+        _PER_PARAM + "test_custom_collectives_are_refused",
+        "ValueError not raised",
+    ),
+    "fully_shard_second_group_not_finished": fault(
+        f"{STATE}._root_post_backward_final_callback",
+        "for fsdp_param_group in reversed(state._fsdp_param_groups):",
+        "for fsdp_param_group in state._fsdp_param_groups[:1]:",
+        _PER_PARAM + "test_train_parity",
+        "gradient of|NoneType",
+    ),
+    "fully_shard_second_group_not_gathered": fault(
+        f"{STATE}._pre_forward",
+        "args, kwargs = fsdp_param_group.pre_forward(module, args, kwargs)",
+        "args, kwargs = self._fsdp_param_groups[0].pre_forward(module, args, kwargs)",
+        _PER_PARAM + "test_train_parity",
+        "mixed torch.Tensor and DTensor",
+    ),
+    "fully_shard_shards_of_a_dimension_not_interleaved": of_param(
+        "_init_sharding_spec_spmd",
+        "sf *= spmd_mesh.size(j)",
+        "pass",
+        _ALL + "test_tensor_parallelism",
+        "gradient: Tensor-likes are not close",
+    ),
+    "fully_shard_gradient_averaged_twice_over_data": of_param(
+        "_get_grad_inner_tensor",
+        "if self.mesh_info.is_spmd_mesh:",
+        "if False:",
+        _ALL + "test_tensor_parallelism",
+        "gradient: ",
+    ),
+    "fully_shard_parameter_may_be_sharded_over_data": of_param(
+        "_init_sharding_spec_spmd",
+        "if not isinstance(orig_placements[idx], Replicate):",
+        "if False:",
+        _ALL + "test_what_cannot_work_is_refused",
+        "not raised",
+    ),
+    "fully_shard_mesh_not_compared": of_param(
+        "_init_sharding_spec_spmd",
+        "and spmd_mesh is not self.mesh_info.spmd_mesh",
+        "and False",
+        _ALL + "test_what_cannot_work_is_refused",
+        "not raised",
     ),
 }
