@@ -194,6 +194,14 @@ class TestDDPGradients(DDPTest):
             for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
                 found = model.get_parameter(name).grad
                 self.check_equal(f"step {step}: gradient of {name}", found, expected[name], atol=0, rtol=0)
+        model[0].bias.grad = None
+        kept = model[0].weight.grad.clone()
+        ddp(rows[0] + trigger).square().sum().backward()
+        reference.zero_grad()
+        reference(rows[0]).square().sum().backward()
+        expected = self.averaged(reference)
+        found = (model[0].weight.grad, model[0].bias.grad)
+        self.check_equal("one kept, one reset", found, (kept + expected["0.weight"], expected["0.bias"]))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_arguments_that_cannot_work_are_refused(self):

@@ -249,6 +249,22 @@ class TestDDPMixedPrecision(DDPTest):
         self.check_equal("parameters", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_low_precision_copies_take_memory_only_in_use(self):
+        """Before forward a parameter's copy has none. What DDP ignores has no copy, and keeps its type."""
+        skip_without_accelerator("DDP's mixed precision makes streams")
+        model = self._model()
+        names = ["1.layer.weight", "1.layer.bias", "1.offset"]
+        ignored = [model[1].layer.weight, model[1].layer.bias, model[1].offset]
+        DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+        DDP(model, mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL, buffer_dtype=HALF))
+        copies = {name: each._mp_param for name, each in model.named_parameters() if hasattr(each, "_mp_param")}
+        self.check_equal("what has a copy", list(copies), ["0.layer.weight", "0.layer.bias"])
+        sizes = [copy.untyped_storage().size() for copy in copies.values()]
+        self.check_equal("bytes of copies before forward", sizes, [0, 0])
+        self.check_equal("types of what is ignored", [each.dtype for each in ignored], [FULL] * 3)
+        self.check_equal("type of the other buffer", model[0].offset.dtype, HALF)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_streams_wait_for_low_precision(self):
         """Low-precision copies and what casts gradients back run on streams of their own, for which others wait."""
         skip_without_accelerator("the host has no streams")

@@ -13,16 +13,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, first_ranks_mesh, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import (
+    FullyShardParityTest,
+    first_ranks_mesh,
+    full_tensor,
+    skip_offload_of_orig_params,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -102,7 +113,7 @@ class TestStateDict(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_of_a_fresh_optimizer_changes_nothing(self):
-        """Asking for the state initializes it, but neither trains nor changes hyperparameters."""
+        """Asking for the state makes one for every parameter, but neither trains nor changes hyperparameters."""
         model, optimizer = self._trained(0, 0)
         before = [full_tensor(each).clone() for each in model.parameters()]
         _, state = get_state_dict(model, optimizer)
@@ -111,6 +122,61 @@ class TestStateDict(FullyShardParityTest):
         self.check_equal("learning rates", [group["lr"] for group in optimizer.param_groups], [0.1, 0.2])
         self.check_equal("saved learning rates", [group["lr"] for group in state["param_groups"]], [0.1, 0.2])
         self.check_equal("gradients", [each.grad for each in model.parameters()], [None] * 4)
+        self.check_equal("parameters with state", sorted(state["state"]), ["0.bias", "0.weight", "1.bias", "1.weight"])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_full_optimizer_state_of_fsdp1_is_on_rank_0(self):
+        """Offloaded, the full state of a flat parameter is on rank 0 alone, and serves all ranks from there."""
+        skip_offload_of_orig_params()
+
+        def trained(seed, steps):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(self.device)
+            model = FSDP(model, device_id=self.device, use_orig_params=True)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (seed + 1))
+            self._train(model, optimizer, range(steps))
+            return model, optimizer
+
+        (model, optimizer), (other, loaded) = trained(0, 2), trained(1, 1)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        names = ["0.bias", "0.weight", "1.bias", "1.weight"]
+        self.check_equal("names of the full state", sorted(state.get("state", {})), names if self.rank == 0 else [])
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, loaded, state, options=options)
+        self.check_equal("learning rate", loaded.param_groups[0]["lr"], 0.1)
+        whole = [
+            get_optimizer_state_dict(*each, options=StateDictOptions(full_state_dict=True))
+            for each in ((model, optimizer), (other, loaded))
+        ]
+        for name in names:
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                found, expected = (each["state"][name][key] for each in reversed(whole))
+                self.check_equal(f"{key} of {name}", found, expected, atol=0, rtol=0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_patched_state_dicts(self):
+        """``state_dict()`` and ``load_state_dict()`` of a model and its optimizer speak in names of the model."""
+        source, target = self._trained(0, 2), self._trained(1, 1, lrs=(0.7, 0.8))
+        for model, optimizer in (source, target):
+            _patch_model_state_dict(model)
+            _patch_optimizer_state_dict(model, optimizers=optimizer)
+        state = copy.deepcopy([each.state_dict() for each in source])
+        self.check_equal("names in the optimizer's state", sorted(state[1]["state"]), sorted(state[0]))
+        for each, saved in zip(target, state, strict=True):
+            each.load_state_dict(saved)
+        self._check_same(target, source, "loaded")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_state_of_submodules(self):
+        model, _ = self._trained(0, 0)
+        for keeps, names in ((True, ["0.bias", "0.weight"]), (False, ["bias", "weight"])):
+            options = StateDictOptions(keep_submodule_prefixes=keeps)
+            with self.assertWarnsRegex(FutureWarning, "submodules only"):
+                state = get_model_state_dict(model, submodules={model[0]}, options=options)
+            self.check_equal(f"names, {keeps}", sorted(state), names)
+            weight = full_tensor(state[names[1]])
+            self.check_equal("weight", weight, full_tensor(model[0].weight), atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_missing_state_is_named(self):

@@ -13,6 +13,14 @@ _RESHARDING = (
 )
 
 
+_SAVED = "checkpoint.test_planner:TestSavePlan."
+_LOADED = "checkpoint.test_planner:TestLoadPlan."
+
+
+def _planner(function: str, old: str, new: str, test: str, says: str) -> Fault:
+    return fault(f"{_ROOM}.{function}", old, new, test, says)
+
+
 def _optimizer(function: str, old: str, new: str, test: str, says: str) -> Fault:
     return fault(f"{_ROOM}.state_dict:{function}", old, new, _STATE + test, says)
 
@@ -135,5 +143,90 @@ MISTAKES = {
         "state_dict=state_dict, strict=True, assign=assign",
         "test_options_of_the_model_state",
         "Missing key",
+    ),
+    "checkpoint_fresh_state_left_out": _optimizer(
+        "_get_optim_state_dict",
+        "_init_optim_state(optim)",
+        "pass",
+        "test_state_of_a_fresh_optimizer_changes_nothing",
+        "parameters with state: ",
+    ),
+    "checkpoint_broadcast_fsdp1_state_wanted_on_every_rank": fault(
+        f"{_ROOM}.state_dict:_verify_options",
+        "rank0_only=(options.cpu_offload or options.broadcast_from_rank0)",
+        "rank0_only=False",
+        f"{_STATE}test_full_optimizer_state_of_fsdp1_is_on_rank_0",
+        'rank 1 of 2 failed with ValueError: .*must have the keys "state"',
+        device="sim",
+    ),
+    "checkpoint_patched_optimizer_loads_nothing": _optimizer(
+        "_patch_optimizer_state_dict",
+        "_load_state_dict_call(optim_state_dict=state_dict)",
+        "pass",
+        "test_patched_state_dicts",
+        "loaded: ",
+    ),
+    "checkpoint_patched_model_loads_nothing": _optimizer(
+        "_patch_model_state_dict",
+        "_load_state_dict_call(model_state_dict=state_dict)",
+        "pass",
+        "test_patched_state_dicts",
+        "loaded: ",
+    ),
+    "checkpoint_of_a_submodule_has_all": _optimizer(
+        "_get_model_state_dict",
+        "if not fqn.startswith(prefix):",
+        "if False:",
+        "test_state_of_submodules",
+        "names, True",
+    ),
+    "checkpoint_of_a_submodule_keeps_prefixes": _optimizer(
+        "_get_model_state_dict",
+        "if info.keep_submodule_prefixes:",
+        "if True:",
+        "test_state_of_submodules",
+        "names, False",
+    ),
+    "checkpoint_replicas_written_by_the_first_rank": _planner(
+        "_dedup_save_plans:dedup_save_plans",
+        "if save_to_lowest_rank:",
+        "if True:",
+        f"{_SAVED}test_what_all_ranks_have_is_written_once",
+        "ranks that write",
+    ),
+    "checkpoint_kept_plan_is_never_new": _planner(
+        "planner_helpers:_compare_save_plans",
+        "if len(plan.items) != len(other_plan.items):",
+        "if False:",
+        f"{_SAVED}test_plans_are_kept_while_nothing_changes",
+        "sends its plan",
+    ),
+    "checkpoint_kept_plan_of_another_size": _planner(
+        "planner_helpers:_compare_save_plans",
+        "tensor_data.size != other_tensor_data.size",
+        "False",
+        f"{_SAVED}test_plans_are_kept_while_nothing_changes",
+        "out of bounds chunk: tensor-size",
+    ),
+    "checkpoint_plan_not_kept": _planner(
+        "default_planner:DefaultSavePlanner.finish_plan",
+        'if hasattr(self, "_pending_local_plan"):',
+        "if False:",
+        f"{_SAVED}test_plans_are_kept_while_nothing_changes",
+        "sends its plan",
+    ),
+    "checkpoint_missing_name_passed_over": _planner(
+        "default_planner:create_default_local_load_plan",
+        "if strict:",
+        "if False:",
+        f"{_LOADED}test_partial_load",
+        "CheckpointException not raised",
+    ),
+    "checkpoint_size_not_compared": _planner(
+        "default_planner:create_default_local_load_plan",
+        "and md.size != obj.size()",
+        "and False",
+        f"{_LOADED}test_sizes_that_differ_are_named",
+        "CheckpointException not raised|Regex",
     ),
 }

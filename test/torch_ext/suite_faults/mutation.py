@@ -60,7 +60,7 @@ class Edit:
         definition.decorator_list = []  # they stay where they are, around the function
         ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
         namespace: dict[str, Any] = dict(function.__globals__)
-        flags = __future__.annotations.compiler_flag
+        flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some look at annotations within it
         exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
         function.__code__ = namespace[definition.name].__code__
 

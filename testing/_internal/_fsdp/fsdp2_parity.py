@@ -102,9 +102,8 @@ def _check_gradient(cls: Any, whole: torch.Tensor, part: DTensor, name: str) -> 
 
 
 def _check_is_dtensor(cls: Any, tensor: object, name: str) -> DTensor:
-    cls.assertIsInstance(tensor, DTensor, name)
-    if not isinstance(tensor, DTensor):  # for the type checker; the assertion above has already failed
-        raise AssertionError(f"{name}: got {type(tensor).__name__}, expected DTensor")
+    if not isinstance(tensor, DTensor):
+        raise AssertionError(f"{name} is a {type(tensor).__name__}, not a DTensor: its module is unsharded")
     return tensor
 
 

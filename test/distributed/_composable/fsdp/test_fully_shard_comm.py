@@ -298,12 +298,13 @@ class TestFullyShardUnshard(CommTest):
                 handles = [module.unshard(async_op=True) for module in (model, model.first, model.second)]
                 for handle in handles * waits:
                     handle.wait()
-            self.assertEqual(counted.get_total_counts(), 3)
+            self.check_equal("collectives of three asynchronous unshards", counted.get_total_counts(), 3)
             if waits:
                 self.assertEqual(model.second.weight.detach(), reference.second.weight.detach(), atol=0, rtol=0)
             with torch.no_grad():
-                self.assertEqual(self.counts(lambda model=model: model(self.rows(4))), (0, 0, 0))
-                self.assertIsInstance(model.second.weight, DTensor)
+                counts = self.counts(lambda model=model: model(self.rows(4)))
+                self.check_equal("collectives of a forward of what is unsharded", counts, (0, 0, 0))
+                self.assertIsInstance(model.second.weight, DTensor, "second is resharded after forward")
                 self.assertEqual(model(self.rows(4)), reference(self.rows(4)))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

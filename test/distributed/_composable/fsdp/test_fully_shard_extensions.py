@@ -348,9 +348,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         """Check that on this rank each weight was gathered ``num_unshards`` times through its own hooks."""
         for name, _ in model.named_parameters():
             calls = [call for owner, call in hooks.calls if owner == name]
-            self.assertEqual(calls.count("pre"), num_unshards, name)
-            self.assertEqual(calls.count("post"), 1, name)
-            self.assertEqual(calls.count("post into out"), num_unshards - 1, name)
+            expected = {"pre": num_unshards, "post": 1, "post into out": num_unshards - 1}
+            found = {hook: calls.count(hook) for hook in expected}
+            self.assertEqual(found, expected, f"calls of the hooks of {name}: found {found}, expected {expected}")
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_all_gather_extensions_end_to_end(self):

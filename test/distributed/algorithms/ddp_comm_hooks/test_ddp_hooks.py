@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -13,10 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import CollectiveLog, DDPTest
+from torch_ext.testing._internal.common_fsdp import CollectiveLog, DDPTest, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -138,6 +140,70 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 self.backward(each, step)
             expected = self.averaged(reference) if step < 2 else self.gradients(reference)
             self.check_gradients(ddp, expected, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_power_sgd_of_full_rank_averages(self):
+        """Averages until the given step, and then, with factors of full rank, the same up to rounding."""
+        state = power_sgd.PowerSGDState(None, 8, start_powerSGD_iter=2, min_compression_rate=0)
+        ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
+        for step in range(4):
+            for each in (ddp, reference):
+                each.zero_grad()
+                self.backward(each, step)
+            for name, expected in self.averaged(reference).items():
+                found = ddp.module.get_parameter(name).grad
+                tolerance = {"atol": 1e-4, "rtol": 1e-4} if step >= 2 else {"atol": 0, "rtol": 0}
+                self.check_equal(f"step {step}: gradient of {name}", found, expected, **tolerance)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_power_sgd_keeps_what_compression_loses(self):
+        """With rank one, weights lose something, which is added to the next step's; biases, with one dimension, are
+        averaged. All ranks get the same.
+        """
+        state = power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+        ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
+        received, owed = 0, 0
+        for step in range(5):
+            for each in (ddp, reference):
+                each.zero_grad()
+                self.backward(each, step)
+            expected = self.averaged(reference)
+            found = {name: each.grad.clone() for name, each in ddp.module.named_parameters()}
+            self.check_equal(f"step {step}: bias", found["0.bias"], expected["0.bias"])
+            everywhere = [None] * self.world_size
+            dist.all_gather_object(everywhere, [each.cpu() for each in found.values()])
+            self.check_equal(f"step {step}: gradients of the ranks", everywhere[1], everywhere[0], atol=0, rtol=0)
+            if step < 2:
+                continue
+            weight = found["0.weight"]
+            rank = int(torch.linalg.matrix_rank(weight.cpu(), atol=1e-4))
+            self.check_equal(f"step {step}: rank of the weight's gradient", rank, 1)
+            received, owed = received + weight, owed + expected["0.weight"]
+            (error,) = state.error_dict.values()
+        # What all steps sent and what is still owed add up to all that there was.
+        dist.all_reduce(error)
+        behind = 3 + 18 + 6  # elements of the parameters that come before it in the bucket, the last parameter first
+        still_owed = (error / self.world_size)[behind : behind + 24].view(6, 4)
+        self.check_equal("sent and still owed", received + still_owed, owed, atol=1e-4, rtol=1e-4)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_optimizer_in_backward(self):
+        """Each bucket's parameters are stepped when it has been reduced, and keep no gradients."""
+        skip_without_accelerator("an optimizer in DDP's backward has a stream of its own")
+        model, reference = self.net(), self.net()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(3):
+            self.backward(ddp, step)
+            self.backward(reference, step)
+            for name, gradient in self.averaged(reference).items():
+                reference.get_parameter(name).grad.copy_(gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, each in model.named_parameters():
+                self.check_equal(f"step {step}: {name}", each, reference.get_parameter(name))
+                self.assertIsNone(each.grad, f"gradient of {name}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks_that_cannot_work_are_refused(self):

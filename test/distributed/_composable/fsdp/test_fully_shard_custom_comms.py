@@ -1,0 +1,220 @@
+# Owner(s): ["oncall: distributed"]
+"""What FSDP2's users may put in place of its communication: collectives, buffers, groups and how many are in flight."""
+
+import sys
+import unittest
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    FullyShardParityTest,
+    ThreeUnits,
+    patch_all_gather,
+    patch_reduce_scatter,
+    world_mesh,
+)
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+def needs_setting(name):
+    return unittest.skipIf(
+        not hasattr(FSDPModule, name), f"FSDPModule of this torch has no {name}: install a newer one"
+    )
+
+
+class Counted:
+    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses one before it is filled."""
+
+    def __init__(self):
+        self.allocated, self.called = [], []
+
+    def allocate(self, size, *, dtype, device):
+        self.allocated.append(torch.Size(size).numel())
+        return torch.full(size, float("nan"), dtype=dtype, device=device)
+
+
+class CountedAllGather(Counted):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.called.append((input_tensor.numel(), output_tensor.numel()))
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedReduceScatter(Counted):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.called.append((input_tensor.numel(), output_tensor.numel()))
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class CustomCommsTest(FullyShardParityTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def three_units(self, mesh=None, **options):
+        model = ThreeUnits().to(self.device)
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh or world_mesh(self.world_size), **options)
+        return model
+
+    def check_parity(self, model):
+        self.check_train_parity(self.replica(ThreeUnits()), model, 4)
+
+
+class TestFullyShardCustomCollectives(CustomCommsTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_set_custom_all_gather(self):
+        """The module's all-gathers go through the user's, with buffers that it allocates; the others' do not."""
+        model = self.three_units()
+        gather = CountedAllGather()
+        model.second.set_custom_all_gather(gather)
+        self.check_parity(model)
+        # In each of two steps, before forward and before backward: 24 of 48 elements.
+        self.check_equal("elements gathered", gather.called, [(24, 48)] * 4)
+        self.check_equal("elements allocated", set(gather.allocated), {48})
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_set_custom_reduce_scatter(self):
+        model = self.three_units()
+        scatter = CountedReduceScatter()
+        model.second.set_custom_reduce_scatter(scatter)
+        self.check_parity(model)
+        self.check_equal("elements reduced", scatter.called, [(48, 24)] * 2)
+        self.check_equal("elements allocated", scatter.allocated, [48, 24] * 2)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_allocation_from_the_group_and_custom_collectives_exclude_each_other(self):
+        for setter, custom, words in (
+            ("set_custom_all_gather", CountedAllGather(), "all gather comm is custom: CountedAllGather"),
+            (
+                "set_custom_reduce_scatter",
+                CountedReduceScatter(),
+                "reduce scatter comm is custom: CountedReduceScatter",
+            ),
+        ):
+            model = self.three_units()
+            getattr(model, setter)(custom)
+            with self.assertRaisesRegex(AssertionError, words):
+                model.set_allocate_memory_from_process_group_for_comm(True)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_set_allocate_memory_from_process_group_for_comm(self):
+        """Buffers come from the group's backend where it has an allocator, and change nothing."""
+        model = self.three_units()
+        backend = dist.group.WORLD._get_backend(torch.device(self.device))
+        for enable in (True, False):
+            for module in (model.first, model.second, model):
+                module.set_allocate_memory_from_process_group_for_comm(enable)
+            comms = [fully_shard.state(model)._fsdp_param_group._all_gather_comm]
+            comms.append(fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm)
+            prefix = "ProcessGroupAlloc" if enable else "Default"
+            found = [type(comm).__name__ for comm in comms]
+            self.check_equal(f"{enable}", found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"])
+            if not backend.supports_tensor_alloc(torch.device(self.device)):
+                allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
+                self.check_equal("type", (allocated.dtype, allocated.device.type), (torch.float64, self.device.type))
+            reference = self.replica(ThreeUnits())
+            reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
+            self.check_train_parity(reference, model, 4)
+
+
+class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def groups_used(self, model, step=0):
+        """Return the groups of a step's all-gathers and of its reduce-scatters."""
+        gather, scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
+        used = ([], [])
+
+        def gathering(*args, **kwargs):
+            used[0].append(kwargs["group"])
+            return gather(*args, **kwargs)
+
+        def scattering(*args, **kwargs):
+            used[1].append(kwargs["group"])
+            return scatter(*args, **kwargs)
+
+        with patch_all_gather(gathering), patch_reduce_scatter(scattering):
+            model(self.rows(4, step)).square().sum().backward()
+        return used
+
+    @needs_setting("set_separate_reduce_scatter_group")
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_separate_reduce_scatter_group(self):
+        """All modules over the same ranks share one more group, for their reduce-scatters alone."""
+        self.run_subtests({"replicas": [1, 2]}, self._test_separate_group)
+
+    def _test_separate_group(self, replicas):
+        if replicas == 1:
+            mesh = world_mesh(4)
+            own = mesh.get_group()
+        else:
+            mesh = world_mesh(2, 2)
+            own = mesh.get_group(1)
+        model = self.three_units(mesh)
+        model.set_separate_reduce_scatter_group()
+        gathers, scatters = self.groups_used(model)
+        self.check_equal("groups of all-gathers", set(gathers), {own})
+        self.check_equal("number of groups of reduce-scatters", len(set(scatters)), 1)
+        self.assertNotIn(own, scatters)
+        ranks = [dist.get_process_group_ranks(group) for group in (scatters[0], own)]
+        self.check_equal("ranks that reduce", *ranks)
+        model.set_separate_reduce_scatter_group()
+        self.check_equal("asked for again", self.groups_used(model)[1], scatters)
+        model.zero_grad()
+        self.check_parity(model)
+        model.set_separate_reduce_scatter_group(False)
+        self.check_equal("reset", set(self.groups_used(model)[1]), {own})
+
+    @needs_setting("set_separate_reduce_scatter_group")
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_a_separate_group_of_one_module(self):
+        model = self.three_units()
+        own = world_mesh(4).get_group()
+        model.second.set_separate_reduce_scatter_group(recurse=False)
+        _, scatters = self.groups_used(model)
+        # The backward of second ends before that of the root; first, whose input needs no gradient, comes last.
+        self.check_equal("reduced in a group apart", [group is not own for group in scatters], [True, False, False])
+
+
+class TestFullyShardReduceScatterBuffers(CustomCommsTest):
+    @needs_setting("set_reduce_scatter_max_input_buffers")
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_set_reduce_scatter_max_input_buffers(self):
+        """So many inputs of reduce-scatters are kept at a time, the largest number that any module asks for."""
+        self.run_subtests({"asked": [None, 1, 2, 3]}, self._test_max_input_buffers)
+
+    def _test_max_input_buffers(self, asked):
+        model = self.three_units()
+        if asked is not None:
+            model.second.set_reduce_scatter_max_input_buffers(asked)
+        scatter, kept = getattr(dist, REDUCE_SCATTER), []
+
+        def scattering(*args, **kwargs):
+            work = scatter(*args, **kwargs)
+            kept.append(len(fully_shard.state(model)._comm_ctx.reduce_scatter_states))
+            return work
+
+        with patch_reduce_scatter(scattering):
+            for step in range(2):
+                model(self.rows(4, step)).square().sum().backward()
+        # Before each reduction, the oldest are let go until its own buffer fits.
+        limit = asked or 1
+        self.check_equal("kept when the next begins", kept, [min(before, limit - 1) for before in (0, 1, 2)] * 2)
+        self.check_equal("kept after backward", fully_shard.state(model)._comm_ctx.reduce_scatter_states, [])
+        model.zero_grad()
+        self.check_parity(model)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,191 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP2 over more than one mesh: single parameters on their own, and one for all kinds of parallelism."""
+
+import sys
+import unittest
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_utils import run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:
+    DataParallelMeshDims = None
+
+NEEDS_MESHES = unittest.skipIf(
+    DataParallelMeshDims is None, "fully_shard of this torch has no meshes for single parameters: install a newer one"
+)
+
+
+class Experts(nn.Module):
+    """A dense layer and experts' weights. Shapes: ``(*, 4)`` to itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        return torch.relu(self.dense(x)) @ self.experts
+
+
+class TestFullyShardPerParamMesh(FullyShardParityTest):
+    """Dense parameters are sharded over all four ranks, experts' over two, whose gradients alone they average."""
+
+    def _meshes(self):
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("expert", "shard"))
+        return mesh["shard"], FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+
+    def _sharded(self, model, info, **options):
+        def place(parameter):
+            return ShardPlacementResult(Shard(0), info) if parameter is model.experts else None
+
+        return fully_shard(model.to(self.device), mesh=world_mesh(4), shard_placement_fn=place, **options)
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_train_parity(self):
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_train_parity)
+
+    def _test_train_parity(self, reshard_after_forward):
+        model = Experts()
+        reference = self.replica(model)
+        mesh, info = self._meshes()
+        self._sharded(model, info, reshard_after_forward=reshard_after_forward)
+        shapes = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
+        rows = (2, 2, 2, 0)[self.rank]
+        expected = {"experts": (3, 4), "dense.weight": (rows, 4), "dense.bias": (rows,)}
+        self.check_equal("shapes of shards", shapes, expected)
+        optimizers = [self.optimizer(each) for each in (reference, model)]
+        for step in range(2):
+            for each in (reference, model):
+                each(self.rows(4, step)).square().sum().backward()
+            for name, parameter in reference.named_parameters():
+                group = mesh.get_group() if name == "experts" else None
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad.div_(dist.get_world_size(group))
+                found = model.get_parameter(name).grad
+                self.check_equal(f"step {step}: gradient of {name}", full_tensor(found), parameter.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in reference.named_parameters():
+            self.check_equal(name, full_tensor(model.get_parameter(name)), parameter.detach())
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_custom_collectives_are_refused(self):
+        """They could not tell which of the groups they are for."""
+        model = Experts()
+        self._sharded(model, self._meshes()[1])
+        for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+            with self.assertRaisesRegex(ValueError, f"{name} is not supported with multiple param groups"):
+                getattr(model, name)(None)
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_one_group_has_one_mesh(self):
+        """Parameters over the same ranks must share the object that describes their mesh."""
+        model = Experts()
+        mesh, _ = self._meshes()
+        with self.assertRaisesRegex(ValueError, "sharing the same process group must use the same"):
+            fully_shard(
+                model.to(self.device),
+                mesh=world_mesh(4),
+                shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0)),
+            )
+
+
+class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
+    """Parameters are on a mesh of data and tensor parallel ranks, and FSDP is told which dimensions are its own."""
+
+    def _trained(self, dims, names, placements):
+        """Return a plain linear layer and one on a mesh of ``dims``, after a backward of both."""
+        torch.manual_seed(0)
+        reference = nn.Linear(4, 8, bias=False).to(self.device)
+        mesh = init_device_mesh(self.device.type, dims, mesh_dim_names=names)
+        model = nn.Linear(4, 8, bias=False).to(self.device)
+        model.weight = nn.Parameter(distribute_tensor(reference.weight.detach(), mesh, placements))
+        own = DataParallelMeshDims(
+            shard=tuple(name for name in names if name.startswith("shard")) or None,
+            replicate="replicate" if "replicate" in names else None,
+        )
+        fully_shard(model, mesh=mesh, dp_mesh_dims=own)
+        # Ranks that differ in tensor parallelism alone have the same rows.
+        tensor = names.index("tensor")
+        data = [place for index, place in enumerate(mesh.get_coordinate()) if index != tensor]
+        generator = torch.Generator().manual_seed(sum(10**index * place for index, place in enumerate(data)))
+        rows = torch.randn(3, 4, generator=generator).to(self.device)
+        spread = [Replicate() if name == "tensor" else Shard(0) for name in names]
+        out = model(DTensor.from_local(rows, mesh, spread))
+        out.to_local().square().sum().backward()
+        reference(rows).square().sum().backward()
+        dist.all_reduce(reference.weight.grad)
+        reference.weight.grad.div_(self.world_size)
+        return reference, model
+
+    def _check(self, dims, names, placements, shape):
+        reference, model = self._trained(dims, names, placements)
+        self.check_equal("gradient", full_tensor(model.weight.grad), reference.weight.grad)
+        self.check_equal("weight", full_tensor(model.weight), reference.weight.detach())
+        self.check_equal("shape of the shard", tuple(model.weight.to_local().shape), shape)
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_tensor_parallelism(self):
+        """The same dimension of the weight may be sharded twice."""
+        for placement, shape in ((Shard(0), (2, 4)), (Replicate(), (4, 4))):
+            with self.telling(f"{placement}"):
+                self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_several_dimensions_of_data_parallelism(self):
+        """FSDP shards over two dimensions as over one of their product, and averages over replicas."""
+        for names, shape in ((("shard_a", "shard_b", "tensor"), (2, 4)), (("replicate", "shard", "tensor"), (4, 4))):
+            with self.telling(f"{names}"):
+                self._check((2, 2, 1), names, [Replicate()] * 3, shape)
+
+    @NEEDS_MESHES
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_what_cannot_work_is_refused(self):
+        mesh, other = (
+            init_device_mesh(self.device.type, (2, 2), mesh_dim_names=names)
+            for names in (("shard", "tensor"), ("shard", "other"))
+        )
+        own = DataParallelMeshDims(shard="shard")
+
+        def layer(on, placements):
+            module = nn.Linear(4, 8, bias=False).to(self.device)
+            if on is not None:
+                module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), on, placements))
+            return module
+
+        for error, words, module, options in (
+            (ValueError, "all parameters must be", layer(None, None), {}),
+            (ValueError, r"Expected Replicate\(\) on DP shard dim 'shard'", layer(mesh, [Shard(0), Replicate()]), {}),
+            (ValueError, "same mesh passed", layer(other, [Replicate()] * 2), {}),
+            (NotImplementedError, "as int", layer(mesh, [Replicate()] * 2), {"reshard_after_forward": 2}),
+        ):
+            with self.assertRaisesRegex(error, words):
+                fully_shard(module, mesh=mesh, dp_mesh_dims=own, **options)
+        with self.assertRaisesRegex(ValueError, "At least one of shard or replicate"):
+            DataParallelMeshDims()
+
+
+if __name__ == "__main__":
+    run_tests()
