@@ -31,8 +31,10 @@ class Frame:
     def is_library(self) -> bool:
         """Whether it is code of torch, of torch_ext or of Python, or generated, rather than the user's.
 
-        >>> Frame("/tmp/torchinductor_me/cc/cabc.py", 82, "call").is_library, Frame("/me/train.py", 8, "step").is_library
-        (True, False)
+        >>> Frame("/tmp/torchinductor_me/cc/cabc.py", 82, "call").is_library
+        True
+        >>> Frame("/me/train.py", 8, "step").is_library
+        False
         """
         if _GENERATED.search(self.file):
             return True
