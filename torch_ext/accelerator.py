@@ -26,6 +26,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from torch_ext.compat.testing import around_threaded_collectives
+
 __all__ = [
     "DEVICE_VARIABLE",
     "HOST",
@@ -194,7 +196,7 @@ def race_check_of_threads(tell: Callable[[str], None]) -> RaceCheckOfThreads | N
     ``torch.sim.races.ThreadsCheck``.
     """
     races = _races()
-    return None if races is None else races.ThreadsCheck(tell)
+    return None if races is None else races.ThreadsCheck(tell, around_threaded_collectives)
 
 
 def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:

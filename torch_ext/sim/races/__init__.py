@@ -34,7 +34,7 @@ from torch_ext.sim.races._pickled import see_pickled_tensors
 from torch_ext.sim.races._report import render
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
 from torch_ext.sim.races._schedule import asked as asked_schedule
-from torch_ext.sim.races._threads import as_rank, watch_handovers
+from torch_ext.sim.races._threads import AroundCollectives, as_rank, watch_handovers
 
 __all__ = [
     "MODES",
@@ -262,14 +262,19 @@ class ThreadsCheck:
 
     _current: ThreadsCheck | None = None
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """Begin. Call it before the threads start; a check that nobody has ended ends now."""
+    def __init__(self, tell: Callable[[str], None], around_collectives: AroundCollectives) -> None:
+        """Begin. Call it before the threads start; a check that nobody has ended ends now.
+
+        Args:
+            tell: as for :func:`check_body`.
+            around_collectives: how to be around the collectives of the ranks' group.
+        """
         if ThreadsCheck._current is not None:
             ThreadsCheck._current.end()
         ThreadsCheck._current = self
         asked = mode(unset="error")
         self._body = _Body(asked, tell) if asked != "off" else None
-        self._unwatch = watch_handovers() if self._body else None
+        self._unwatch = watch_handovers(around_collectives) if self._body else None
         if self._body:
             self._body.begin()
 

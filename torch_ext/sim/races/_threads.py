@@ -28,11 +28,14 @@ from typing import Any
 
 import torch
 
-from torch_ext.compat.testing import around_threaded_collectives
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
-__all__ = ["as_rank", "watch_handovers"]
+__all__ = ["AroundCollectives", "as_rank", "watch_handovers"]
+
+# Enters a context around each rank's part of each collective, until the function that it returns is called. The context
+# gets an object that the ranks share, the name of what they do, such as `AllReduce`, what is read and what is written.
+AroundCollectives = Callable[[Callable[..., contextlib.AbstractContextManager[None]]], Callable[[], None]]
 
 _HANDOVER = "_torch_ext_handover"  # of a collective
 _waiting = 0  # the thread that started the ranks and waits for them: it hands nothing on
@@ -49,12 +52,12 @@ def as_rank(rank: int) -> Iterator[None]:
         _native.end_rank_thread()
 
 
-def watch_handovers() -> Callable[[], None]:
+def watch_handovers(around_collectives: AroundCollectives) -> Callable[[], None]:
     """See what threads hand to one another from now on, until the returned function is called."""
     global _waiting
     _waiting = threading.get_ident()
     undo = contextlib.ExitStack()
-    undo.callback(around_threaded_collectives(_collective))
+    undo.callback(around_collectives(_collective))
     for name, seen in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
         _replace(undo, threading.Condition, name, seen(getattr(threading.Condition, name)))
     _replace(undo, threading.Event, "is_set", _is_set(threading.Event.is_set))
