@@ -136,15 +136,6 @@ def host_reads_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def host_lists_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    host.tolist()  # later: resolve_neg
-
-
-@pair
 def host_saves_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
     x, host = on.tensor(), on.pinned()
     host.copy_(x, non_blocking=True)  # earlier: copy_

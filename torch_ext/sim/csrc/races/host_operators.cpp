@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <string_view>
 
 #include "../device.h"
 #include "../kernel.h"
@@ -23,13 +22,9 @@ using Accesses = c10::SmallVector<sim::Access, 4>;
 
 at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
-// What `tolist()` calls, which reads memory by itself after that.
-constexpr std::string_view kBeforeList = "aten::resolve_neg";
-
 // Whether the operator itself touches memory. One that is written in terms of others has no kernel of the host.
 bool is_kernel(const c10::OperatorHandle& op) {
-  return op.operator_name().name == kBeforeList || op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-      op.operator_name().name == "aten::copy_";
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name == "aten::copy_";
 }
 
 // Adds what the operator does to `tensor`. Returns whether that is on a device: then it is a kernel, told as such.
@@ -61,7 +56,7 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
   for (size_t i = 0; i < inputs.size(); ++i) {
     const auto* alias = schema->arguments()[i].alias_info();
     const bool write = alias != nullptr && alias->isWrite();
-    if (alias != nullptr && !write && schema->name() != kBeforeList) {
+    if (alias != nullptr && !write) {
       continue; // it makes a view
     }
     if (inputs[i].isTensor()) {
