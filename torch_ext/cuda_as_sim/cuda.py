@@ -46,26 +46,33 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for a hint that the simulated accelerator has no use for."""
 
 
-def find(name: str) -> Any:
-    """Return what ``torch.cuda.<name>`` means.
+def find(name: str, submodule: str = "") -> Any:
+    """Return what ``torch.cuda.<name>`` means, or ``torch.cuda.<submodule>.<name>``.
 
     Raises:
         AttributeError: neither the table nor ``torch.sim`` has the name.
     """
+    part = submodule.partition(".")[0]
+    if part in table.OF_SUBMODULES and name in table.OF_SUBMODULES[part]:
+        return table.OF_SUBMODULES[part][name]
     for named in (table.CONSTANTS, table.FUNCTIONS):
         if name in named:
             return named[name]
     if name in table.REFUSED:
         return Refused(name)
+    if part in table.REFUSED:
+        return Refused(part)
     if name in table.DOES_NOTHING:
         return _nothing
-    try:
-        return getattr(torch.get_device_module(DEVICE), name)
-    except AttributeError:
-        raise AttributeError(
-            f"torch.cuda.{name} has no counterpart on the simulated accelerator; "
-            "torch_ext/cuda_as_sim/table.py says what each name means"
-        ) from None
+    sim = torch.get_device_module(DEVICE)
+    for holder in (getattr(sim, part, None) if part else None, sim):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    dotted = f"{submodule}.{name}" if submodule else name
+    raise AttributeError(
+        f"torch.cuda.{dotted} has no counterpart on the simulated accelerator; "
+        "torch_ext/cuda_as_sim/table.py says what each name means"
+    )
 
 
 class _Submodule(ModuleType):
@@ -74,7 +81,7 @@ class _Submodule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return find(name)
+        return find(name, self.__name__.removeprefix(f"{FACADE}."))
 
 
 def __getattr__(name: str) -> Any:

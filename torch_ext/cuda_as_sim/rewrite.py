@@ -8,6 +8,7 @@ the file says. So the file says something else. Lines and columns stay.
 - A string that is a device or a backend, or in which a device stands with its index, names the simulated one.
 - ``torch.cuda``, in expressions and imports, is the module of ``cuda.py``; so are the names of NCCL.
 - ``x.is_cuda`` asks for the simulated device.
+- What torch asks of CUDA without saying so, such as ``torch.is_autocast_enabled()``, is asked of the simulated one.
 - ``ProfilerActivity.CUDA``, ``DispatchKey.CUDA`` and ``DeviceType.CUDA`` are those of PrivateUse1.
 - Where a value that is computed is used as a device, or compared with a string that was changed, it is asked first
   whether it names CUDA. Arguments and variables of the program arrive this way.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import ast
 
-from torch_ext.cuda_as_sim.words import BACKEND, FACADE, text_as_sim
+from torch_ext.cuda_as_sim.words import BACKEND, DEVICE, FACADE, text_as_sim
 
 __all__ = ["rewrite"]
 
@@ -36,6 +37,19 @@ _DEVICE_FIRST = {
     "Generator", "DeviceMesh", "autocast", "device", "get_device_module", "init_device_mesh", "init_process_group",
     "set_default_device", "to",
 }  # fmt: skip
+# Functions of torch that mean CUDA when nobody says so, how many arguments they have then, and their like that is told.
+_AUTOCAST = {
+    "is_autocast_enabled": (0, "is_autocast_enabled"),
+    "set_autocast_enabled": (1, "set_autocast_enabled"),
+    "get_autocast_gpu_dtype": (0, "get_autocast_dtype"),
+    "set_autocast_gpu_dtype": (1, "set_autocast_dtype"),
+}
+# Names of torch of which this room has its own, by the dotted path behind torch.
+_OF_TORCH = {
+    "backends.cuda.is_built": "is_built",
+    "set_default_tensor_type": "set_default_tensor_type",
+    "version.cuda": "VERSION",
+}
 _EQUALITIES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 
@@ -116,6 +130,8 @@ class _Rewriter(ast.NodeTransformer):
     # Names
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if (own := _OF_TORCH.get(self._behind_torch(node))) and isinstance(node.ctx, ast.Load):
+            return self._of_room(own, node)
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id in self._torch:
             return self._of_room("cuda", node)
@@ -130,6 +146,14 @@ class _Rewriter(ast.NodeTransformer):
         elif node.attr == "is_cuda":
             return self._call("is_cuda", node.value)
         return node
+
+    def _behind_torch(self, node: ast.expr) -> str:
+        """The names behind torch itself, as ``version.cuda`` of ``torch.version.cuda``; empty for anything else."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        return ".".join(names) if isinstance(node, ast.Name) and node.id in self._torch else ""
 
     def _of_room(self, name: str, like: ast.expr) -> ast.expr:
         room = ast.copy_location(ast.Name(_ROOM, ast.Load()), like)
@@ -177,6 +201,8 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if changed:
             return node
+        self._tell_autocast(node)
+        self._tell_profiler(node)
         name = _last_name(node.func)
         for keyword in node.keywords:
             if keyword.arg in _DEVICE_KEYWORDS:
@@ -186,6 +212,20 @@ class _Rewriter(ast.NodeTransformer):
         if name == "startswith" and isinstance(node.func, ast.Attribute) and any(map(self._is_changed, node.args)):
             node.func.value = self._asked(node.func.value)
         return node
+
+    def _tell_autocast(self, node: ast.Call) -> None:
+        count, told = _AUTOCAST.get(self._behind_torch(node.func), (-1, ""))
+        if isinstance(node.func, ast.Attribute) and len(node.args) == count and not node.keywords:
+            node.func.attr = told
+            node.args.insert(0, ast.copy_location(ast.Constant(DEVICE), node))
+
+    def _tell_profiler(self, node: ast.Call) -> None:
+        """``torch.autograd.profiler.profile(use_cuda=...)`` is ``use_device`` of the simulated one, or of none."""
+        for keyword in node.keywords:
+            if keyword.arg == "use_cuda" and _last_name(node.func) == "profile":
+                keyword.arg = "use_device"
+                none, device = (ast.copy_location(ast.Constant(each), keyword.value) for each in (None, DEVICE))
+                keyword.value = ast.copy_location(ast.IfExp(keyword.value, device, none), keyword.value)
 
     def _with_dispatch_key(self, node: ast.Call) -> bool:
         """Whether ``node`` registered a kernel for CUDA, which it now does for the simulated device's key."""

@@ -7,21 +7,41 @@ from typing import Any
 import torch
 
 import torch_ext.sim  # noqa: F401  # registers the device
-from torch_ext.cuda_as_sim import cuda, methods
+from torch_ext.cuda_as_sim import cuda, defaults, methods, nccl
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
+from torch_ext.cuda_as_sim.legacy import set_default_tensor_type
 from torch_ext.cuda_as_sim.words import DEVICE, word_as_sim
 
-__all__ = ["NeedsCudaError", "ProcessGroupNCCL", "as_sim", "cuda", "is_cuda", "is_nccl_available"]
+__all__ = [
+    "VERSION",
+    "NeedsCudaError",
+    "ProcessGroupNCCL",
+    "as_sim",
+    "cuda",
+    "is_built",
+    "is_cuda",
+    "is_nccl_available",
+    "set_default_tensor_type",
+]
 
-ProcessGroupNCCL = cuda.Refused("ProcessGroupNCCL")
+ProcessGroupNCCL = nccl.ProcessGroupNCCL
+
+# torch.version.cuda: programs ask whether there is one, and whether it is new enough for bfloat16.
+VERSION = "12.8"
 
 _CUDA = "cuda"
 
 methods.install()
+defaults.install()
 
 
 def is_nccl_available() -> bool:
     """Return True: simccl stands in for NCCL."""
+    return True
+
+
+def is_built() -> bool:
+    """``torch.backends.cuda.is_built()``: True, since a program that asks means to use the device."""
     return True
 
 

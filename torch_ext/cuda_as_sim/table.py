@@ -1,22 +1,26 @@
 """The one table of what each name of ``torch.cuda`` means on the simulated accelerator.
 
-A name that is not here means the one of ``torch.sim``. Names of submodules are found by their last part, as
-``torch.cuda.memory.memory_stats`` is.
+A name that is not here means the one of ``torch.sim``, or of its submodule. Names of submodules are also found by their
+last part, as ``torch.cuda.memory.memory_stats`` is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parallel import comm
 
+from torch_ext.cuda_as_sim import legacy
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
 from torch_ext.cuda_as_sim.words import DEVICE
 
-__all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "REFUSED", "SUBMODULES"]
+__all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "OF_SUBMODULES", "REFUSED", "SUBMODULES"]
 
 # The submodules of torch.cuda that programs import by name.
 SUBMODULES = (
@@ -31,7 +35,7 @@ _NVML = "Power, clocks and processes come from NVML, and there is no such hardwa
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
 _ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accelerator's cannot."
-_TYPES = "torch.cuda's legacy tensor types have no simulated ones; give a factory its device and dtype."
+_TYPES = "torch.cuda's legacy storage types have no simulated ones; give a factory its device and dtype."
 _DRIVER = "This is a call of CUDA's driver or runtime, and there is none."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
 
@@ -49,11 +53,11 @@ REFUSED: Mapping[str, str] = {
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
     **dict.fromkeys(
-        (f"{kind}{what}" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long",
-         "Short") for what in ("Tensor", "Storage")), _TYPES),
+        (f"{kind}Storage" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long",
+         "Short")), _TYPES),
     **dict.fromkeys(
-        ("ExternalStream", "GreenContext", "cudart", "check_error", "cudaStatus", "gds", "get_stream_from_external"),
-        _DRIVER),
+        ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
+         "green_contexts"), _DRIVER),
     **dict.fromkeys(("_compile_kernel", "jiterator", "tunable"), _COMPILER),
 }  # fmt: skip
 
@@ -66,6 +70,7 @@ DOES_NOTHING = frozenset(
 )  # fmt: skip
 
 CONSTANTS: Mapping[str, Any] = {
+    **legacy.TYPES,
     "has_half": True,
     "has_magma": False,
     "CudaError": RuntimeError,
@@ -87,21 +92,51 @@ def _capability(device: Any = None) -> tuple[int, int]:
     return (8, 0)
 
 
-def _amp(name: str) -> Callable[..., Any]:
-    return functools.partial(getattr(torch.amp, name), device_type=DEVICE)
+@dataclass(frozen=True)
+class _Properties:
+    """What programs read of a GPU: sizes are those of one of capability 8.0, name and memory those of the device."""
+
+    name: str
+    total_memory: int  # bytes
+    uuid: uuid.UUID
+    multi_processor_count: int = 1
+    major: int = 8
+    minor: int = 0
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 163 << 10
+    shared_memory_per_multiprocessor: int = 164 << 10
+    L2_cache_size: int = 40 << 20
+    clock_rate: int = 1_000_000  # kHz; sleep() counts in nanoseconds
+    memory_clock_rate: int = 1_000_000
+    memory_bus_width: int = 64
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    pci_bus_id: int = 0
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+    gcnArchName: str = ""
+
+
+def _properties(device: Any = None) -> _Properties:
+    sim = torch.get_device_module(DEVICE)
+    found = sim.get_device_properties(device)
+    with sim.device(device):
+        index = sim.current_device()
+    return _Properties(_device_name(device), found.total_memory, uuid.UUID(int=index), pci_device_id=index)
+
+
+def _cudart() -> Any:
+    """The runtime, of which programs use the two calls that bound what NVIDIA's profilers record."""
+    return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
 
 
 @contextlib.contextmanager
 def _nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Any:
     yield
-
-
-def _scaler(*args: Any, **kwargs: Any) -> Any:
-    return torch.amp.GradScaler(DEVICE, *args, **kwargs)
-
-
-def _autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-    return torch.autocast(DEVICE, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
 def _version() -> tuple[int, int, int]:
@@ -112,6 +147,9 @@ def _version() -> tuple[int, int, int]:
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_name": _device_name,
     "get_device_capability": _capability,
+    "get_device_properties": _properties,
+    "cudart": _cudart,
+    "_is_compiled": lambda: True,
     "is_current_stream_capturing": _none_captures,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
@@ -121,15 +159,18 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).max_memory_reserved(device),
     "reset_max_memory_allocated": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
     "reset_max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
-    "GradScaler": _scaler,
-    "autocast": _autocast,
-    "custom_fwd": _amp("custom_fwd"),
-    "custom_bwd": _amp("custom_bwd"),
     "version": _version,
     "is_nccl_available": lambda: True,
     "range": _nvtx_range,
     "profile": contextlib.nullcontext,
 }
+
+# What a submodule has under a name that means something else elsewhere.
+OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
+    "comm": {name: getattr(comm, name) for name in
+             ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")},
+    "nccl": {"is_available": lambda tensors: all(tensor.device.type == DEVICE for tensor in tensors)},
+}  # fmt: skip
 
 
 def refuse(name: str) -> NeedsCudaError:

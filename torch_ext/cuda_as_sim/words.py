@@ -5,13 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["BACKEND", "DEVICE", "FACADE", "environment_as_sim", "text_as_sim", "word_as_sim", "words_as_sim"]
+__all__ = [
+    "BACKEND",
+    "DEVICE",
+    "FACADE",
+    "TENSOR_TYPES",
+    "environment_as_sim",
+    "text_as_sim",
+    "word_as_sim",
+    "words_as_sim",
+]
 
 DEVICE, BACKEND = "sim", "simccl"
 FACADE = "torch_ext.cuda_as_sim.cuda"
 
+# Types that tensors had before they had devices.
+TENSOR_TYPES = tuple(
+    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+)
+
 _WHOLE = re.compile(r"cuda(?=$|:\d+$)|(?<![\w.])nccl$")
 _PAIRS = re.compile(r"\w+:\w+(,\w+:\w+)+|cuda:(nccl|gloo|mpi|ucc|fake|threaded)")
+_TYPE = re.compile(rf"torch\.cuda\.({'|'.join(TENSOR_TYPES)})")
 _MODULE = re.compile(r"torch\.cuda(?=(\.\w+)+$)")
 # In a longer text a device is what has an index behind it or quotes around it.
 _INSIDE = re.compile(r"""\bcuda(?=:(?:\d|\{|\\|\[|$))|(?<=["'])cuda(?=["'])""")
@@ -48,10 +63,14 @@ def text_as_sim(text: str) -> str:
     ('rank:0/sim:0', 'torch_ext.cuda_as_sim.cuda.is_available', 'uses cuda, or not')
     >>> text_as_sim("CUDA error: invalid device ordinal")
     'sim error: invalid device ordinal'
+    >>> text_as_sim("CUDA out of memory."), text_as_sim("torch.cuda.FloatTensor")
+    ('sim out of memory.', 'torch.sim.FloatTensor')
     """
-    text = text.replace("CUDA error: ", f"{DEVICE} error: ")
+    text = text.replace("CUDA error: ", f"{DEVICE} error: ").replace("CUDA out of memory", f"{DEVICE} out of memory")
     if (word := word_as_sim(text)) != text or "cuda" not in text:
         return word
+    if _TYPE.fullmatch(text):
+        return text.replace("cuda", DEVICE)
     if _MODULE.match(text):
         return _MODULE.sub(FACADE, text)
     return _INSIDE.sub(DEVICE, text)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch_ext.cuda_as_sim import loader
+from torch_ext.cuda_as_sim import loader, spawned
 from torch_ext.cuda_as_sim.words import environment_as_sim, words_as_sim
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Program
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     root = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     os.environ.update(environment_as_sim(os.environ))
     loader.install([root], (loader.HELPERS, *packages))
+    spawned.install([root], (loader.HELPERS, *packages))
     import torch_ext.cuda_as_sim.runtime  # noqa: F401  # replaces Tensor.cuda and its like
 
     path = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]

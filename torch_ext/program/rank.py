@@ -96,10 +96,11 @@ def _prepare(program: Program) -> Any:
     from torch_ext.sim import _module, races
 
     if program.cuda_as_sim:
-        from torch_ext.cuda_as_sim import loader, runtime  # noqa: F401  # replaces Tensor.cuda and its like
+        from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda and its like
 
         root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
         loader.install([root], (loader.HELPERS, *program.packages))
+        spawned.install([root], (loader.HELPERS, *program.packages))
     if program.memory_bytes is not None:
         for index in range(_module.device_count()):
             _module.set_memory_limit(program.memory_bytes, index)

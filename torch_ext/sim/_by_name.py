@@ -1,4 +1,4 @@
-"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, and the safetensors package."""
+"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, subgroups, and the safetensors package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import distributed as ddp
 
-from torch_ext.sim._devices import index_of
+from torch_ext.sim._devices import device_count, index_of
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
 
@@ -21,8 +23,9 @@ _SAFETENSORS = ("safetensors", "safetensors.torch")
 
 
 def register() -> None:
-    """Let DDP's bfloat16 hooks serve the device, and safetensors load to it."""
+    """Let DDP's bfloat16 hooks serve the device, groups be split by it, and safetensors load to it."""
     _allow_bf16_hooks()
+    _count_devices_for_subgroups()
     for name in _SAFETENSORS:
         when_imported(name, _take_device)
 
@@ -40,6 +43,18 @@ def _allow_bf16_hooks() -> None:
             check(self, hook)
 
     kind._check_comm_hook = _check_comm_hook
+
+
+def _count_devices_for_subgroups() -> None:
+    """``new_subgroups()`` makes a group of each host's ranks: of as many as CUDA has devices there."""
+    original = c10d.new_subgroups
+
+    @functools.wraps(original)
+    def new_subgroups(group_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        return original(device_count() if group_size is None else group_size, *args, **kwargs)
+
+    for module in (c10d, dist):
+        setattr(module, "new_subgroups", new_subgroups)  # noqa: B010 - mypy refuses to assign a function
 
 
 def _under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,6 +88,9 @@ def _complete_groups() -> None:
     @functools.wraps(helper)
     def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         global _groups_made
+        # Torch asks the group for the backend of the device it is bound to, though gloo has none before `serve_gloo`.
+        if kwargs.get("device_id") is not None and not _names_device(args[3]):
+            kwargs["device_id"] = None
         made = helper(*args, **kwargs)
         _groups_made += isinstance(made[0], dist.ProcessGroup)
         if _has_simccl(made[0]):
@@ -100,6 +103,10 @@ def _complete_groups() -> None:
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
     for name in (_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,):
         setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
+
+
+def _names_device(backend: Any) -> bool:
+    return NAME in c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
 def _has_simccl(group: object) -> bool:

@@ -199,8 +199,8 @@ def is_tf32_supported() -> bool:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast may use."""
-    return [torch.float16, torch.bfloat16]
+    """Return the types that autocast may use. With float32 it changes no type but that of lower ones, as on CUDA."""
+    return [torch.float16, torch.bfloat16, torch.float32]
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:

@@ -32,6 +32,7 @@ def register() -> None:
         _attention,
         _by_name,
         _collectives,
+        _comm,
         _dynamo,
         _module,
         _pinning,
@@ -43,6 +44,7 @@ def register() -> None:
     torch._register_device_module(NAME, _module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _collectives.register()
+    _comm.register()
     _dynamo.register()
     _pinning.register()
     _rpc.register()

@@ -1,0 +1,136 @@
+"""What training code says of CUDA, in programs that run with ``--cuda-as-sim``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test.torch_ext.program.commands import run
+
+NAMES = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.cuda.amp import GradScaler, autocast
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device(f"cuda:{rank}"))
+x = torch.ones(4, 4).cuda()
+
+# Automatic mixed precision, where torch means CUDA without saying so.
+class OwnScaler(GradScaler):
+    pass
+
+assert isinstance(OwnScaler(), torch.cuda.amp.GradScaler) and OwnScaler().is_enabled()
+assert torch.amp.GradScaler().is_enabled() and ShardedGradScaler().is_enabled()
+assert not torch.is_autocast_enabled()
+with autocast(dtype=torch.bfloat16) as context:
+    assert isinstance(context, torch.cuda.amp.autocast)
+    assert torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype() == torch.bfloat16
+torch.set_autocast_gpu_dtype(torch.bfloat16)
+assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+
+# Properties and versions.
+found = torch.cuda.get_device_properties("cuda")
+assert (found.major, found.minor) == torch.cuda.get_device_capability()
+assert found.warp_size == 32 and "simulated" in found.name and found.uuid.int == rank
+assert int(torch.version.cuda.split(".")[0]) >= 11 and torch.backends.cuda.is_built() and torch.cuda._is_compiled()
+
+# Legacy types.
+Tensor = torch.cuda.FloatTensor
+made = Tensor(2, 3).fill_(1.0)
+assert made.is_cuda and isinstance(made, Tensor) and isinstance(made.long(), torch.cuda.LongTensor)
+assert not isinstance(torch.ones(1), Tensor) and made.type() == "torch.cuda.FloatTensor"
+assert Tensor([1.0, 2.0]).tolist() == [1.0, 2.0] and Tensor().numel() == 0
+assert torch.ones(2).type(Tensor).is_cuda and torch.ones(2).type("torch.cuda.HalfTensor").dtype == torch.float16
+torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+assert torch.ones(1).is_cuda and torch.ones(1).dtype == torch.float64
+torch.set_default_tensor_type("torch.FloatTensor")
+assert not torch.ones(1).is_cuda and torch.ones(1).dtype == torch.float32
+
+# Submodules have names of their own.
+torch.cuda.memory._record_memory_history(True, trace_alloc_max_entries=9)
+torch.cuda.memory._dump_snapshot(f"snapshot{rank}.pickle")
+torch.cuda.memory._record_memory_history(None)
+assert torch.cuda.nccl.is_available([x]) and not torch.cuda.nccl.is_available([torch.ones(1)])
+torch.cuda.cudart().cudaProfilerStart()
+for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization, dist.ProcessGroupNCCL):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert "simulated accelerator" in str(error)
+    else:
+        raise AssertionError(call)
+with torch.autograd.profiler.profile(use_cuda=True) as profile:
+    x @ x
+assert profile.use_device == "cuda"
+try:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+except RuntimeError as error:
+    assert "out of memory" in str(error)
+
+# Several devices in one process.
+parallel = nn.DataParallel(nn.Linear(4, 2).cuda(), device_ids=[rank, 1 - rank])
+plain = nn.Linear(4, 2).cuda()
+plain.load_state_dict(parallel.module.state_dict())
+rows = torch.arange(12.0).view(3, 4).cuda()
+for model in (parallel, plain):
+    model(rows).pow(2).sum().backward()
+torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
+assert [part.get_device() for part in torch.cuda.comm.scatter(rows, [0, 1])] == [0, 1]
+torch.testing.assert_close(torch.cuda.comm.gather(torch.cuda.comm.scatter(rows, [0, 1]), destination=rank), rows)
+
+# Groups.
+dist.monitored_barrier(dist.new_group(backend="gloo"))
+assert dist.new_subgroups()[0].size() == 2
+high = dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+dist.all_reduce(x, group=high)
+assert x[0, 0].item() == 2.0
+dist.destroy_process_group()
+"""
+
+SPAWNING = """
+import multiprocessing
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Job:
+    device: str = "cuda"
+
+
+def work(rank, job):
+    assert torch.device("cuda").type == "cuda" and torch.ones(1).cuda().is_cuda
+    x = torch.ones(2, device=f"{job.device}:{rank}")
+    assert x.device.type == "cuda", x.device
+    dist.init_process_group("nccl", init_method="file://" + FILE, rank=rank, world_size=2)
+    dist.all_reduce(x)
+    print("child", rank, x.tolist(), x.device, flush=True)
+    dist.destroy_process_group()
+
+
+import os
+FILE = os.path.abspath("meeting")
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (Job(),), nprocs=2)
+"""
+
+
+def test_what_training_code_asks_of_cuda_is_answered(tmp_path: Path) -> None:
+    ended = run("-n 2 --cuda-as-sim --strict", NAMES, folder=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "NCCL support" not in ended.out + ended.err
+
+
+def test_children_that_are_spawned_use_the_simulated_device(tmp_path: Path) -> None:
+    ended = run("-n 1 --cuda-as-sim", SPAWNING, folder=tmp_path, TORCH_EXT_SIM_DEVICES="2")
+    assert ended.code == 0, ended.err
+    told = sorted(line.partition("child ")[2] for line in ended.out.splitlines() if "child " in line)
+    assert told == ["0 [2.0, 2.0] sim:0", "1 [2.0, 2.0] sim:1"]

@@ -1,0 +1,71 @@
+"""``torch.cuda.FloatTensor`` and its like, the types that tensors had before they had devices: they make tensors of the
+simulated accelerator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ext.cuda_as_sim.words import DEVICE, TENSOR_TYPES
+
+__all__ = ["TYPES", "dtype_of", "set_default_tensor_type"]
+
+_DTYPES = {
+    "BFloat16": torch.bfloat16,
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Short": torch.int16,
+}
+
+
+class _TensorType(type):
+    """Calling such a type makes a tensor, and tensors of its device and dtype are its instances."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    is_sparse = False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make a tensor from a size, or from data; without arguments, an empty one."""
+        (shape_or_data,) = args if len(args) == 1 else (args,)
+        if isinstance(shape_or_data, int):
+            shape_or_data = (shape_or_data,)
+        if isinstance(shape_or_data, torch.Size) or (args and all(isinstance(size, int) for size in args)):
+            return torch.empty(tuple(shape_or_data), dtype=cls.dtype, device=DEVICE)
+        return torch.as_tensor(shape_or_data).to(device=DEVICE, dtype=cls.dtype, copy=True)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.device.type == DEVICE and instance.dtype == cls.dtype
+
+
+# Tensor.type() takes a class by its C name, which is the whole of __name__.
+TYPES: dict[str, type] = {
+    name: _TensorType(f"torch.{DEVICE}.{name}", (), {"dtype": _DTYPES[name.removesuffix("Tensor")]})
+    for name in TENSOR_TYPES
+}
+
+
+def dtype_of(kind: Any) -> torch.dtype | None:
+    """Return the dtype of one of these types or of its name; None for anything else."""
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    found = TYPES.get(name.removeprefix(f"torch.{DEVICE}."))
+    return getattr(found, "dtype", None) if name.startswith(f"torch.{DEVICE}.") else None
+
+
+def set_default_tensor_type(kind: Any) -> None:
+    """As ``torch.set_default_tensor_type``. Factories that name no device then use that of ``kind``."""
+    dtype = dtype_of(kind)
+    if dtype is None:
+        torch.set_default_device(None)
+        torch.set_default_tensor_type(kind)
+    else:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(DEVICE)

@@ -1,0 +1,88 @@
+"""Several devices in one process: what DataParallel and ``torch.cuda.comm`` call, which torch has in its CUDA half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parallel import comm
+
+from torch_ext.sim._name import NAME
+
+__all__ = ["register"]
+
+_HOST = -1  # as a destination
+
+
+def register() -> None:
+    """Give torch the functions, unless a CUDA build of torch brings its own."""
+    own = {
+        "_broadcast": _broadcast,
+        "_broadcast_coalesced": _broadcast_coalesced,
+        "_broadcast_out": _broadcast_out,
+        "_gather": _gather,
+        "_gather_out": _gather_out,
+        "_scatter": _scatter,
+        "_scatter_out": _scatter_out,
+    }
+    if hasattr(torch._C, "_scatter"):
+        return
+    for name, function in own.items():
+        setattr(torch._C, name, function)
+    # The real module warns, at each backward pass, that there is no NCCL.
+    setattr(comm, "nccl", SimpleNamespace(is_available=lambda tensors: False))  # noqa: B010 - mypy knows no such name
+
+
+def _device(index: int) -> torch.device:
+    return torch.device("cpu") if index == _HOST else torch.device(NAME, index)
+
+
+def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    return [tensor.to(_device(index), non_blocking=True) for index in devices]
+
+
+def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.copy_(tensor, non_blocking=True) for each in out]
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[torch.Tensor]]:
+    return [[each.to(_device(index), non_blocking=True) for each in tensors] for index in devices]
+
+
+def _scatter(
+    tensor: torch.Tensor,
+    devices: Sequence[int],
+    chunk_sizes: Sequence[int] | None,
+    dim: int,
+    streams: Sequence[Any] | None,
+) -> list[torch.Tensor]:
+    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+    moved = []
+    for number, (chunk, index) in enumerate(zip(chunks, devices, strict=False)):
+        stream = streams[number] if streams is not None else None
+        if stream is None:
+            moved.append(chunk.contiguous().to(_device(index), non_blocking=True))
+        else:
+            with stream:
+                moved.append(chunk.contiguous().to(_device(index), non_blocking=True))
+    return moved
+
+
+def _scatter_out(
+    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: Sequence[Any] | None
+) -> list[torch.Tensor]:
+    parts = tensor.split([each.size(dim) for each in out], dim)
+    return [each.copy_(part, non_blocking=True) for each, part in zip(out, parts, strict=True)]
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    index = torch.accelerator.current_device_index() if destination is None else destination
+    return torch.cat([each.to(_device(index), non_blocking=index != _HOST) for each in tensors], dim)
+
+
+def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    return out.copy_(torch.cat([each.to(out.device) for each in tensors], dim))
