@@ -34,7 +34,6 @@ from torch_ext.runner.options import Options, default_root
 from torch_ext.runner.results import Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
-from torch_ext.world.notices import PREFIX
 
 if TYPE_CHECKING:
     from torch_ext.runner.rounds import Rounds
@@ -258,6 +257,8 @@ def _select_and_run_with(
 
 def _tell_of_imports(options: Options, number: int) -> None:
     if number >= _MANY_FILES and options.verbosity >= 0:
+        from torch_ext.world.notices import PREFIX  # on use: a list of remembered names does not pay for it
+
         _complain(f"{PREFIX}imports {number} files to name their tests")
 
 

@@ -181,3 +181,44 @@ def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None
             [sys.executable, *command, "--version"], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""}
         )
         assert done.stdout == f"torch_ext {torch_ext.__version__}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("TORCH_EXT_TIMEOUT", "abc", "TORCH_EXT_TIMEOUT: got 'abc', expected a number of seconds above 0"),
+        ("TORCH_EXT_RACES", "no", "TORCH_EXT_RACES: got 'no', expected one of error, report, off"),
+        ("TORCH_EXT_SCHEDULE", "soon:3", "TORCH_EXT_SCHEDULE: got 'soon:3', expected one of early, late, random"),
+        ("TORCH_EXT_START_METHOD", "spawn", "TORCH_EXT_START_METHOD: got 'spawn', expected one of fork, interpreter"),
+    ],
+)
+def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    text: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(SystemExit) as ending:
+        parse([])
+    assert ending.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"@list", "a file that @ names reads itself"),
+        (b"\xff\xfe\x00", "a file that @ names is no text"),
+        (None, "@list cannot be read: No such file or directory"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_a_usage_error(
+    project: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        Path("list").write_bytes(content)
+    with pytest.raises(SystemExit) as ending:
+        parse(["@list"])
+    assert ending.value.code == 2 and said in capsys.readouterr().err
