@@ -146,7 +146,8 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
 
 
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
-    return _native.ProcessGroupSimCCL(c10d.PrefixStore(f"{BACKEND}/{_life()}", store), rank, ranks, timeout, any_device=True)
+    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", store)
+    return _native.ProcessGroupSimCCL(store, rank, ranks, timeout, any_device=True)
 
 
 def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
