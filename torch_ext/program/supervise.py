@@ -16,10 +16,11 @@ from typing import NoReturn
 from torch_ext.program import fake, rank, report, variables
 from torch_ext.program.options import Options, Output, parse
 from torch_ext.program.spec import Facts, Program
-from torch_ext.program.store import HOST_NAME, Store
+from torch_ext.program.store import Store
 from torch_ext.program.warm import search_path, zygote_for
 from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
+from torch_ext.world.hosts import launcher_variables
 from torch_ext.world.outcome import Ending
 from torch_ext.world.output import Live
 from torch_ext.world.phrases import own_message
@@ -148,26 +149,9 @@ def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]
         options.races,
     )
     return [
-        RankTask(rank.run, (program, _variables(number, options.ranks, port), Inherited(0)), connections=1)
+        RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
         for number in range(options.ranks)
     ]
-
-
-def _variables(number: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun's agent sets, on one node."""
-    return {
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": HOST_NAME,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def _wait(world: World, options: Options, store: Store) -> int:

@@ -63,6 +63,8 @@ class _Parser(argparse.ArgumentParser):
 
             near = nearest(flag, [flag for row in TABLE for flag in row.flags if flag.startswith("--")])
             message = f"there is no option {flag}" + (f"; nearest: {', '.join(near)}" if near else "")
+        if unread := re.fullmatch(r"\[Errno \d+\] (.*): '(.*)'", message):
+            message = f"@{unread[2]} cannot be read: {unread[1]}" if unread[2] else "got @, expected @FILE"
         raise _Mistake(message)
 
 
@@ -108,7 +110,12 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
 
 
 def _read(parser: _Parser, argv: Sequence[str]) -> dict[str, object]:
-    given = vars(parser.parse_intermixed_args(_values_apart(argv)))
+    try:
+        given = vars(parser.parse_intermixed_args(_values_apart(argv)))
+    except UnicodeDecodeError:
+        raise _Mistake("a file that @ names is no text") from None
+    except RecursionError:
+        raise _Mistake("a file that @ names reads itself") from None
     patterns = given.pop("patterns") or []
     if patterns:
         given["include"] = [*patterns, *given.get("include", [])]

@@ -3,7 +3,7 @@
 Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
 or was planned and has no result, or a report could not be written; 2 a usage error (a closed stdout, a working
 directory that is gone and a report that cannot be opened are three), or nothing selected; 130 interrupted, by the
-keyboard or by a reader that closed the pipe.
+keyboard or by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. What was done by then is reported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,13 +34,17 @@ from torch_ext.runner.options import Options, default_root
 from torch_ext.runner.results import Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
+from torch_ext.world.notices import PREFIX
 
 if TYPE_CHECKING:
     from torch_ext.runner.rounds import Rounds
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
+# So many files take a while to import, of which nobody would otherwise know what it is.
+_MANY_FILES = 5
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_BY_SIGNAL = 128
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
 
@@ -71,16 +76,21 @@ def _exit_code(command: Callable[[], int]) -> int:
     _fill_standard_streams()
     if problem := _hostile_surroundings():
         return _usage_error(problem)
-    interrupts = Interrupts(once=True)
+    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+
+    def interrupted() -> int:
+        return INTERRUPTED if interrupts.number in (0, signal.SIGINT) else _BY_SIGNAL + interrupts.number
+
     try:
-        return command()
+        code = command()
+        return interrupted() if code == INTERRUPTED else code
     except SystemExit as ending:  # argparse, which has printed what it has to say
         return OK if not ending.code else USAGE
     except (SelectionError, SetupError) as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
         _complain("interrupted")
-        return INTERRUPTED
+        return interrupted()
     except BrokenPipeError:
         _silence_stdout()
         return INTERRUPTED
@@ -198,7 +208,7 @@ def _select_and_run_with(
     include = [options.history] if options.history else options.include
     selection = select_files([file.name for file in files], include, options.exclude, _prefixes(options))
     wanted = [file for file in files if file.name in set(selection.files)]
-    collected = collect_names(wanted, names, executor)
+    collected = collect_names(wanted, names, executor, functools.partial(_tell_of_imports, options))
     if names.refused:
         _complain(f"warning: {names.refused}")
     broken = {one.file.name: one for one in collected if one.error}
@@ -244,6 +254,11 @@ def _select_and_run_with(
     skipped = judge.skipped if judge is not None else lambda test: ""
     rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
     return _run(executor, options, rounds, failures, history, judge)
+
+
+def _tell_of_imports(options: Options, number: int) -> None:
+    if number >= _MANY_FILES and options.verbosity >= 0:
+        _complain(f"{PREFIX}imports {number} files to name their tests")
 
 
 def _audit(options: Options, plan: Plan) -> int:
@@ -299,11 +314,11 @@ def _list(
 ) -> int:
     from torch_ext.runner.listing import list_as_json, list_ids, show_history
 
-    if options.history:
+    if options.history and tests:
         for test in tests:
             show_history(test, history.records(test.id))
         return OK
-    if options.json:
+    if options.json and not options.history:
         list_as_json(tests, needs, options.json)
     else:
         list_ids(tests)

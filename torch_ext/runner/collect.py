@@ -15,6 +15,7 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.results import Needs
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel
+from torch_ext.world.hosts import hosts_of
 from torch_ext.world.protocol import STACK_SIGNAL
 
 __all__ = ["find_tests", "main", "needs_of"]
@@ -61,7 +62,7 @@ def needs_of(test: unittest.TestCase) -> Needs:
 
     >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
     >>> needs_of(case("test_b"))
-    Needs(world_size=3, processes=3, devices=0, alone=False)
+    Needs(world_size=3, processes=3, devices=0, alone=False, hosts=1)
     """
     method = getattr(type(test), test._testMethodName, None)
     required = _count(getattr(method, "_required_world_size", 0))
@@ -72,7 +73,7 @@ def needs_of(test: unittest.TestCase) -> Needs:
     threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
     devices = max(required, _count(getattr(method, "_required_devices", 0)))
     alone = getattr(test, "alone", False) is True or getattr(method, "alone", False) is True
-    return Needs(ranks, 1 if threads else max(1, ranks), devices, alone)
+    return Needs(ranks, 1 if threads else max(1, ranks), devices, alone, 1 if threads else hosts_of(test))
 
 
 def _count(value: object) -> int:
@@ -86,7 +87,8 @@ def main(order: CollectOrder, descriptors: Sequence[int]) -> int:
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
-    tests = find_tests(order.module)
+    # A load_tests function may name one twice, which runs once.
+    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(order.module)}.values())
     names = tuple((cls, test._testMethodName) for cls, test in tests)
     accelerator = sys.modules.get("torch_ext.accelerator")  # not imported here, since the supervisor reads this file
     device = accelerator.device_type() if accelerator is not None else ""

@@ -118,7 +118,7 @@ def from_environment(
         parse: reads flags; a ValueError of its says what is wrong with them.
 
     Raises:
-        ConfigError: ``TORCH_EXT_OPTIONS`` is no list of flags.
+        ConfigError: ``TORCH_EXT_OPTIONS`` is no list of flags, or a variable has a value that its option cannot have.
     """
     found: dict[str, Setting] = {}
     if typed := environment.get(OPTIONS_VARIABLE):
@@ -128,5 +128,23 @@ def from_environment(
             raise ConfigError(f"{OPTIONS_VARIABLE}: {error}") from None
     for row in TABLE:
         if row.variable and (text := environment.get(row.variable)):
+            try:
+                _check(row, text)
+            except ValueError as error:
+                raise ConfigError(f"{row.variable}: {error}") from None
             found[row.field] = Setting(None, row.variable, text)
     return found
+
+
+def _check(row: Row, text: str) -> None:
+    """Refuse a value that whoever obeys the variable would stumble over.
+
+    >>> row = next(row for row in TABLE if row.variable == "TORCH_EXT_SCHEDULE")
+    >>> _check(row, "random:7")
+
+    Raises:
+        ValueError: the option cannot have it.
+    """
+    if row.choices and text.partition(":")[0] not in row.choices:
+        raise ValueError(f"got {text!r}, expected one of {', '.join(row.choices)}")
+    row.read(text)

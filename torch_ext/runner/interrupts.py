@@ -1,4 +1,5 @@
-"""SIGINT, raised as ``KeyboardInterrupt`` where that does no harm. Standard library only.
+"""SIGINT, raised as ``KeyboardInterrupt`` where that does no harm; in the supervisor SIGTERM and SIGHUP too. Standard
+library only.
 
 Runs in the supervisor and in class processes, on the main thread.
 """
@@ -6,8 +7,9 @@ Runs in the supervisor and in class processes, on the main thread.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,30 +19,44 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Takes SIGINT over, until :meth:`give_back`.
+    """Takes signals over, until :meth:`give_back`.
 
     Inside :meth:`held` an interrupt waits for the end of the block: what the block does is done as a whole or not at
-    all. A process that ignores SIGINT goes on ignoring it.
+    all. A signal that the process ignores it goes on ignoring, as under nohup.
 
     Args:
         once: after the first interrupt, take no other: whoever cleans up is left in peace.
+        signals: which to take.
+
+    Attributes:
+        number: the signal that has interrupted last; 0 if none has.
     """
 
-    def __init__(self, *, once: bool = False) -> None:
+    def __init__(self, *, once: bool = False, signals: Sequence[int] = (signal.SIGINT,)) -> None:
         self._once = once
+        self.number = 0
         self._held = 0
         self._waiting = False
         self._over = False
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
         with contextlib.suppress(ValueError):  # not on the main thread: nobody interrupts it
-            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                self._before = signal.signal(signal.SIGINT, self._take)
+            for number in signals:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._take)
         global _current
         self._outer, _current = _current, self
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a child that was forked meanwhile: all but SIGINT, which children see to, mean what they meant before."""
+        for number, before in self._before.items():
+            if number != signal.SIGINT:
+                signal.signal(number, before)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._over:
             return
+        self.number = number
         if self._held:
             self._waiting = True
             return
@@ -57,20 +73,18 @@ class Interrupts:
             self._held -= 1
             if self._waiting and not self._held:
                 self._waiting = False
-                self._take(signal.SIGINT, None)
+                self._take(self.number, None)
 
     def give_back(self) -> None:
-        """Put the handler back that was there before; after an interrupt that was to be the only one, ignore SIGINT.
+        """Put the handlers back that were there before; after an interrupt that was to be the only one, ignore more.
 
         Else one more would end a process by the signal that is about to leave with a code of its own.
         """
-        if self._over and self._before is not None:
-            self._before = signal.SIG_IGN
         global _current
         _current = self._outer
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self._over else before)
+        self._before = {}
 
 
 def held() -> contextlib.AbstractContextManager[None]:

@@ -183,7 +183,7 @@ class NameCache:
                 "variables": {name: self._value(name) for name in collected.variables},
                 "unsure": collected.unsure or _changed_since(collected.paths, since_ns),
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [(each.world_size, each.processes, each.devices, int(each.alone)) for each in collected.needs],
+                "needs": [_counts(each) for each in collected.needs],
             }
             _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -254,9 +254,14 @@ def _test_name(file: TestFile, pair: Any) -> TestName:
 
 def _needs(counts: Any) -> Needs:
     if not all(type(count) is int for count in counts):
-        raise TypeError(f"got {counts!r}, expected four numbers")
-    world_size, processes, devices, alone = counts
-    return Needs(world_size, processes, devices, bool(alone))
+        raise TypeError(f"got {counts!r}, expected numbers")
+    world_size, processes, devices, alone, hosts = counts
+    return Needs(world_size, processes, devices, bool(alone), hosts)
+
+
+def _counts(needs: Needs) -> tuple[int, ...]:
+    """The form in which needs are stored."""
+    return needs.world_size, needs.processes, needs.devices, int(needs.alone), needs.hosts
 
 
 def _write_aside(path: Path, text: str) -> None:
@@ -272,8 +277,13 @@ def _write_aside(path: Path, text: str) -> None:
         raise
 
 
-def collect_names(files: Sequence[TestFile], names: NameCache, collector: Callable[[], Collector]) -> list[Collected]:
-    """Return the tests of every one of ``files``, in their order.
+def collect_names(
+    files: Sequence[TestFile],
+    names: NameCache,
+    collector: Callable[[], Collector],
+    tell: Callable[[int], None] = lambda number: None,
+) -> list[Collected]:
+    """Return the tests of every one of ``files``, in their order. ``tell`` is told how many are imported for that.
 
     Files whose names are not remembered for sure go to one collector, which is only made if there are any; its answers
     are remembered. A file to which it gives no answer counts as one that cannot be imported.
@@ -286,6 +296,7 @@ def collect_names(files: Sequence[TestFile], names: NameCache, collector: Callab
     }
     unknown = [file for file in files if file not in answers]
     if unknown:
+        tell(len(unknown))
         since_ns = time.time_ns()
         for collected in collector().collect(unknown):
             before = known.get(collected.file)

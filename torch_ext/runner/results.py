@@ -106,12 +106,14 @@ class Needs:
         processes: how many processes its ranks are: ``world_size``, or 1 where they are threads; never below 1.
         devices: accelerator devices without which it skips; 0: any number will do.
         alone: nothing else may run beside its class.
+        hosts: on how many hosts its ranks run.
     """
 
     world_size: int = 0
     processes: int = 1
     devices: int = 0
     alone: bool = False
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

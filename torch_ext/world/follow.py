@@ -49,7 +49,12 @@ class ZygoteLostError(RuntimeError):
 
 
 class RankProcess:
-    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started."""
+    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started.
+
+    Attributes:
+        host: where it runs, in words, if its test asked for several hosts.
+        is_far: it may run on another machine, where its pid means something else.
+    """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
         self.rank = rank
@@ -62,6 +67,8 @@ class RankProcess:
         self._stacks = stacks
         self._page = page
         self._exit_code: int | None = None
+        self.host = ""
+        self.is_far = False
 
     @property
     def has_page(self) -> bool:
@@ -108,6 +115,9 @@ class World:
         group: the channel of their child group (see Note [Zygote protocol]).
         processes: the ranks, in order.
         ticket: of the first test. Receipts with another one count for nothing.
+
+    Attributes:
+        store: what the ranks meet at, if this process serves it; it lives as long as the world.
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
@@ -119,6 +129,7 @@ class World:
         self._phases: dict[int, Phase] = {}
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
+        self.store: object = None
         self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
@@ -181,6 +192,8 @@ class World:
             self.why_interpreter = message.why_interpreter
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
+            for process, host in zip(self.processes, message.hosts, strict=bool(message.hosts)):
+                process.host, process.is_far = host, True
         elif isinstance(message, Ended):
             self._on_end(message)
 
@@ -313,8 +326,8 @@ class World:
             self._tell(rank, Ask.PROGRESS)
 
     def _is_stopped(self, rank: int) -> bool:
-        pid = self.processes[rank].pid
-        return pid is not None and _os.is_stopped(pid)
+        process = self.processes[rank]
+        return process.pid is not None and not process.is_far and _os.is_stopped(process.pid)
 
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         for rank in ranks:
@@ -346,6 +359,7 @@ class World:
         if not outcome.receipt:
             outcome.waits += self.processes[outcome.rank]._page.waits()
         outcome.phase = self._phases.get(outcome.rank)
+        outcome.host = self.processes[outcome.rank].host
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
         if outcome.rank in self._ended:
@@ -367,6 +381,7 @@ class World:
 
     def close(self) -> None:
         """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
+        self.store = None
         self._group.close()
         self._selector.close()  # its map is None from here on, so that pump() finds nothing
         for process in self.processes:

@@ -61,6 +61,7 @@ class Outcome:
         left_behind: command lines of processes that it left running.
         task: what it ran, in a word.
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
+        host: where it ran, in words, if the test asked for several hosts.
     """
 
     rank: int
@@ -76,6 +77,16 @@ class Outcome:
     left_behind: list[str] = field(default_factory=list)
     task: str = "test"
     ended_s: float = 0.0
+    host: str = ""
+
+    @property
+    def who(self) -> str:
+        """The rank in words, with its host if there are several.
+
+        >>> Outcome(2, Ending.PASSED).who, Outcome(2, Ending.PASSED, host="host 1").who
+        ('rank 2', 'rank 2 on host 1')
+        """
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
     def ok(self) -> bool:

@@ -127,12 +127,15 @@ class Copy:
 class Started:
     """The children exist.
 
-    ``why_interpreter`` says why they could not be forked. It is empty if they were forked, or if fresh interpreters
-    were asked for.
+    Attributes:
+        pids: of each, by its own machine.
+        why_interpreter: why they could not be forked; empty if they were, or if fresh interpreters were asked for.
+        hosts: the host of each, in words for users, where they run on several machines; see Note [Several hosts].
     """
 
     pids: tuple[int, ...]
     why_interpreter: str
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

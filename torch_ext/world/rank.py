@@ -30,6 +30,7 @@ from typing import Any
 
 from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.hosts import NUMBER_VARIABLE
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
@@ -58,10 +59,9 @@ _RELEASE_WAIT_S = 1.0
 frames.hide(r"/compat/c10d\.py")
 frames.hide(r"/world/stores\.py", "wait_in_store")
 
+# All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
+_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": transports.LOOPBACK, "TP_SOCKET_IFNAME": transports.LOOPBACK}
 _DEFAULTS = {
-    # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-    "GLOO_SOCKET_IFNAME": transports.LOOPBACK,
-    "TP_SOCKET_IFNAME": transports.LOOPBACK,
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
 }
@@ -245,7 +245,8 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
 
 
 def _apply(order: RankOrder) -> None:
-    wanted = {**_DEFAULTS, **order.environment}
+    on_one = {} if NUMBER_VARIABLE in order.environment else _ON_ONE_MACHINE
+    wanted = {**_DEFAULTS, **on_one, **order.environment}
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():

@@ -74,7 +74,7 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
     for outcome in outcomes:
         role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
         because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
-        lines.append(f"  rank {outcome.rank} {outcome.describe()}{role}{because}")
+        lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
         lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
         record = read_record(outcome.collectives)

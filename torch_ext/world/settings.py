@@ -15,6 +15,8 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_CUDA_AS_SIM``        files and folders, joined as in ``PATH``, in which CUDA means ``sim``
 ``TORCH_EXT_WAIT_PAGE``          set, not read, for the device's backend; see Note [The page of waits]
 ``TORCH_EXT_ADDRESS``            set, not read, in ranks; see Note [An address for each world]
+``TORCH_EXT_HOST``               set in ranks of a test on several hosts: the number of theirs; see Note [Several hosts]
+``TORCH_EXT_HOST_ADDRESS``       set on a cluster: where other hosts reach this one; see Note [Several hosts]
 ``TORCH_EXT_HUGE_PAGES``         ``0``: off, see Note [Huge pages]
 ``TORCH_EXT_TRIAL_FORK``         ``0``: off, see Note [Trial fork]
 ``TORCH_EXT_READ_AT_LOAD``       more prefixes, joined by commas, or ``0``: off, see Note [Variables read at load]

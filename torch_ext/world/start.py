@@ -27,13 +27,16 @@ class RankTask:
     """What one rank runs: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
 
     ``connections`` pipes are made for it. The rank finds its ends where ``args`` hold
-    :class:`~torch_ext.world.protocol.Inherited`.
+    :class:`~torch_ext.world.protocol.Inherited`. ``environment`` is added to that of the process which starts it, and
+    ``host`` says in words where it runs, if there are several.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     connections: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
 
 
 def start_world(
@@ -45,6 +48,7 @@ def start_world(
     show: bool | Live = False,
     name: str = "process",
     test: str = "",
+    own_address: bool = True,
 ) -> World:
     """Start one rank per task and return when all their processes exist.
 
@@ -57,11 +61,12 @@ def start_world(
         show: pass the ranks' output through, each line with its rank in front or as said, as well as keeping it.
         name: each process is called this with its rank.
         test: id of the test that the ranks run first; receipts must name it.
+        own_address: see Note [An address for each world]; not for ranks that meet over a network.
 
     Raises:
         ZygoteLostError: the zygote is gone.
     """
-    address, reservation = loopback.reserve()
+    address, reservation = loopback.reserve() if own_address else ("", -1)
     ranks = [_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks)]
     group, theirs = channel_pair()
     world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
@@ -98,7 +103,7 @@ def _orders(
                 process.name,
                 ticket,
                 _pickled(task),
-                environment,
+                {**environment, **task.environment},
                 directory,
                 umask,
                 argv,
@@ -125,6 +130,7 @@ def _open_rank(
     capture, output = open_capture(rank, show)
     page = WaitPage()
     process = RankProcess(rank, name, ours, capture, stacks, page)
+    process.host = task.host
     shared = [os.dup(descriptor) for descriptor in (page.descriptor, reservation) if descriptor >= 0]
     inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *shared]
     theirs.close()

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,79 @@ class TestAlone(Ranks):
 del Ranks
 """
 
+ON_TWO_HOSTS = """
+import os, tempfile, time
+import torch
+import torch.distributed as dist
+from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiProcContinuousTest
+
+NOTES = {notes!r}
+
+
+class TestPair(DistributedTestBase):
+    world_size = 4
+    hosts = 2
+
+    def test_passes(self):
+        self.create_pg("cpu")
+        said = [None] * 4
+        names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RAY_RAYLET_PID"
+        dist.all_gather_object(said, ([os.environ[name] for name in names], tempfile.gettempdir(), self.file_name))
+        places, folders, files = zip(*said)
+        self.assertEqual([place[:3] for place in places], [[str(r % 2), "2", str(r // 2)] for r in range(4)])
+        for same in (folders, files, [place[3] for place in places]):
+            self.assertEqual((same[0], same[2]), (same[1], same[3]))
+            self.assertNotEqual(same[0], same[2])
+
+    def test_fails(self):
+        self.create_pg("cpu")
+        print("rank", self.rank, "was here")
+        if self.rank == 3:
+            raise ValueError("only here")
+        dist.barrier()
+
+    def test_hangs(self):
+        self.create_pg("cpu")
+        if self.rank != 2:
+            dist.barrier()
+
+
+class TestKept(MultiProcContinuousTest):
+    world_size = 2
+    hosts = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def test_1(self):
+        self.assertEqual(os.environ["LOCAL_RANK"], "0")
+
+    def test_2(self):
+        dist.barrier()
+
+
+class TestThree(DistributedTestBase):
+    world_size = 3
+    hosts = 3
+
+    def test_skips(self):
+        pass
+
+
+class TestLost(DistributedTestBase):
+    world_size = 2
+    hosts = 2
+
+    def test_1_before(self):
+        self.create_pg("cpu")
+
+    def test_2_lost(self):
+        with open(os.path.join(NOTES, f"rank{{self.rank}}"), "w") as stream:
+            print(os.environ["RAY_RAYLET_PID"], os.environ["TMPDIR"], file=stream)
+        time.sleep(100)
+"""
+
 
 @pytest.fixture
 def address() -> Iterator[str]:
@@ -143,6 +217,53 @@ def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, add
     assert all(not Path(where).is_relative_to(tmp_path) for *_, where in ran), "tests run in a copy"
     for folder in {folder for _, folder, _ in ran}:
         _await_end(Path(folder))
+
+
+@needs_ray
+def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Path, address: str) -> None:
+    notes, suite, events = tmp_path / "notes", tmp_path / "suite", tmp_path / "events.jsonl"
+    notes.mkdir()
+    suite.mkdir()
+    (suite / "test_hosts.py").write_text(ON_TWO_HOSTS.format(notes=str(notes)))
+    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite), "--cluster", address, "-j", "1"]
+    with subprocess.Popen(
+        [*command, "--device", "cpu", "-v", "--json", str(events)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_HANG_AFTER": "3"},
+    ) as runner:  # fmt: skip
+        try:
+            raylet, folder = _await(notes / "rank1", runner).split()
+            for pid in (int(raylet), *_os.children_of(int(raylet))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            out, err = runner.communicate(timeout=DEADLINE_S)
+        except BaseException:
+            runner.kill()
+            raise
+    _await_end(Path(folder))
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    results = {one["test"].removeprefix("test_hosts.py::"): one for one in told if one["event"] == "result"}
+    ended = {name: one["status"] for name, one in results.items()}
+    assert ended == {
+        "TestPair::test_passes": "passed",
+        "TestPair::test_fails": "failed",
+        "TestPair::test_hangs": "failed",
+        "TestKept::test_1": "passed",
+        "TestKept::test_2": "passed",
+        "TestThree::test_skips": "skipped",
+        "TestLost::test_1_before": "passed",
+        "TestLost": "failed",
+    }, (out, err)
+    assert "asks for 3 hosts, and the cluster has 2 machines" in results["TestThree::test_skips"]["reason"]
+    failure = results["TestPair::test_fails"]
+    assert "rank 3 of 4 failed with ValueError: only here" in failure["text"]
+    assert re.search(r"rank 3 on host 1 \(machine \w{12}\) failed with ValueError", failure["text"]), failure["text"]
+    assert "Output of rank 3:\n    rank 3 was here" in failure["text"], "what a rank prints comes from its machine"
+    assert {one["host"].split()[1] for one in failure["problems"][0]["ranks"]} == {"0", "1"}
+    hang = results["TestPair::test_hangs"]["text"]
+    assert "never called" in hang and results["TestPair::test_hangs"]["problems"][0]["culprits"] == [2], hang
+    assert "host 1 of test_hosts.py::TestLost, is lost (" in err and "1 test of test_hosts.py::TestLost" in err, err
+    assert "asks for 2 hosts, and of the cluster's 2 machines only 1 is left" in results["TestLost"]["text"]
 
 
 def _await_end(folder: Path) -> None:

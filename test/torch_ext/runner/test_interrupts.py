@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 
@@ -54,6 +56,23 @@ def test_ignored_interrupts_stay_ignored(before: object) -> None:
     signal.raise_signal(signal.SIGINT)
     interrupts.give_back()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) -> None:
+    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM))
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert interrupts.number == signal.SIGTERM
+    signal.raise_signal(signal.SIGINT)
+    interrupts.give_back()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it is about to leave with a code of its own"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_without_anybody_who_takes_them_interrupts_are_not_held(before: object) -> None:

@@ -59,6 +59,17 @@ def test_the_first_class_passes_through_and_the_rest_waits() -> None:
     assert kept.told[3:] == ["C1", "end"]
 
 
+def test_that_a_class_begins_is_told_at_once_and_so_is_that_a_failure_waits() -> None:
+    kept, waits = Kept(), list[str]()
+    ordered = InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept, waits=lambda result: waits.append(result.test.id))
+    for name in (TestName("b.py", "C"), TestName("a.py", "A")):
+        ordered.begin(Began(name))
+    ordered.begin(Began(C1))
+    ordered.add(TestResult(C1, Status.FAILED, 0.0))
+    ordered.add(TestResult(A1, Status.FAILED, 0.0))
+    assert kept.told == ["began C", "began A", "A1"] and waits == [C1.id]
+
+
 def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
     kept, ordered = made()
     ordered.add(result(C1))

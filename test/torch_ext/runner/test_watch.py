@@ -80,15 +80,22 @@ def test_a_pipe_gets_a_line_for_a_slow_test_and_after_long_silence(monkeypatch: 
     stream = io.StringIO()
     watch = PlainWatch(running(), StyledWriter(stream))
     watch.begin(Began(ONE))
-    for now[0] in (120.0, 131.0, 150.0, 192.0):
+    quiet = io.StringIO()
+    rarely = PlainWatch(running(), StyledWriter(quiet), often=False)
+    for now[0] in (119.0, 121.0, 131.0, 150.0, 152.0):
         watch.tick()
-    assert stream.getvalue() == (
-        "slow: a.py::TestA::test_1 has run for 31 s\n"
-        "slow: a.py::TestA::test_1 has run for 1:32\n"
-    )  # fmt: skip
-    now[0] = 260.0
-    watch.tick()
-    assert stream.getvalue().splitlines()[2:] == ["[0/3]  2:40", "  running: a.py::TestA::test_1  4 ranks  2:40  slow"]
+        rarely.tick()
+    assert stream.getvalue().splitlines() == [
+        "[0/3]  21 s",
+        "  running: a.py::TestA::test_1  4 ranks  21 s",
+        "slow: a.py::TestA::test_1 has run for 31 s",
+        "[0/3]  52 s",
+        "  running: a.py::TestA::test_1  4 ranks  52 s  slow",
+    ]
+    assert quiet.getvalue() == ""
+    now[0] = 161.0
+    rarely.tick()
+    assert quiet.getvalue() == "[0/3]  1:01\n"
 
 
 class Terminal(io.StringIO):
@@ -173,8 +180,10 @@ def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(tmp_path: Pa
     piped = suite.finish(
         suite.start([str(Path(__file__).parents[3] / "run_test.py"), "--root", str(suite.folder)]), lambda run: None
     )
-    # A view shows what runs; a pipe has a line for each class that begins.
-    lines = [line for line in piped.out.split("\n") if not re.match(r"\[\d/2\] ", line)]
+    # A view shows what runs, and failures at once; a pipe has lines for classes that begin and failures that wait.
+    lines = [
+        line for line in piped.out.split("\n") if not re.match(r"\[\d/2\] |failed: .* \(more in its turn\)$", line)
+    ]
     assert without_times(screen(raw)) == without_times(lines), raw
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as c10d
 
 from torch_ext.compat.c10d import _get_default_group
+from torch_ext.testing._internal._distributed.hosts import meeting_point
 from torch_ext.testing._internal._distributed.multi_process import MultiProcessTestCase
 
 __unittest = True
@@ -36,8 +37,8 @@ class DistributedTestBase(MultiProcessTestCase):
     def create_pg(self, device: str, world_size: int | None = None) -> c10d.ProcessGroup:
         """Initialize the default group, give each rank a device of its own, and return the group. Collective."""
         size = self.world_size if world_size is None else world_size
-        store = c10d.FileStore(self.file_name, size)
-        c10d.init_process_group(backend=self.backend(device), world_size=size, rank=self.rank, store=store)
+        where = meeting_point(self.file_name, size)
+        c10d.init_process_group(backend=self.backend(device), world_size=size, rank=self.rank, **where)
         current = torch.accelerator.current_accelerator()
         if current is not None and current.type == torch.device(device).type:
             own = torch.device(current.type, self.rank % torch.accelerator.device_count())

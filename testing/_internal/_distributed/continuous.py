@@ -20,6 +20,7 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
+from torch_ext.testing._internal._distributed.hosts import meeting_point
 from torch_ext.testing._internal._distributed.methods import (
     call_with_cleanups,
     chosen_method,
@@ -35,6 +36,7 @@ from torch_ext.world import provider, scratch, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
+from torch_ext.world.hosts import HostFile, hosts_of, is_spread
 from torch_ext.world.outcome import EXPECTABLE, Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
@@ -175,11 +177,13 @@ class MultiProcContinuousTest(TestCase):
     def _spawn_processes(cls, world_size: int) -> None:
         descriptor, cls.rdvz_file = tempfile.mkstemp(dir=scratch.folder())
         os.close(descriptor)
-        arguments = (int(world_size), cls.rdvz_file, Inherited(0))
+        hosts = hosts_of(cls)
+        arguments = (int(world_size), HostFile(cls.rdvz_file) if hosts > 1 else cls.rdvz_file, Inherited(0))
         cls._world = start_ranks(
             cls.__module__,
             [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
             cls.__qualname__,
+            hosts,
         )
         cls.processes = cls._world.processes
         cls.addClassCleanup(cls._end_ranks)  # for a tearDownClass() that does not call ours
@@ -232,12 +236,12 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        os.environ["LOCAL_RANK"] = str(rank)  # as a launcher would, so that init_device_mesh() knows the device
-        store = c10d.FileStore(rdvz_file, world_size)
+        if not is_spread():
+            os.environ["LOCAL_RANK"] = str(rank)  # as a launcher would, so that init_device_mesh() knows the device
         c10d.init_process_group(
             cls.backend_str(),
             timeout=cls.timeout,
-            store=store,
+            **meeting_point(rdvz_file, world_size),
             rank=rank,
             world_size=world_size,
             pg_options=cls.opts(),

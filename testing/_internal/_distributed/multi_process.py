@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
+from torch_ext.testing._internal._distributed.hosts import over_hosts
 from torch_ext.testing._internal._distributed.methods import (
     call_with_cleanups,
     chosen_method,
@@ -32,6 +33,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
+from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
 from torch_ext.world.outcome import EXPECTABLE, Outcome
 from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
@@ -52,17 +54,24 @@ DEFAULT_WORLD_SIZE = 4
 _MOST_IN_PIPE = 1 << 14
 
 
-def start_ranks(module: str, ranks: Sequence[RankTask], test: str) -> World:
+def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 1) -> World:
     """Start the ranks of a test class of ``module``, with the start method that the environment selects.
 
     A zygote that was lost since the last test is replaced, once.
 
     Args:
         test: id of the test that they run first.
+        hosts: on how many hosts they run; see Note [Several hosts].
 
     Raises:
         ZygoteLostError: the new zygote was lost too.
+        ValueError: they cannot be divided among the hosts.
     """
+    if hosts > 1:
+        ranks, store = over_hosts(ranks, hosts)
+        world = start_ranks(module, ranks, test)
+        world.store = store
+        return world
     zygote = provider.zygote_for(module)
     try:
         world = _start(zygote, ranks, test)
@@ -87,6 +96,7 @@ def _start(zygote: Channel, ranks: Sequence[RankTask], test: str) -> World:
         spares=settings.spares_wanted(len(ranks)),
         show=settings.show_output(),
         test=test,
+        own_address=not any(rank.host for rank in ranks) or ADDRESS_VARIABLE not in os.environ,
     )
 
 
@@ -137,6 +147,9 @@ class MultiProcessTestCase(TestCase):
     ranks.
 
     Fresh in every test: the processes, their environment, the file. Shared: nothing.
+
+    With ``hosts = 2`` on the class, its ranks run on two machines (``run_test.py --cluster``), or as if they did: see
+    docs/cluster.md.
     """
 
     MAIN_PROCESS_RANK = -1
@@ -226,10 +239,11 @@ class MultiProcessTestCase(TestCase):
         self._end_world()
         name, size = self._current_test_name(), int(self.world_size)
         kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
-        if settings.reuse_within_class():
+        hosts = hosts_of(self)
+        if settings.reuse_within_class() and hosts == 1:
             self._take_ranks_of_class(name, size, kwargs)
         else:
-            self._start_fresh_ranks(name, size, kwargs)
+            self._start_fresh_ranks(name, size, kwargs, hosts)
         world = self._world
         if world is None:
             raise AssertionError("no ranks were started")
@@ -256,9 +270,9 @@ class MultiProcessTestCase(TestCase):
             ]
             self._world = start_ranks(cls.__module__, tasks, self.id())
 
-    def _start_fresh_ranks(self, name: str, size: int, kwargs: Mapping[str, Any]) -> None:
-        devices = max(size, devices_asked_for(type(self), name))
-        arguments = (name, self.file_name, Inherited(0))
+    def _start_fresh_ranks(self, name: str, size: int, kwargs: Mapping[str, Any], hosts: int) -> None:
+        devices = max(ranks_per_host(size, hosts), devices_asked_for(type(self), name))
+        arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name, Inherited(0))
         self._world = start_ranks(
             type(self).__module__,
             [
@@ -266,6 +280,7 @@ class MultiProcessTestCase(TestCase):
                 for rank in range(size)
             ],
             self.id(),
+            hosts,
         )
 
     def _join_processes(self, fn: Any) -> None:

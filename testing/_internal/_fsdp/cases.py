@@ -31,6 +31,7 @@ from torch_ext.testing._internal.common_distributed import (
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
 from torch_ext.world import frames
+from torch_ext.world.hosts import hosts_of, is_spread
 
 __all__ = [
     "FSDPTest",
@@ -136,7 +137,7 @@ class FSDPTestMixin(SubtestMixin):
         """
         self: Any = cls(test_name)
         self.rank, self.file_name = rank, file_name
-        _skip_without_devices(self.world_size)
+        _skip_without_devices(int(self.world_size) // hosts_of(self))
         self._join_group(fake=kwargs.get("fake_pg", False))
         device_ids = _use_device(rank)
         dist.barrier(device_ids=device_ids)
@@ -301,7 +302,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
     @property
     def init_method(self) -> str:
-        return f"{FILE_SCHEMA}{self.file_name}"
+        return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
 
     def _notes_file(self) -> str:
         return f"{self.file_name}.notes"
@@ -330,7 +331,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         cls.rdvz_file = rdvz_file
         _silence_desync_debugging()
-        _skip_without_devices(world_size)
+        _skip_without_devices(world_size // hosts_of(cls))
         _use_device(rank)
         super()._init_pg(rank, world_size, rdvz_file)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from torch_ext.runner.cluster.messages import Ready, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settings, Told
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 
 __all__ = ["Node", "SupervisorDiedError"]
@@ -51,8 +51,8 @@ class Node:
         threading.Thread(target=self._listen, name="torch_ext supervisor", daemon=True).start()
         return ready
 
-    def run(self, order: RunClass) -> Iterator[Told]:
-        """Run a class; yield what happens, as it does.
+    def run(self, order: RunClass | JoinClass) -> Iterator[Told]:
+        """Run a class, or ranks of one; yield what happens, as it does.
 
         Raises:
             SupervisorDiedError: that ended before the class was over.

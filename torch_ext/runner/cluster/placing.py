@@ -31,19 +31,27 @@ def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
 
 
 class Placement:
-    """A reservation that Ray makes on a machine of its choice, as soon as one has room. :meth:`leave` ends it."""
+    """A reservation that Ray makes on machines of its choice, as soon as there is room. :meth:`leave` ends it.
 
-    def __init__(self, resources: dict[str, float]) -> None:
+    Args:
+        resources: what it takes of each machine.
+        machines: how many, no two of them the same.
+    """
+
+    def __init__(self, resources: dict[str, float], machines: int = 1) -> None:
         from ray.util import placement_group
 
-        self._group: Any = placement_group([resources], strategy="PACK")
+        self._machines = machines
+        self._group: Any = placement_group([resources] * machines, strategy="STRICT_SPREAD" if machines > 1 else "PACK")
 
-    def node(self) -> str:
-        """Return the id of the machine; empty while none has room."""
+    def nodes(self) -> tuple[str, ...]:
+        """Return the ids of the machines; none while there is no room."""
         from ray.util import placement_group_table
 
         table = placement_group_table(self._group)
-        return str(table["bundles_to_node_id"][0]) if table.get("state") == _CREATED else ""
+        if table.get("state") != _CREATED:
+            return ()
+        return tuple(str(table["bundles_to_node_id"][number]) for number in range(self._machines))
 
     def leave(self) -> None:
         """Give the room back."""

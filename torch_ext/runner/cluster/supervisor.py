@@ -7,6 +7,7 @@ that it started and with its temporary folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,15 +18,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
-from torch_ext.runner.cluster.messages import Ready, RunClass, Settings, ShippedFile, Told
+from torch_ext.runner.cluster.far import FarRanks
+from torch_ext.runner.cluster.link import LinkLostError, Listener
+from torch_ext.runner.cluster.messages import (
+    Event,
+    JoinClass,
+    Listening,
+    Ready,
+    Refusal,
+    RunClass,
+    Settings,
+    ShippedFile,
+    Told,
+)
+from torch_ext.runner.cluster.spread import Spread, SpreadZygotes
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Task, Wait
-from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
+from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
 from torch_ext.runner.results import Sink, TestName
 from torch_ext.runner.schedule import Batch, Slots
 from torch_ext.runner.schedule.slots import slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.hosts import ADDRESS_VARIABLE
+from torch_ext.world.tree import LoadError, ZygoteDiedError
 
 __all__ = ["main"]
 
@@ -88,17 +104,23 @@ class _Supervisor:
             except ChannelClosedError:
                 self._over = True
                 return
-            self._loop.add(self._run(order))
+            self._loop.add(self._obey(order))
 
-    def _run(self, order: RunClass) -> Task[None]:
+    def _obey(self, order: RunClass | JoinClass) -> Task[None]:
         file = _unpacked(order.file)
-        tests = tuple(TestName(file.name, order.cls, method) for method in order.methods)
+        methods = order.methods if isinstance(order, RunClass) else ()
+        tests = tuple(TestName(file.name, order.cls, method) for method in methods)
         batch = Batch(file, order.cls, tests, order.need)
         taken = self._slots.take(slots_of(order.need, self._slots.number)) if self._slots else ()
         place = self._machine.place(taken, packed=not order.need.alone)
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
-            yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order.number)).run()
+            if isinstance(order, JoinClass):
+                yield from self._join(order, batch, place)
+            elif order.peers:
+                yield from self._run_with_others(order, batch, place)
+            else:
+                yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order.number)).run()
         finally:
             self._zygotes.leave(batch)
             place.leave()
@@ -106,10 +128,50 @@ class _Supervisor:
                 self._slots.give_back(taken)
             self._used[file.name] -= 1
             self._forget_files(order.file)
-        self._channel.send(Told(order.number, None, time.monotonic()))
+        self._tell(order.number, None)
+
+    def _run_with_others(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
+        """Run a class as its host 0."""
+        environment = {**place.environment, ADDRESS_VARIABLE: order.address}
+        spread = Spread(order.peers, order.token, order.name, environment)
+        self._loop.add(spread.serve())
+        try:
+            runner = ClassRunner(
+                SpreadZygotes(self._zygotes, spread),
+                place._replace(environment=environment),
+                batch,
+                self._options,
+                self._sink_of(order.number),
+            )
+            yield from spread.unless_lost(runner.run())
+        finally:
+            spread.close()
+        if spread.lost is not None:
+            self._tell(order.number, spread.lost)
+
+    def _join(self, order: JoinClass, batch: Batch, place: Place) -> Task[None]:
+        """Run ranks of a class of which another machine is host 0."""
+        with contextlib.closing(Listener(order.address)) as listener:
+            self._tell(order.number, Listening(listener.port))
+            try:
+                link = yield from listener.accept(order.token)
+            except LinkLostError:
+                return  # whoever was to come is gone, which the driver knows
+        with contextlib.closing(link):
+            try:
+                zygote = yield from self._zygotes.of_class(batch)
+            except (LoadError, ZygoteDiedError) as error:
+                with contextlib.suppress(LinkLostError):
+                    link.send(Refusal(str(error).rstrip().rpartition("\n")[2]))
+                return
+            with contextlib.suppress(LinkLostError):
+                yield from FarRanks(link, zygote, place.environment, order.address).serve()
 
     def _sink_of(self, number: int) -> Sink:
-        return lambda event: self._channel.send(Told(number, event, time.monotonic()))
+        return lambda event: self._tell(number, event)
+
+    def _tell(self, number: int, event: Event | None) -> None:
+        self._channel.send(Told(number, event, time.monotonic()))
 
     def _forget_files(self, last: ShippedFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]

@@ -134,7 +134,7 @@ def _ranks(result: TestResult) -> Iterable[str]:
     for report in reports:
         for outcome in sorted(report.outcomes, key=lambda one: one.rank):
             if outcome.output:
-                title = _text(f"output of rank {outcome.rank}, which {outcome.describe()}")
+                title = _text(f"output of {outcome.who}, which {outcome.describe()}")
                 yield f"<details><summary>{title}</summary><pre>{_text(outcome.output)}</pre></details>"
 
 

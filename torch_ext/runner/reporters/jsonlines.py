@@ -101,7 +101,7 @@ def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
     4
     """
     asked = {} if needs is None else {
-        "world_size": needs.world_size, "processes": needs.processes, "devices": needs.devices
+        "world_size": needs.world_size, "processes": needs.processes, "devices": needs.devices, "hosts": needs.hosts
     }  # fmt: skip
     return {**_address(test), **asked}
 
@@ -133,6 +133,7 @@ def _problem(problem: Problem) -> dict[str, Any]:
 def _rank(outcome: Outcome) -> dict[str, Any]:
     return {
         "rank": outcome.rank,
+        "host": outcome.host,
         "ending": outcome.ending.value,
         "says": outcome.describe(),
         "exit_code": outcome.exit_code,

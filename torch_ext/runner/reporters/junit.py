@@ -182,7 +182,7 @@ def _outputs(result: TestResult) -> list[str]:
     """What each rank did and printed, then what the parent half printed."""
     reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
     texts = [
-        f"rank {outcome.rank} {outcome.describe()}\n{outcome.output}"
+        f"{outcome.who} {outcome.describe()}\n{outcome.output}"
         for report in reports
         for outcome in sorted(report.outcomes, key=lambda outcome: outcome.rank)
     ]

@@ -76,8 +76,9 @@ class Reporters:
         live = is_live(stream) and options.verbosity >= 0 and not options.show_output
         text = TextReporter(plan, options, stream, notes, announce=not live)
         running = Running(plan, expected_s, lambda test: expected_s(test) or 1.0, time.monotonic())
-        self._watch = LiveWatch(running, text.writer, stream) if live else PlainWatch(running, text.writer)
-        self._ordered = InOrder(plan, text, failures_at_once=live)
+        plain = PlainWatch(running, text.writer, often=options.verbosity >= 0)
+        self._watch = LiveWatch(running, text.writer, stream) if live else plain
+        self._ordered = InOrder(plan, text, failures_at_once=live, waits=plain.wait)
         self._overs += [self._watch.over, self._ordered.over]
         self._all: list[Reporter] = [self._watch, self._ordered, *files]
 

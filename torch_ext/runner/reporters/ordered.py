@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch_ext.runner.reporters.base import Reporter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
@@ -14,12 +16,27 @@ _Key = tuple[str, str]
 class InOrder:
     """A reporter that hands everything on to another, class after class.
 
-    The first class of the plan that is not over passes through as it happens. What the others say waits for their turn,
-    or for the end of the run; with ``failures_at_once`` their failures do not.
+    The first class of the plan that is not over passes through as it happens. What comes of the others waits for their
+    turn, or for the end of the run; with ``failures_at_once`` their failures do not. That a class begins is told at
+    once, since it says that the run goes on.
+
+    Args:
+        plan: what runs.
+        reporter: who is told.
+        failures_at_once: failures do not wait.
+        waits: called with each failure that does.
     """
 
-    def __init__(self, plan: Plan, reporter: Reporter, *, failures_at_once: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reporter: Reporter,
+        *,
+        failures_at_once: bool = False,
+        waits: Callable[[TestResult], None] = lambda result: None,
+    ) -> None:
         self._reporter = reporter
+        self._waits = waits
         self._failures_at_once = failures_at_once
         self._held: dict[_Key, list[Began | TestResult]] = {}
         self._over: set[_Key] = set()
@@ -32,7 +49,10 @@ class InOrder:
 
     def begin(self, began: Began) -> None:
         """Take note that a class or a test has begun."""
-        self._take(began)
+        if began.test.method:
+            self._take(began)
+        else:
+            self._reporter.begin(began)
 
     def add(self, result: TestResult) -> None:
         """Take one result."""
@@ -74,6 +94,8 @@ class InOrder:
         self._held.setdefault(key, []).append(event)
         if self._place.get(key, -1) <= self._at:
             self._hand_on(key)
+        elif isinstance(event, TestResult) and event.status.counted is Status.FAILED and not event.again:
+            self._waits(event)
 
     def _key(self, test: TestName) -> _Key:
         """The class to which ``test`` belongs; for a file its first class, which its failure precedes."""

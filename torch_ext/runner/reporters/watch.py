@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveWatch", "PlainWatch"]
 
-# After how many seconds without a line a pipe gets one, so that nobody takes the run for dead.
-_SILENCE_S = 60.0
+# After how many seconds without a line a pipe gets one, so that nobody takes the run for dead; and if it is quiet.
+_SILENCE_S, _QUIET_S = 20.0, 60.0
 # How often a terminal is redrawn at most, in seconds.
 _REDRAW_S = 0.2
 
@@ -27,13 +27,19 @@ _REDRAW_S = 0.2
 class PlainWatch:
     """Adds lines to a report that goes to a file or a pipe.
 
-    Tells of each test that has become slow or has left a process behind, and how far the run has come if nothing has
-    been printed for a minute.
+    Tells of each test that has become slow or has left a process behind, of failures whose report waits for its turn,
+    and how far the run has come if nothing has been printed for a while.
+
+    Args:
+        running: knows what is under way.
+        out: where to print.
+        often: tell how far the run has come three times a minute, not once.
     """
 
-    def __init__(self, running: Running, out: StyledWriter) -> None:
+    def __init__(self, running: Running, out: StyledWriter, *, often: bool = True) -> None:
         self._running = running
         self._out = out
+        self._silence_s = _SILENCE_S if often else _QUIET_S
 
     # What a reporter does; see ``base``.
 
@@ -46,6 +52,10 @@ class PlainWatch:
             if LEFT_BEHIND in told:
                 self._out.line((f"leak: {result.test.id}: {told}", "yellow"))
 
+    def wait(self, result: TestResult) -> None:
+        """Tell of a failure of which the report will tell more in its turn."""
+        self._out.line((f"failed: {result.test.id} (more in its turn)", "red"))
+
     def over(self, over: Over) -> None:
         self._running.over(over)
 
@@ -57,7 +67,7 @@ class PlainWatch:
         now_s = time.monotonic()
         for told in self._running.newly_slow(now_s):
             self._out.line((told, "yellow"))
-        if now_s - self._out.wrote_s > _SILENCE_S:
+        if now_s - self._out.wrote_s > self._silence_s:
             self._out.line(self._running.summary(now_s))
             for line in self._running.under_way(now_s):
                 self._out.line(f"  running: {line}")

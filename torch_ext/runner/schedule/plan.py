@@ -22,10 +22,21 @@ class Need:
     Attributes:
         ranks: the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads.
         alone: nothing else runs beside it.
+        hosts: on how many hosts its ranks run, as many on each.
     """
 
     ranks: int = 1
     alone: bool = False
+    hosts: int = 1
+
+    @property
+    def of_each_host(self) -> Need:
+        """What it needs of one of its hosts.
+
+        >>> Need(ranks=4, hosts=2).of_each_host
+        Need(ranks=2, alone=False, hosts=1)
+        """
+        return Need(-(-self.ranks // self.hosts), self.alone)
 
 
 class Batch(NamedTuple):
@@ -108,4 +119,6 @@ def make_plan(
 
 def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Need:
     known = [needs[test] for test in tests if test in needs]
-    return Need(max((each.processes for each in known), default=1), any(each.alone for each in known))
+    ranks = max((each.processes for each in known), default=1)
+    hosts = max((each.hosts for each in known), default=1)
+    return Need(ranks, any(each.alone for each in known), hosts)

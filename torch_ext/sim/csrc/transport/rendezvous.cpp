@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <random>
@@ -60,7 +61,8 @@ struct Address {
   }
 };
 
-// The same for processes that see each other under their pids, and for no others.
+// The same for processes that see each other under their pids, and for no others. TORCH_EXT_HOST tells apart those that
+// stand for several machines.
 std::string this_machine() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -68,7 +70,8 @@ std::string this_machine() {
   if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
     return "";
   }
-  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion);
+  const char* host = std::getenv("TORCH_EXT_HOST");
+  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", host == nullptr ? "" : host);
 }
 
 void draw(uint64_t (&nonce)[2]) {

@@ -1,0 +1,108 @@
+"""Classes that ask for several hosts, for which this machine stands. Those on a cluster are in ``test_cluster.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.world.suites import CHECKOUT
+from torch_ext.world import hosts
+
+SUITE = """
+import os
+import tempfile
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiProcContinuousTest
+
+
+class TestPair(DistributedTestBase):
+    world_size = 4
+    hosts = 2
+
+    def test_passes(self):
+        self.create_pg("cpu")
+        said = [None] * 4
+        names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "RANK", "WORLD_SIZE"
+        dist.all_gather_object(said, ([os.environ[name] for name in names], tempfile.gettempdir(), self.file_name))
+        places, folders, files = zip(*said)
+        self.assertEqual(list(places), [[str(r % 2), "2", str(r // 2), "2", str(r), "4"] for r in range(4)])
+        for same in (folders, files):
+            self.assertEqual((same[0], same[2]), (same[1], same[3]))
+            self.assertNotEqual(same[0], same[2])
+
+    def test_no_file_connects_hosts(self):
+        store = dist.FileStore(self.file_name, 4)
+        store.set(str(self.rank), "here")
+        store.wait([str(self.rank ^ 1)], timedelta(seconds=60))
+        self.create_pg("cpu")
+        dist.barrier()
+        self.assertFalse(store.check([str(self.rank ^ 2)]))
+
+    def test_fails_on_host_1(self):
+        dist.init_process_group("gloo")
+        if self.rank == 2:
+            raise ValueError("only here")
+        dist.barrier()
+
+
+class TestKept(MultiProcContinuousTest):
+    world_size = 2
+    hosts = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def test_ranks_have_a_host_each(self):
+        self.assertEqual(os.environ["LOCAL_RANK"], "0")
+        dist.barrier()
+
+
+class TestOdd(DistributedTestBase):
+    world_size = 3
+    hosts = 2
+
+    def test_cannot_be_divided(self):
+        pass
+"""
+
+
+def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "test_hosts.py").write_text(SUITE)
+    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(tmp_path), "--device", "cpu"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    results = {one["method"]: one for one in told if one["event"] == "result"}
+    assert {name: one["status"] for name, one in results.items()} == {
+        "test_passes": "passed",
+        "test_fails_on_host_1": "failed",
+        "test_ranks_have_a_host_each": "passed",
+        "test_no_file_connects_hosts": "passed",
+        "test_cannot_be_divided": "failed",
+    }, done.stderr
+    failure = results["test_fails_on_host_1"]
+    assert "rank 2 of 4 failed with ValueError: only here" in failure["text"]
+    assert "  rank 2 on host 1 failed with ValueError: only here  <- first" in failure["text"]
+    assert [one["host"] for one in failure["problems"][0]["ranks"]] == ["host 0", "host 0", "host 1", "host 1"]
+    assert "got 3 ranks for 2 hosts, expected as many on each" in results["test_cannot_be_divided"]["text"]
+    (plan,) = (one for one in told if one["event"] == "plan")
+    assert {one["class"]: one["hosts"] for one in plan["tests"]} == {"TestPair": 2, "TestKept": 2, "TestOdd": 2}
+
+
+@pytest.mark.parametrize(("asked", "number"), [(2, 2), (1, 1), (0, 1), (-3, 1), (True, 1), ("2", 1), (["a", "b"], 1)])
+def test_only_a_number_asks_for_hosts(asked: object, number: int) -> None:
+    assert hosts.hosts_of(type("TestA", (), {"hosts": asked})) == number
+
+
+def test_an_interface_is_known_by_its_address() -> None:
+    name = hosts.interface_of("127.0.0.1")
+    assert name and hosts.interface_of("203.0.113.7") == ""
+    variables = {"GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
+    assert hosts.interface_variables("127.0.0.1", {}) == variables
+    assert hosts.interface_variables("127.0.0.1", variables) == {}, "what the machine says counts"

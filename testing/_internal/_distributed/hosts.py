@@ -1,0 +1,64 @@
+"""Ranks on several hosts: what they meet at, and what each is told. See Note [Several hosts] in ``world/hosts.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as c10d
+
+from torch_ext.world import hosts, scratch
+from torch_ext.world.start import RankTask
+
+__all__ = ["meeting_point", "over_hosts"]
+
+# How long the store takes a rank to be slow, in seconds; what ranks wait for has limits of its own.
+_STORE_S = 300.0
+
+
+def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:
+    """Divide ``tasks`` among ``number`` hosts; return them with what each rank is told, and the store they meet at.
+
+    Called in the parent half, which serves the store as long as it holds it.
+
+    Raises:
+        ValueError: they cannot be divided.
+    """
+    share = hosts.ranks_per_host(len(tasks), number)
+    at = hosts.address()
+    store = c10d.TCPStore(
+        at, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S), multi_tenant=False
+    )
+    of_all = hosts.interface_variables(at, os.environ)
+    folders = [_folder_of(host) for host in range(number)]
+    return [
+        replace(
+            task,
+            environment={
+                **task.environment,
+                **of_all,
+                **hosts.launcher_variables(rank, len(tasks), store.port, number, at),
+                hosts.NUMBER_VARIABLE: str(rank // share),
+                **folders[rank // share],
+            },
+            host=f"host {rank // share}",
+        )
+        for rank, task in enumerate(tasks)
+    ], store
+
+
+def _folder_of(host: int) -> dict[str, str]:
+    """Where ranks of ``host`` make temporary files; host 0 is this one."""
+    if not host:
+        return {}
+    folder = os.path.join(scratch.folder(), f"h{host}")
+    os.makedirs(folder, exist_ok=True)
+    return {"TMPDIR": folder}
+
+
+def meeting_point(file_name: str, world_size: int) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` that say where the ranks of a test meet."""
+    return {"init_method": "env://"} if hosts.is_spread() else {"store": c10d.FileStore(file_name, world_size)}

@@ -1,0 +1,194 @@
+"""The machines of a Ray cluster: connects to them, and keeps an actor on each that runs tests. Imports Ray on use."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch_ext import cache
+from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settings, Told
+from torch_ext.runner.cluster.node import Node
+from torch_ext.runner.options import Options
+from torch_ext.runner.results import SetupError
+
+__all__ = ["Machines", "said_in_a_line"]
+
+# How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
+_READY_S = 600.0
+# How long it may take until what it has started has ended.
+_END_S = 30.0
+
+
+def _ray() -> Any:
+    """Return Ray.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise SetupError("--cluster needs Ray, which is not installed here; install it with: pip install ray") from None
+    return ray
+
+
+class Machines:
+    """Those of ``options.cluster``, which is ``local:N`` or an address that Ray understands.
+
+    Attributes:
+        addresses: where others reach each, by its id.
+        largest_cpus: the most CPUs that one has.
+        devices: the most devices that one has which ranks must share; 0 where they need not.
+        most: how many there have been at a time.
+
+    Raises:
+        SetupError: Ray is not installed.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.addresses: dict[str, str] = {}
+        self.largest_cpus, self.devices, self.most = 1.0, 0, 0
+        self._options = options
+        self._ray = _ray()
+        self._cluster: Any = None
+        self._connected = False
+        self._actors: dict[str, Any] = {}  # by the id of their machine
+        self._lost: set[str] = set()  # Ray may not have noticed yet
+
+    def connect(self, runtime_env: dict[str, Any]) -> None:
+        """Connect to the cluster, once. Start an actor on each of its machines, unless one runs somewhere.
+
+        Raises:
+            SetupError: no machine can run tests.
+        """
+        if self._actors:
+            return
+        if not self._connected:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            address = self._options.cluster
+            try:
+                if address.startswith("local:"):
+                    address = self._start_local(int(address.removeprefix("local:")))
+                self._ray.init(
+                    address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.ERROR
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                first = str(error).partition("\n")[0]
+                raise SetupError(f"got --cluster {self._options.cluster}, which cannot be used: {first}") from None
+            self._connected = True
+        machines = self._look()
+        if not machines:
+            raise SetupError(f"the cluster {self._options.cluster} has no machine with a CPU left")
+        self.largest_cpus = max(float(node["Resources"]["CPU"]) for node in machines)
+        refused = self._start([node["NodeID"] for node in machines])
+        if not self._actors:
+            raise SetupError(refused)
+
+    def _start_local(self, number: int) -> str:
+        from ray.cluster_utils import Cluster
+
+        from torch_ext.runner.schedule.slots import cores
+
+        self._cluster = Cluster()
+        for _ in range(number):
+            self._cluster.add_node(num_cpus=cores(), include_dashboard=False)
+        return str(self._cluster.address)
+
+    def _look(self) -> list[dict[str, Any]]:
+        """Return what Ray says of each machine that is there and runs tests."""
+        found = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        self.addresses.update({node["NodeID"]: node["NodeManagerAddress"] for node in found})
+        self.most = max(self.most, len(found))
+        return found
+
+    @property
+    def number(self) -> int:
+        """How many there are, without those that have been lost."""
+        return sum(node["NodeID"] not in self._lost for node in self._look())
+
+    def _start(self, ids: Sequence[str]) -> str:
+        """Start an actor on each of these machines; return why one cannot run tests, or an empty string."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ours = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
+        ours.pop("TORCH_EXT_CACHE", None)
+        actor, kept = self._ray.remote(Node), cache.folder()
+        for number, node in enumerate(ids):
+            local = str(kept / "cluster" / f"node-{number}") if self._cluster is not None and kept is not None else ""
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": where}
+            self._actors[node] = actor.options(**how).remote(Settings(self._options, ours, local))
+        refused = ""
+        for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
+            try:
+                ready: Ready = self._ray.get(ref, timeout=_READY_S)
+                self.devices = max(self.devices, ready.devices)
+                self._lost.discard(node)
+            except Exception as error:  # whatever its actor raised, and that it is gone
+                refused = refused or f"the machine {node[:12]} cannot run tests: {said_in_a_line(error)}"
+                del self._actors[node]
+        return refused
+
+    def has(self, node: str) -> bool:
+        """Return whether the machine runs tests; one that joined late, or has lost its supervisor, begins to."""
+        if node not in self._actors:
+            self._start([node])
+        if node not in self.addresses:
+            self._look()
+        return node in self._actors and node in self.addresses
+
+    def lose(self, node: str) -> None:
+        """Take note that the machine is lost, or its supervisor."""
+        self._actors.pop(node, None)
+        self._lost.add(node)
+
+    def run(self, node: str, order: RunClass | JoinClass) -> Any:
+        """Have the machine obey; return the stream of what it tells, for :meth:`ready` and :meth:`next_of`."""
+        return self._actors[node].run.options(num_returns="streaming").remote(order)
+
+    def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Wait until one of ``streams`` has something to tell, for so long at most; return those that have."""
+        found, _ = self._ray.wait(list(streams), num_returns=1, timeout=timeout_s, fetch_local=False)
+        if found and len(streams) > 1:
+            found, _ = self._ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
+        return list(found)
+
+    def next_of(self, stream: Any) -> Told:
+        """Return what a stream tells next.
+
+        Raises:
+            StopIteration: nothing more.
+            Exception: the machine is lost; Ray's errors have no common base that means this.
+        """
+        told: Told = self._ray.get(next(stream))
+        return told
+
+    def end(self) -> None:
+        """End what runs on them."""
+        actors = list(self._actors.values())
+        self._actors = {}
+        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to end
+            self._ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_END_S)
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Let go of the cluster, and end it if it is our own. Idempotent."""
+        if self._connected:
+            self._connected = False
+            self.end()
+            self._ray.shutdown()
+        if self._cluster is not None:
+            cluster, self._cluster = self._cluster, None
+            cluster.shutdown()
+
+
+def said_in_a_line(error: Exception) -> str:
+    """Return what an error says, in one line: the last of Ray's, which holds the error of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ours = [line for line in lines if "Error: " in line]
+    return (ours[-1] if ours else lines[0] if lines else type(error).__name__)[:200]
