@@ -1,4 +1,11 @@
-"""Attention that torch knows by device: FlexAttention's list of devices, and SDPA whose inputs are DTensors."""
+"""Attention that torch knows by device: FlexAttention's list of devices, and SDPA whose inputs are DTensors.
+
+Note [Ring attention]
+~~~~~~~~~~~~~~~~~~~~~
+Context parallelism gives each rank a part of the sequence, for a causal mask two parts from both of its ends. A mask by
+position in the tensor would be wrong there, so torch replaces the fused kernels of DTensors by a ring of them. The
+kernel that it calls with a part is CUDA's flash attention, which here is the one of the host.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from torch_ext.sim._name import NAME
 
 _FLEX, _DTENSOR = "torch.nn.attention.flex_attention", "torch.distributed.tensor"
 _SDPA = "scaled_dot_product_attention"
+_FLASH = "_scaled_dot_product_flash_attention"
 
 # Registrations end with the object that made them.
 _library: torch.library.Library | None = None
@@ -50,14 +58,76 @@ def _allow_dtensors(tensor: ModuleType) -> None:
         return
     _library = torch.library.Library("aten", "IMPL")
     whole: Any = getattr(torch.ops.aten, _SDPA).default
+    flash: Any = getattr(torch.ops.aten, _FLASH).default
 
     def sdpa(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(each, tensor.DTensor) for each in (query, key, value)):
             return whole.decompose(query, key, value, *args, **kwargs)
+        if flash in tensor.DTensor._op_dispatcher._custom_op_handlers:  # see Note [Ring attention]
+            return _in_a_ring(flash, query, key, value, *args, **kwargs)
         with _plain_tensors_are_replicated():
             return whole.decompose(query, key, value, *args, **kwargs)
 
     _library.impl(_SDPA, sdpa, "AutogradPrivateUse1")
+    _library.impl(_FLASH, _flash, "PrivateUse1")
+    _library.impl(f"{_FLASH}_backward", _flash_backward, "PrivateUse1")
+
+
+def _in_a_ring(
+    flash: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if attn_mask is not None or dropout_p:
+        raise NotImplementedError("Context parallelism takes neither attn_mask nor dropout_p; is_causal=True is a mask")
+    if enable_gqa and (groups := query.size(1) // key.size(1)) > 1:
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    return flash(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, logsumexp = host(query, key, value, dropout_p, is_causal, scale=scale)
+    none = [query.new_zeros(()) for _ in range(5)]  # of packed sequences, of dropout, and for debugging
+    return out, logsumexp, none[0], none[1], query.size(2), key.size(2), *none[2:]
+
+
+def _flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return host(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
 
 
 @contextlib.contextmanager

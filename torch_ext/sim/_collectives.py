@@ -28,6 +28,7 @@ memory combine ranks: see csrc/transport/fold.h. Both must be the same on all ra
 from __future__ import annotations
 
 import functools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +125,15 @@ def _of_simccl(name: str, original: Any) -> Any:
     return method
 
 
+def _life() -> str:
+    """Which life of the job this is, for its keys: torchrun's static rendezvous keeps its store when it starts again.
+
+    Agents of several hosts count for themselves, and need not agree.
+    """
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{again}/" if again != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+
+
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     """Make a group's backend. Torch calls this for every group that is not split from another."""
     timeout = options.timeout
@@ -131,12 +141,13 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
         timeout = timedelta(seconds=float(timeout))
     # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    store = c10d.PrefixStore(f"{BACKEND}/", options.store)
+    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", options.store)
     return _native.ProcessGroupSimCCL(store, options.group_rank, global_ranks, timeout)
 
 
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
-    return _native.ProcessGroupSimCCL(c10d.PrefixStore(f"{BACKEND}/", store), rank, ranks, timeout, any_device=True)
+    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", store)
+    return _native.ProcessGroupSimCCL(store, rank, ranks, timeout, any_device=True)
 
 
 def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:

@@ -22,6 +22,10 @@ _HEADER = struct.Struct("!II")
 _GROUP = 200
 
 
+# Tests may replace it.
+_dumps = pickle.dumps
+
+
 class ChannelClosedError(ConnectionError):
     """The process at the other end of a channel is gone, or has closed it."""
 
@@ -63,7 +67,7 @@ class Channel:
         Raises:
             ChannelClosedError: the peer is gone.
         """
-        payload = pickle.dumps(message)
+        payload = _dumps(message)
         header = _HEADER.pack(len(payload), len(descriptors))
         try:
             first, rest = descriptors[:_GROUP], descriptors[_GROUP:]

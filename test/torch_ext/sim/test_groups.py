@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ def _rejoin(rank: int, world_size: int, body: Callable[[int, int], None], store:
     made = {name: value(rank) if callable(value) else value for name, value in options.items()}
     dist.init_process_group(rank=rank, world_size=world_size, store=dist.FileStore(store, world_size), **made)
     body(rank, world_size)
+
+
+def _one_life(rank: int, world_size: int, life: int, path: str) -> None:
+    dist.destroy_process_group()
+    os.environ.update(TORCHELASTIC_RESTART_COUNT=str(life), GROUP_WORLD_SIZE="1")
+    store = dist.FileStore(path, -1)
+    dist.init_process_group("simccl", rank=rank, world_size=world_size, store=store)
+    x = torch.ones(1, device="sim")
+    dist.all_reduce(x)
+    assert x.item() == 2.0
+
+
+def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: Path) -> None:
+    for life in (0, 1):
+        ranks.run(2, _one_life, life, str(tmp_path / "kept"))
+        assert (tmp_path / "kept").exists()
 
 
 # --- which backends ---

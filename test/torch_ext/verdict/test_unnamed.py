@@ -41,6 +41,20 @@ class TestChannels(Ranks):
                     os.set_blocking(descriptor, False)
                     os.write(descriptor, bytes([255]) * 64)
 
+    def test_sends_what_is_no_message(self):
+        if self.rank == 1:
+            for descriptor in range(3, 256):
+                with contextlib.suppress(OSError):
+                    os.set_blocking(descriptor, False)
+                    os.write(descriptor, bytes([0, 0, 0, 4, 0, 0, 0, 0]) + b"none")
+
+    def test_replaces_what_packs_messages(self):
+        if self.rank == 1:
+            import pickle
+
+            pickle.dumps = lambda *args, **kwargs: b""
+            raise ValueError("packs nothing")
+
     def test_closes_every_descriptor(self):
         if self.rank == 1:
             os.closerange(3, 4096)
@@ -124,7 +138,16 @@ def test_expected_failure_does_not_excuse_a_rank_that_did_not_fail(runs: dict[st
     assert runs["TestExpected"].status[f"test_expects_a_failure_and_{what}"] == "failed", runs["TestExpected"]
 
 
-@pytest.mark.parametrize("what", ["writes_into_every_descriptor", "closes_every_descriptor", "becomes_another_program"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "writes_into_every_descriptor",
+        "sends_what_is_no_message",
+        "replaces_what_packs_messages",
+        "closes_every_descriptor",
+        "becomes_another_program",
+    ],
+)
 def test_rank_that_breaks_its_line_fails_alone(runs: dict[str, Run], what: str) -> None:
     run = runs["TestChannels"]
     assert run.status.get(f"test_{what}") == "failed", run
