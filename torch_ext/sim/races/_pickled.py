@@ -17,7 +17,8 @@ __all__ = ["see_pickled_tensors"]
 
 def see_pickled_tensors() -> None:
     """Tell every check from now on of tensors of the host that are pickled."""
-    original = torch.Tensor.__reduce_ex__
+    # Not __reduce_ex__ itself: subclasses look up by that very function what to do instead.
+    original = torch.Tensor._reduce_ex_internal
 
     @wraps(original)
     def reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
@@ -29,4 +30,4 @@ def see_pickled_tensors() -> None:
             _native.use_tensors("pickle", [self.detach()], False)
         return original(self, protocol)
 
-    setattr(torch.Tensor, "__reduce_ex__", reduce_ex)  # noqa: B010 - mypy refuses to assign a method
+    setattr(torch.Tensor, "_reduce_ex_internal", reduce_ex)  # noqa: B010 - mypy refuses to assign a method
