@@ -28,6 +28,11 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     "aten::_copy_from_and_resize": lambda: (ATEN._copy_from_and_resize, (make(3), make(3))),
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
     "aten::_local_scalar_dense": lambda: (ATEN._local_scalar_dense, (make(1),)),
+    "aten::_scaled_dot_product_flash_attention": lambda: (
+        ATEN._scaled_dot_product_flash_attention,
+        tuple(make(1, 1, 4, 8) for _ in range(3)),
+    ),
+    "aten::_scaled_dot_product_flash_attention_backward": lambda: (_flash_backward, _flash()),
     "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (
         ATEN._scaled_dot_product_fused_attention_overrideable,
         tuple(make(1, 1, 4, 8) for _ in range(3)),
@@ -139,6 +144,19 @@ def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tenso
         torch.ones_like(output), query, key, value, None, [True, True, True, False], output, logsumexp,
         none, none, 4, 4, 0.0, False, none, none,
     )  # fmt: skip
+
+
+def _flash() -> tuple[Any, ...]:
+    inputs = [make(1, 1, 4, 8) for _ in range(3)]
+    output, logsumexp, *_ = ATEN._scaled_dot_product_flash_attention(*inputs)
+    return (*inputs, output, logsumexp)
+
+
+def _flash_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:
+    none = torch.empty(0, dtype=torch.long, device="sim")
+    return ATEN._scaled_dot_product_flash_attention_backward(
+        torch.ones_like(output), query, key, value, output, logsumexp, none, none, 4, 4, 0.0, False, none, none
+    )
 
 
 # Arguments of which a kernel wants to know the sizes or the type alone.
