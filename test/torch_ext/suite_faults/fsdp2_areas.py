@@ -15,6 +15,8 @@ _LOGGING = f"{SUITE}logging:LoggingTests.test_fsdp_logging"
 _WIRE = f"{SUITE}comm:TestFullyShardCollectiveOps."
 _TYPES = f"{SUITE}mixed_precision:TestFullyShardMixedPrecisionTraining."
 _STATE_DICT = f"{SUITE}state_dict:TestFullyShardStateDictMultiProcess."
+_METHODS = f"{SUITE}forward:TestFullyShardCustomForwardMethod."
+_AUTOGRAD = f"{SUITE}autograd:"
 _EXTENSIONS = f"{SUITE}extensions:TestFullyShardAllGatherExtensionsMultiThread."
 
 
@@ -218,5 +220,33 @@ MISTAKES = {
         "metadata,\n            self.orig_dtype,\n        )",
         _EXTENSIONS + "test_arguments_of_the_hooks",
         "type of in_proj.weight",
+    ),
+    "fully_shard_registered_method_leaves_parameters_gathered": fault(
+        "torch.distributed.fsdp._fully_shard._fully_shard:register_fsdp_forward_method",
+        "return fsdp_state._post_forward(self, args, out)",
+        "return out",
+        _METHODS + "test_registered_method_trains_as_forward_does",
+        "not a DTensor: its module is unsharded",
+    ),
+    "fully_shard_method_that_is_none_registered": fault(
+        "torch.distributed.fsdp._fully_shard._fully_shard:register_fsdp_forward_method",
+        "if not hasattr(module, method_name):",
+        "if False:",
+        _METHODS + "test_register_fsdp_forward_method_of_no_method_is_refused",
+        "has no attribute 'nothing_of_that_name'",
+    ),
+    "fully_shard_hooks_after_accumulation_forgotten": fault(
+        f"{COMM}:foreach_reduce",
+        "for hook in (",
+        "for hook in () and (",
+        _AUTOGRAD + "TestFullyShardPostAccGradHook.test_post_accumulate_grad_hook_sees_the_sharded_gradient",
+        "gradients that the hooks have seen",
+    ),
+    "fully_shard_unused_module_never_finished": fault(
+        f"{STATE}._root_post_backward_final_callback",
+        "if fsdp_param_group._training_state != TrainingState.POST_BACKWARD:",
+        "if False:",
+        _AUTOGRAD + "TestFullyShardAutograd.test_unused_forward_output",
+        "not a DTensor: its module is unsharded",
     ),
 }

@@ -181,7 +181,8 @@ class TestFullyShardPostAccGradHook(FullyShardParityTest):
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
-        self.assertEqual(seen, {name: each.grad for name, each in reference.named_parameters()})
+        expected = {name: each.grad for name, each in reference.named_parameters()}
+        self.check_equal("gradients that the hooks have seen", seen, expected)
 
 
 if __name__ == "__main__":
