@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from torch_ext.world import _os, frames, notices, rank_times
+from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.output import Capture
@@ -138,16 +139,16 @@ class World:
         self._left_behind: list[LeftBehind] = []
         self._listeners: list[Watch] = []
         self._group = group
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(group, selectors.EVENT_READ, self._on_group)
+        self._callbacks = Callbacks()
+        self._callbacks.watch(group, self._on_group)
         for process in self.processes:
             self._add(process)
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
-        self._selector.register(process._channel, selectors.EVENT_READ, lambda: self._on_rank(process))
+        self._callbacks.watch(process._channel, lambda: self._on_rank(process))
         if process._capture.live is not None:
-            self._selector.register(process._capture.live, selectors.EVENT_READ, lambda: self._on_output(process))
+            self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
 
     def wait_started(self) -> None:
         """Wait until every rank's process exists.
@@ -172,16 +173,14 @@ class World:
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
         """
-        if self._selector.get_map():
-            for key, _ in self._selector.select(timeout_s):
-                if self._selector.get_map().get(key.fd) == key:  # an earlier event of this round may have closed it
-                    key.data()
+        if len(self._callbacks):
+            self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
         try:
             message, _ = self._group.receive()
         except ChannelClosedError:
-            self._selector.unregister(self._group)
+            self._callbacks.unwatch(self._group)
             if len(self._ended) < len(self.processes):
                 self.close()
                 raise ZygoteLostError(
@@ -215,8 +214,7 @@ class World:
         try:
             message, _ = process._channel.receive()
         except Exception:  # it has closed the channel, or a test has written to it: what it says no longer counts
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(process._channel)
+            self._callbacks.unwatch(process._channel)
             process._channel.close()
             return
         if process.rank in self._interrupted:
@@ -250,8 +248,7 @@ class World:
     def _on_output(self, process: RankProcess) -> None:
         live = process._capture.live
         if live is not None and not process._capture.pass_through():
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(live)
+            self._callbacks.unwatch(live)
 
     # Waiting
 
@@ -383,7 +380,7 @@ class World:
         """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
         self.store = None
         self._group.close()
-        self._selector.close()  # its map is None from here on, so that pump() finds nothing
+        self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
             process._channel.close()
             process._capture.close()

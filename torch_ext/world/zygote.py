@@ -26,7 +26,6 @@ import contextlib
 import gc
 import linecache
 import os
-import selectors
 import shutil
 import signal
 import sys
@@ -37,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch_ext.world import _os, settings, transports
+from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
@@ -140,7 +140,7 @@ class Zygote:
         self._description = description
         self._preparation = preparation
         self._scratch = scratch
-        self._selector = selectors.DefaultSelector()
+        self._callbacks = Callbacks()
         self._groups: dict[int, _ChildGroup] = {}  # by descriptor of the group's channel
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
@@ -162,13 +162,11 @@ class Zygote:
         gc.freeze()
         self._watch(self._command, self._on_command)
         while not self._command.closed:
-            for key, _ in self._selector.select():
-                if self._selector.get_map().get(key.fd) == key:  # an earlier event of this round may have closed it
-                    key.data()
+            self._callbacks.call()
         self._end()
 
     def _watch(self, fileobj: Any, callback: Callable[[Any], None]) -> None:
-        self._selector.register(fileobj, selectors.EVENT_READ, lambda: callback(fileobj))
+        self._callbacks.watch(fileobj, lambda: callback(fileobj))
 
     # Requests
 
@@ -176,7 +174,7 @@ class Zygote:
         try:
             message, descriptors = channel.receive()
         except ChannelClosedError:
-            self._selector.unregister(channel)
+            self._callbacks.unwatch(channel)
             channel.close()
             return
         if isinstance(message, Start):
@@ -261,14 +259,14 @@ class Zygote:
 
     def _forget(self) -> None:
         """In a child: close the zygote's descriptors, so that no child keeps a channel open that its holder closed."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, Channel):
-                key.fileobj.close()
+        for file in self._callbacks.files:
+            if isinstance(file, Channel):
+                file.close()
             else:
-                os.close(key.fd)
+                os.close(file)
         for spare in self._spares:
             spare.order_channel.close()
-        self._selector.close()
+        self._callbacks.close()
 
     def _execute(self, environment: dict[str, str]) -> _Child:
         ours, theirs = channel_pair()
@@ -313,13 +311,13 @@ class Zygote:
 
     def _abandon(self, group: _ChildGroup) -> None:
         del self._groups[group.channel.fileno()]
-        self._selector.unregister(group.channel)
+        self._callbacks.unwatch(group.channel)
         group.channel.close()
         for pid in group.indices:
             _os.end_process(pid)
 
     def _on_exit(self, pid: int, watch: int) -> None:
-        self._selector.unregister(watch)
+        self._callbacks.unwatch(watch)
         os.close(watch)
         _, status = os.waitpid(pid, 0)
         now = time.monotonic()

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
@@ -32,6 +31,7 @@ from torch_ext.runner.cluster.messages import (
     ToRank,
 )
 from torch_ext.runner.loop import Task, Wait
+from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all, readable
 from torch_ext.world.hosts import ADDRESS_VARIABLE, INTERFACE_VARIABLES, interface_variables
 from torch_ext.world.output import Capture, open_capture
@@ -84,9 +84,9 @@ class FarRanks:
         self._link = link
         self._zygote = zygote
         self._environment = {**environment, **interface_variables(address, environment)}
-        self._selector = selectors.DefaultSelector()
+        self._callbacks = Callbacks()
         self._worlds: dict[int, _World] = {}
-        self._watch(link, self._on_link)
+        self._callbacks.watch(link, self._on_link)
         link.send(Clock(time.monotonic()))
 
     def serve(self) -> Task[None]:
@@ -94,21 +94,12 @@ class FarRanks:
         try:
             with contextlib.suppress(LinkLostError):
                 while True:
-                    yield Wait((self._selector.fileno(),))
-                    for key, _ in self._selector.select(0):
-                        if self._selector.get_map().get(key.fd) == key:
-                            key.data()
+                    yield Wait((self._callbacks.fileno(),))
+                    self._callbacks.call(0)
         finally:
             for world in list(self._worlds.values()):
                 self._abandon(world)
-            self._selector.close()
-
-    def _watch(self, file: Any, callback: Callable[[], object]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, callback)
-
-    def _unwatch(self, file: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(file)
+            self._callbacks.close()
 
     # Host 0
 
@@ -133,7 +124,7 @@ class FarRanks:
             if isinstance(message.stream, int):
                 connection = rank.connections.get(message.stream)
                 if connection is not None and message.payload is None:
-                    self._unwatch(connection)
+                    self._callbacks.unwatch(connection)
                     rank.connections.pop(message.stream).close()
                 elif connection is not None:
                     write_all(connection.fileno(), message.payload)
@@ -162,7 +153,7 @@ class FarRanks:
         finally:
             theirs.close()
             close_all(inherited)
-        self._watch(group, lambda: self._on_group(world))
+        self._callbacks.watch(group, lambda: self._on_group(world))
         for index in range(len(world.ranks)):
             self._watch_rank(world, index)
 
@@ -182,21 +173,21 @@ class FarRanks:
 
     def _abandon(self, world: _World) -> None:
         del self._worlds[world.number]
-        self._unwatch(world.group)
+        self._callbacks.unwatch(world.group)
         world.group.close()  # the zygote ends and reaps those that still live
         for rank in world.ranks:
             for file in (rank.channel, rank.stacks, *rank.connections.values()):
-                self._unwatch(file)
+                self._callbacks.unwatch(file)
             rank.close()
 
     # The ranks
 
     def _watch_rank(self, world: _World, index: int) -> None:
         rank = world.ranks[index]
-        self._watch(rank.channel, lambda: self._on_message(world, index))
-        self._watch(rank.stacks, lambda: self._on_stacks(world, index))
+        self._callbacks.watch(rank.channel, lambda: self._on_message(world, index))
+        self._callbacks.watch(rank.stacks, lambda: self._on_stacks(world, index))
         for number, connection in rank.connections.items():
-            self._watch(connection, partial(self._on_bytes, world, index, number))
+            self._callbacks.watch(connection, partial(self._on_bytes, world, index, number))
 
     def _tell(self, world: _World, index: int, stream: Stream | int, payload: Any) -> None:
         self._link.send(FromRank(world.number, index, stream, payload))
@@ -206,7 +197,7 @@ class FarRanks:
         try:
             message, _ = rank.channel.receive()
         except (ChannelClosedError, OSError):
-            self._unwatch(rank.channel)
+            self._callbacks.unwatch(rank.channel)
             return False
         if isinstance(message, Receipt):  # the test may be judged on it, so what the rank has printed comes first
             self._tell_output(world, index)
@@ -239,7 +230,7 @@ class FarRanks:
         if part:
             self._tell(world, index, stream, part)
         else:
-            self._unwatch(descriptor)
+            self._callbacks.unwatch(descriptor)
         return bool(part)
 
     def _on_group(self, world: _World) -> None:
@@ -258,10 +249,10 @@ class FarRanks:
         rank = world.ranks[index]
         while not rank.channel.closed and rank.channel.poll() and self._on_message(world, index):
             pass
-        while _has(self._selector, rank.stacks) and readable(rank.stacks) and self._on_stacks(world, index):
+        while self._callbacks.watches(rank.stacks) and readable(rank.stacks) and self._on_stacks(world, index):
             pass
         for number, connection in list(rank.connections.items()):
-            while _has(self._selector, connection) and readable(connection.fileno()):
+            while self._callbacks.watches(connection) and readable(connection.fileno()):
                 if not self._on_bytes(world, index, number):
                     break
         self._tell_output(world, index)
@@ -281,9 +272,3 @@ def _open_rank(order: FarOrder) -> tuple[_Rank, list[int]]:
         inherited.append(os.dup(there.fileno()))
         there.close()
     return rank, inherited
-
-
-def _has(selector: selectors.BaseSelector, file: Any) -> bool:
-    with contextlib.suppress(KeyError, ValueError):
-        return selector.get_key(file) is not None
-    return False

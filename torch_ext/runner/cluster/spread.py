@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,6 +38,7 @@ from torch_ext.runner.cluster.stand_in import StandIn, on_our_clock, taken
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.schedule import Batch
+from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.hosts import NUMBER_VARIABLE
 from torch_ext.world.protocol import Ended, Order, RankOrder, Signal, Start, Started
@@ -121,7 +121,7 @@ class Spread:
         self._names = [f"host {number} ({each})" for number, each in enumerate((name, *(peer.name for peer in peers)))]
         self._environment = dict(environment)
         self._directory = os.getcwd()
-        self._selector = selectors.DefaultSelector()
+        self._callbacks = Callbacks()
         self._worlds: dict[int, _World] = {}
         self._clients: list[Channel] = []
         self._numbers = 0
@@ -134,7 +134,7 @@ class Spread:
             except LinkLostError as error:
                 self._lose(HostLost(host, str(error)))
                 return
-            self._watch(link, partial(self._on_link, host))
+            self._callbacks.watch(link, partial(self._on_link, host))
 
     def add_client(self, zygote: ZygoteClient) -> int:
         """Return the descriptor of a new command channel, for a process that starts ranks.
@@ -144,20 +144,18 @@ class Spread:
         """
         ours, theirs = channel_pair()
         self._clients.append(ours)
-        self._watch(ours, lambda: self._on_client(ours, zygote))
+        self._callbacks.watch(ours, lambda: self._on_client(ours, zygote))
         descriptor = os.dup(theirs.fileno())
         theirs.close()
         return descriptor
 
     def serve(self) -> Task[None]:
         """A task that passes on what comes, until :meth:`close`, or until a host is lost."""
-        while self.lost is None and self._selector.get_map() is not None:
-            yield Wait((self._selector.fileno(), self._bell))  # whatever is watched from then on is waited for too
-            if self._selector.get_map() is None:
+        while self.lost is None and self._callbacks.is_open():
+            yield Wait((self._callbacks.fileno(), self._bell))  # whatever is watched from then on is waited for too
+            if not self._callbacks.is_open():
                 return
-            for key, _ in self._selector.select(0):
-                if self.lost is None and self._selector.get_map().get(key.fd) == key:
-                    key.data()
+            self._callbacks.call(0, stop=lambda: self.lost is not None)
 
     def unless_lost(self, task: Task[Any]) -> Task[None]:
         """A task that runs ``task`` to its end, or ends it when a host is lost."""
@@ -174,18 +172,11 @@ class Spread:
             channel.close()
         for link in self._links.values():
             link.close()
-        self._selector.close()
+        self._callbacks.close()
         self._bell.close()
         self._rope.close()
 
     # Plumbing
-
-    def _watch(self, file: Any, callback: Callable[[], None]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, callback)
-
-    def _unwatch(self, file: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(file)
 
     def _lose(self, lost: HostLost) -> None:
         if self.lost is None:
@@ -204,7 +195,7 @@ class Spread:
         try:
             message, descriptors = client.receive()
         except ChannelClosedError:
-            self._unwatch(client)
+            self._callbacks.unwatch(client)
             client.close()
             return
         if not isinstance(message, Start):
@@ -213,7 +204,7 @@ class Spread:
         try:
             self._start(message, descriptors, zygote)
         except ChannelClosedError:  # the zygote is gone: so is the class, which learns it from the zygote itself
-            self._unwatch(client)
+            self._callbacks.unwatch(client)
             client.close()
 
     def _start(self, request: Start, descriptors: list[int], zygote: ZygoteClient) -> None:
@@ -236,7 +227,7 @@ class Spread:
         group_here: Channel | None = None
         world = _World(self._numbers, Channel.from_descriptor(descriptors[0]), None, order, far, waiting=set(of_host))
         self._worlds[world.number] = world
-        self._watch(world.group, lambda: self._on_group(world))
+        self._callbacks.watch(world.group, lambda: self._on_group(world))
         for (host, index), rank in far.items():
             self._watch_rank(world, rank, host, index)
         if 0 in of_host:
@@ -248,7 +239,7 @@ class Spread:
                 theirs.close()
                 close_all(here)
             world.here = group_here
-            self._watch(group_here, lambda: self._on_here(world))
+            self._callbacks.watch(group_here, lambda: self._on_here(world))
         for host, orders in of_host.items():
             if host:
                 directory = os.path.relpath(orders[0].payload.directory, self._directory)
@@ -265,15 +256,15 @@ class Spread:
         return FarOrder(order.target, replace(rank, environment={}), changed, order.descriptors - shared)
 
     def _watch_rank(self, world: _World, rank: StandIn, host: int, index: int) -> None:
-        self._watch(rank.channel, lambda: self._on_message(world, rank))
+        self._callbacks.watch(rank.channel, lambda: self._on_message(world, rank))
         for number, descriptor in rank.connections.items():
-            self._watch(descriptor, partial(self._on_bytes, world, rank, number))
+            self._callbacks.watch(descriptor, partial(self._on_bytes, world, rank, number))
 
     def _on_message(self, world: _World, rank: StandIn) -> None:
         try:
             message, _ = rank.channel.receive()
         except ChannelClosedError:
-            self._unwatch(rank.channel)
+            self._callbacks.unwatch(rank.channel)
             message = None
         self._send(rank.host, ToRank(world.number, rank.index, Stream.CHANNEL, message))
 
@@ -284,7 +275,7 @@ class Spread:
         except OSError:
             part = b""
         if not part:
-            self._unwatch(descriptor)
+            self._callbacks.unwatch(descriptor)
         self._send(rank.host, ToRank(world.number, rank.index, number, part or None))
 
     def _on_group(self, world: _World) -> None:
@@ -310,15 +301,15 @@ class Spread:
             self._close_far(world, place)
         for channel in (world.group, world.here):
             if channel is not None and not channel.closed:
-                self._unwatch(channel)
+                self._callbacks.unwatch(channel)
                 channel.close()
 
     def _close_far(self, world: _World, place: tuple[int, int]) -> None:
         rank = world.far.pop(place, None)
         if rank is not None:
-            self._unwatch(rank.channel)
+            self._callbacks.unwatch(rank.channel)
             for descriptor in rank.connections.values():
-                self._unwatch(descriptor)
+                self._callbacks.unwatch(descriptor)
             rank.close()
 
     # The ranks
@@ -330,7 +321,7 @@ class Spread:
         try:
             message, _ = channel.receive()
         except ChannelClosedError:  # the zygote was killed, and the parent half with it, or all have ended
-            self._unwatch(channel)
+            self._callbacks.unwatch(channel)
             return
         if isinstance(message, Started):
             self._started(world, 0, message.pids, message.why_interpreter)
@@ -376,7 +367,7 @@ class Spread:
             elif isinstance(message.stream, int) and message.stream in rank.connections:
                 if message.payload is None:
                     descriptor = rank.connections.pop(message.stream)
-                    self._unwatch(descriptor)
+                    self._callbacks.unwatch(descriptor)
                     os.close(descriptor)
                 else:
                     write_all(rank.connections[message.stream], message.payload)
