@@ -158,3 +158,59 @@ def bytes_read_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
     if fixed:
         on.main.synchronize()
     host.untyped_storage()[3]  # later: _local_scalar_dense
+
+
+@pair
+def indexed_by_integers_and_by_a_mask(on: Stage, fixed: bool) -> None:
+    # The host must count what a mask selects, and waits for that. It knows how many integers there are.
+    x, y = on.tensor(), on.tensor()
+    index = torch.zeros(256, dtype=torch.bool if fixed else torch.int64, device=on.device)
+    SIM.synchronize()
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+        y[index]
+    x.mul(3)  # later: mul
+
+
+@pair
+def filled_by_indices_of_the_host(on: Stage, fixed: bool) -> None:
+    # The host must move them, and waits for that.
+    x, y, index = on.tensor(), on.tensor(), torch.zeros(8, dtype=torch.int64)
+    on_device = index.to(on.device)
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+        y.index_fill_(0, on_device, 3.0)
+        if fixed:
+            y[index] = y[:8].clone()
+    x.mul(3)  # later: mul
+
+
+@pair
+def pinned_number_used_before_it_is_there(on: Stage, fixed: bool) -> None:
+    # The host reads a number for the kernel at the call, so that even the kernel's own stream must be waited for.
+    x, number = on.tensor(), torch.ones(()).pin_memory()
+    number.copy_(x[0], non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    x * number  # later: mul
+
+
+@pair
+def pinned_number_written_after_its_use(on: Stage, fixed: bool) -> None:
+    x, number = on.tensor(), torch.ones(()).pin_memory()
+    if fixed:
+        x * number
+    else:
+        x[0].copy_(number, non_blocking=True)  # earlier: copy_
+    number.fill_(7)  # later: fill_
+    on.main.synchronize()
+
+
+@pair
+def pinned_indices_used_before_they_are_there(on: Stage, fixed: bool) -> None:
+    x, found = on.tensor(), torch.zeros(8, dtype=torch.int64, device=on.device)
+    SIM.synchronize()
+    index = found.to("cpu", non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    x[index]  # later: index

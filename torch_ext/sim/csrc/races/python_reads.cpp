@@ -6,6 +6,7 @@
 // `numpy` and DLPack hand memory out, and nobody sees what happens to it then. That counts as a read of all of it.
 #include "python_reads.h"
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <Python.h>
@@ -46,7 +47,7 @@ class Calls {
 
 thread_local int Calls::depth = 0;
 
-void tell_read(std::string_view name, PyObject* object) {
+void tell_read(std::string_view name, PyObject* object) try {
   if (pinned_blocks_made() == 0 || !Calls::is_outermost() || object == nullptr || !THPVariable_Check(object)) {
     return;
   }
@@ -56,6 +57,9 @@ void tell_read(std::string_view name, PyObject* object) {
       watch().host_used(name, *access);
     }
   }
+} catch (const c10::Error&) {
+  // Tensors that only stand for others refuse to say where their memory is: they have none.
+  return;
 }
 
 template <size_t which>
