@@ -49,7 +49,8 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 _WIDE = frozenset(
     {"autocast", "bindings", "flight_record", "generated", "launcher", "memory_snapshot", "observer_log", "profiler"}
     | {"reduction", "rpc_agent", "running", "sharing"}
-    | {"sim_work", "simccl", "races/autograd_node", "races/report", "races/trace"}
+    | {"sim_work", "simccl", "races/autograd_node", "races/python_reads"}
+    | {"races/report", "races/trace"}
     | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
     | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
     | {"transport/shared_memory", "transport/wait_page"}

@@ -49,6 +49,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   facts.name = schema.operator_name().name;
   facts.host_indices = takes_host_indices(facts.name);
+  facts.is_indexing = facts.host_indices && facts.name.find("index") != std::string::npos;
   facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -64,7 +65,8 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   for (const auto& value : returns) {
     facts.fresh.push_back(value.alias_info() == nullptr);
   }
-  facts.host_reads = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+  facts.host_reads = (op.hasTag(at::Tag::dynamic_output_shape) && !facts.is_indexing) ||
+      op.hasTag(at::Tag::data_dependent_output) ||
       (!returns.empty() && std::none_of(returns.begin(), returns.end(), &holds_tensors));
   return facts;
 }
@@ -160,6 +162,32 @@ c10::DeviceIndex common_device(
     return static_cast<c10::DeviceIndex>(found);
   }
   return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
+}
+
+// As on GPUs, an operator that indexes waits only for a mask, whose true elements the host counts, and for indices of
+// the host, which it moves. Neither happens where one mask says what is filled with one number.
+bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
+  constexpr size_t kIndices = 1, kValues = 2, kAccumulate = 3;
+  if (facts.name == "aten::repeat_interleave") {
+    return arguments.size() < 2 || !arguments[1].isInt(); // with that, the size of the output is known
+  }
+  if (!facts.is_indexing) {
+    return facts.host_reads;
+  }
+  size_t masks = 0, others = 0;
+  bool moves = false;
+  for (const c10::IValue& element : arguments[kIndices].toListRef()) {
+    if (element.isTensor() && element.toTensor().defined()) {
+      const auto& index = element.toTensor();
+      const bool is_mask = index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte;
+      ++(is_mask ? masks : others);
+      moves = moves || index.is_cpu();
+    }
+  }
+  const bool writes = arguments.size() > kAccumulate;
+  const bool fills = writes && masks == 1 && others == 0 && !arguments[kAccumulate].toBool() &&
+      arguments[kValues].toTensor().numel() == 1;
+  return moves || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
 }
 
 } // namespace torch_ext::sim

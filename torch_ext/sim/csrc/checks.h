@@ -23,6 +23,7 @@ struct OperatorFacts {
   int generator = -1; // position of the Generator argument, -1 without one
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
+  bool is_indexing = false;  // of these, one whose lists are indices
 };
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);
@@ -31,5 +32,8 @@ const OperatorFacts& facts_of(const c10::OperatorHandle& op);
 // Raises RuntimeError when they live on several, and AcceleratorError for one whose memory is gone (Note [Bounds]).
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
+
+// Whether the host waits for the stream in this call, because it learns values or must move some of its own.
+bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments);
 
 } // namespace torch_ext::sim

@@ -137,10 +137,13 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
   }
 }
 
+// Tensors of the host, which are numbers and indices, the host has read when the call returns.
 void account(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      facts.written[i] ? kernel.writes(tensor) : kernel.reads(tensor);
+      if (on_sim(tensor)) {
+        facts.written[i] ? kernel.writes(tensor) : kernel.reads(tensor);
+      }
     });
   }
 }
@@ -165,6 +168,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(device);
   Kernel kernel(facts.name);
   kernel.on(device);
+  if (host_waits(facts, arguments)) {
+    kernel.host_reads();
+  }
   if (facts.is_view) {
     kernel.touches_nothing();
   } else if (kernel.is_watched()) {
@@ -179,9 +185,6 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (facts.generator >= 0) {
     call.draw_from_device(facts, (*stack)[first + facts.generator]);
-  }
-  if (facts.host_reads) {
-    kernel.host_reads();
   }
   kernel.launch();
   {

@@ -1,10 +1,12 @@
 // Operators that make, view, resize and copy device memory. They cannot go through the fallback, because what they
 // return is the device tensor's own storage, or because they move data between devices.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -24,7 +26,6 @@
 #include "hooks.h"
 #include "kernel.h"
 #include "stream.h"
-#include "sync_debug.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -137,13 +138,19 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_strided(self, none, 0, {0}, {});
 }
 
-void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination, bool host_reads) {
+// Note [Copies between host and device]
+// They order as CUDA's do, which moves one run of bytes at a time (copy_kernel_cuda):
+//
+//   copy that blocks      The host waits for the current stream of the device. Where the destination is a device's and
+//                         not one run, the bytes land in a temporary first: the host waits for that, and the kernel
+//                         that spreads them comes after.
+//   copy that does not    The stream reads or writes the host's memory. Where that is not one run, the host gathers or
+//                         spreads it itself, at the call.
+//
+// One without elements does nothing at all.
+void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination) {
   Kernel kernel("aten::copy_");
-  kernel.on(device).reads(self).writes(destination);
-  if (host_reads) {
-    kernel.host_reads();
-  }
-  kernel.launch();
+  kernel.on(device).reads(self).writes(destination).launch();
   on_host(destination).copy_(on_host(self));
 }
 
@@ -151,21 +158,67 @@ void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& 
 void copy_across(const at::Tensor& self, const at::Tensor& destination) {
   const auto here = current_stream(self.device().index()), there = current_stream(destination.device().index());
   wait(here, record(there));
-  copy_on(here.device_index(), self, destination, /*host_reads=*/false);
+  copy_on(here.device_index(), self, destination);
   wait(there, record(here));
+}
+
+// Whether both tensors lie in memory in the same order and without gaps.
+bool is_one_run(const at::Tensor& self, const at::Tensor& destination) {
+  return self.dtype() == destination.dtype() && self.sizes() == destination.sizes() &&
+      self.strides() == destination.strides() && self.is_non_overlapping_and_dense();
+}
+
+void copy_to_device(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const auto device = destination.device().index();
+  const auto source = self.expand_as(destination);
+  const bool straight = is_one_run(source, destination);
+  if (non_blocking) {
+    copy_on(device, straight ? source : source.contiguous(), destination);
+    return;
+  }
+  const bool spread = !straight && !destination.is_contiguous();
+  {
+    Kernel transfer("aten::copy_");
+    transfer.on(device).reads(source).writes(spread ? at::Tensor() : destination).host_reads().launch();
+    if (!spread) {
+      on_host(destination).copy_(source);
+    }
+  }
+  if (spread) {
+    Kernel kernel("aten::copy_");
+    kernel.on(device).writes(destination).launch();
+    on_host(destination).copy_(source);
+  }
+}
+
+void copy_to_host(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const auto device = self.device().index();
+  if (!non_blocking) {
+    // It hands the host values, which it must not see before the stream has produced them.
+    Kernel kernel("aten::copy_");
+    kernel.on(device).reads(self).writes(destination).host_reads().launch();
+    destination.copy_(on_host(self));
+  } else if (destination.is_contiguous() || is_one_run(self, destination)) {
+    copy_on(device, self, destination);
+  } else {
+    const auto temporary = at::empty_like(destination, at::MemoryFormat::Contiguous);
+    copy_on(device, self, temporary);
+    destination.copy_(temporary);
+  }
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const bool from_device = self.device().type() == kSim, to_device = destination.device().type() == kSim;
   if (from_device && to_device && self.device() != destination.device()) {
     copy_across(self, destination);
+  } else if (
+      (from_device && to_device) || destination.numel() == 0 ||
+      !at::is_expandable_to(self.sizes(), destination.sizes())) { // which the host's kernel refuses
+    copy_on((from_device ? self : destination).device().index(), self, destination);
+  } else if (to_device) {
+    copy_to_device(self, destination, non_blocking);
   } else {
-    // A copy that ends on the host hands it values, which it must not see before the stream has produced them.
-    const bool host_reads = !to_device && !non_blocking;
-    if (!from_device && !non_blocking) {
-      tell_host_blocks("aten::copy_");
-    }
-    copy_on((from_device ? self : destination).device().index(), self, destination, host_reads);
+    copy_to_host(self, destination, non_blocking);
   }
   return destination;
 }

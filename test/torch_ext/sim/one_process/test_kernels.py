@@ -116,6 +116,13 @@ _HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "bool": lambda x: bool(x[0]),
     "cpu": lambda x: x.cpu(),
     "copy to the host": lambda x: torch.empty(4).copy_(x),
+    "copy from the host": lambda x: x.copy_(torch.ones(4)),
+    "copy from the host into a column": lambda x: x.view(2, 2)[:, 0].copy_(torch.ones(2)),
+    "indices of the host": lambda x: x[[0, 1]],
+    "mask as index": lambda x: x[x > 0],
+    "mask of what is written": lambda x: x.index_put_((x > 0,), x.clone()),
+    "number of the host that is written": lambda x: x.index_put_((x.long() * 0,), torch.tensor(3.0)),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x.long()),
     "nonzero": lambda x: x.nonzero(),
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "unique": lambda x: x.unique(),
@@ -132,11 +139,21 @@ def test_reads_of_the_host_are_told(name: str) -> None:
     assert stream.stream_id in [entry["stream"] for entry in entries if entry["kind"] == "host_knows_stream"]
 
 
-def test_copies_that_do_not_block_tell_the_host_nothing() -> None:
-    x, there = make(4), torch.empty(4, pin_memory=True)
-    for program in (lambda: there.copy_(x, non_blocking=True), lambda: x.copy_(there), lambda: x + 1):
-        _, entries = observe(program)
-        assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
+_NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
+    "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
+    "copy from the host": lambda x: x.copy_(torch.ones(4, pin_memory=True), non_blocking=True),
+    "add": lambda x: x + 1,
+    "integers as index": lambda x: x[x.long()],
+    "integers as index of what is written": lambda x: x.index_put_((x.long(),), x.clone()),
+    "mask of what is filled": lambda x: x.index_put_((x > 0,), x.sum()),
+    "repeat_interleave to a size": lambda x: torch.repeat_interleave(x.long(), output_size=4),
+}
+
+
+@pytest.mark.parametrize("name", _NO_HOST_READS)
+def test_what_does_not_block_tells_the_host_nothing(name: str) -> None:
+    _, entries = observe(_NO_HOST_READS[name], make(4))
+    assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
 
 def _moments(entries: list[Entry]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -59,3 +61,30 @@ def test_states_are_staged_in_pinned_and_shared_memory() -> None:
     staged = _create_cpu_state_dict(state, pin_memory=True, share_memory=True)
     _copy_state_dict(state, staged)
     assert staged["x"].is_cpu and staged["x"].is_shared() and staged["x"].tolist() == [0, 1, 2]
+
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all": lambda x: x,
+    "rows": lambda x: x[1:5],
+    "columns": lambda x: x[:, ::2],
+    "transposed": lambda x: x.t(),
+    "conjugated": lambda x: x.conj(),
+    "imaginary": lambda x: x.imag,
+}
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("view", _VIEWS)
+def test_copies_between_views_of_host_and_device_are_those_of_the_host(view: str, non_blocking: bool) -> None:
+    there = torch.complex(torch.arange(36.0), -torch.arange(36.0)).view(6, 6)
+    for source in (there, there.pin_memory(), there.to(torch.complex128), there[0], there.to("sim")):
+        target = "sim" if source.is_cpu else "cpu"
+        for other in _VIEWS.values():
+            expected, made = torch.zeros_like(there), torch.zeros_like(there).to(target)
+            if other(made).shape == _VIEWS[view](there).shape and (source.dim() == 2 or view == "all"):
+                taken = _VIEWS[view](source) if source.dim() == 2 else source
+                if taken.is_complex() <= other(made).is_complex():
+                    other(expected).copy_(taken.cpu())
+                    other(made).copy_(taken, non_blocking=non_blocking)
+                    SIM.synchronize()
+                    assert torch.equal(made.cpu(), expected)

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string_view>
 
 #include "../device.h"
 #include "../kernel.h"
@@ -27,7 +28,12 @@ bool is_kernel(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name == "aten::copy_";
 }
 
-// Adds what the operator does to `tensor`. Returns whether that is on a device: then it is a kernel, told as such.
+// Whether its stream, and not the host, reads tensors of the host that are among its inputs.
+bool transfers(std::string_view name) {
+  return name.find("copy") != std::string_view::npos || name.starts_with("c10d::");
+}
+
+// Adds what the operator does to `tensor`, if that is the host's. Returns whether it is a device's.
 bool add(const at::Tensor& tensor, bool write, Accesses& accesses) {
   if (!tensor.defined()) {
     return false;
@@ -53,6 +59,7 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
     return nullptr;
   }
   Accesses accesses;
+  bool is_of_device = false;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const auto* alias = schema->arguments()[i].alias_info();
     const bool write = alias != nullptr && alias->isWrite();
@@ -60,19 +67,15 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
       continue; // it makes a view
     }
     if (inputs[i].isTensor()) {
-      if (add(inputs[i].toTensor(), write, accesses)) {
-        return nullptr;
-      }
-    } else if (inputs[i].isTensorList()) {
-      for (const at::Tensor& tensor : inputs[i].toTensorVector()) {
-        if (add(tensor, write, accesses)) {
-          return nullptr;
-        }
+      is_of_device |= add(inputs[i].toTensor(), write, accesses);
+    } else if (inputs[i].isTensorList() || inputs[i].isOptionalTensorList()) {
+      for (const c10::IValue& element : inputs[i].toListRef()) {
+        is_of_device |= element.isTensor() && add(element.toTensor(), write, accesses);
       }
     }
   }
   const auto name = function.operator_name();
-  if (accesses.empty() || !name.has_value()) {
+  if (accesses.empty() || !name.has_value() || (is_of_device && transfers(name->name))) {
     return nullptr;
   }
   const auto op = c10::Dispatcher::singleton().findOp(*name);

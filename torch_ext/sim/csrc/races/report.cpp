@@ -16,6 +16,7 @@
 #include "history.h"
 #include "host_operators.h"
 #include "operation.h"
+#include "python_reads.h"
 #include "schedule.h"
 #include "watch.h"
 
@@ -36,6 +37,7 @@ void start(Schedule::Kind schedule, uint64_t seed) {
   set_danger([](const void* data, c10::Stream stream) { return watch().is_dangerous(data, stream); });
   set_poison(PoisonFor::kRaces, true);
   watch_host_operators();
+  watch_python_reads();
 }
 
 void stop() {
@@ -44,6 +46,7 @@ void stop() {
   }
   is_checking = false;
   watch().set_schedule(Schedule::Kind::kEarly, 0);
+  leave_python_reads();
   leave_host_operators();
   set_poison(PoisonFor::kRaces, false);
   set_danger(nullptr);

@@ -1,0 +1,143 @@
+// Note [Reads by Python methods]
+// These methods are functions of C in tables of torch, and call no operator that a RecordFunction would see. While a
+// check runs, their places in the tables hold functions that call them and tell the check. So the objects that Python
+// sees (`torch.Tensor.tolist`) stay the same ones, nothing is paid without a check, and no way of calling is missed.
+//
+// `numpy` and DLPack hand memory out, and nobody sees what happens to it then. That counts as a read of all of it.
+#include "python_reads.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <Python.h>
+
+#include <array>
+#include <cstddef>
+#include <string_view>
+
+#include "../kernel.h"
+#include "../pinned_memory.h"
+#include "watch.h"
+
+namespace torch_ext::sim::races {
+namespace {
+
+struct Method {
+  const char* name;
+  bool of_tensor; // otherwise a function of torch._C, whose first argument is the tensor
+  PyMethodDef* place = nullptr;
+  PyCFunction original = nullptr;
+};
+
+std::array<Method, 4> methods{
+    {{"tolist", true}, {"numpy", true}, {"_to_dlpack", false}, {"_to_dlpack_versioned", false}}};
+
+// A subclass's method is called again, by __torch_function__. The outermost call tells.
+class Calls {
+ public:
+  Calls() { ++depth; }
+  ~Calls() { --depth; }
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+  static bool is_outermost() { return depth == 1; }
+
+ private:
+  static thread_local int depth;
+};
+
+thread_local int Calls::depth = 0;
+
+void tell_read(std::string_view name, PyObject* object) try {
+  if (pinned_blocks_made() == 0 || !Calls::is_outermost() || object == nullptr || !THPVariable_Check(object)) {
+    return;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data())) {
+    if (const auto access = access_to(tensor, /*write=*/false)) {
+      watch().host_used(name, *access);
+    }
+  }
+} catch (const c10::Error&) {
+  // Tensors that only stand for others refuse to say where their memory is: they have none.
+  return;
+}
+
+template <size_t which>
+PyObject* call_with_two(PyObject* self, PyObject* argument) {
+  const Calls calls;
+  const Method& method = methods[which];
+  PyObject* result = method.original(self, argument);
+  if (result != nullptr) {
+    tell_read(method.name, method.of_tensor ? self : argument);
+  }
+  return result;
+}
+
+template <size_t which>
+PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  const Calls calls;
+  const Method& method = methods[which];
+  PyObject* result = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(method.original))(
+      self, arguments, keywords);
+  if (result != nullptr) {
+    PyObject* first = PyTuple_GET_SIZE(arguments) > 0 ? PyTuple_GET_ITEM(arguments, 0) : nullptr;
+    tell_read(method.name, method.of_tensor ? self : first);
+  }
+  return result;
+}
+
+// Where the table of torch has the method; nullptr if this release has none.
+PyMethodDef* place_of(const Method& method) {
+  PyObject* owner = method.of_tensor ? THPVariableClass : PyImport_AddModule("torch._C");
+  PyObject* found = owner == nullptr ? nullptr : PyObject_GetAttrString(owner, method.name);
+  PyErr_Clear();
+  PyMethodDef* place = nullptr;
+  if (found != nullptr && method.of_tensor && Py_IS_TYPE(found, &PyMethodDescr_Type)) {
+    place = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
+  } else if (found != nullptr && !method.of_tensor && PyCFunction_Check(found)) {
+    place = reinterpret_cast<PyCFunctionObject*>(found)->m_ml;
+  }
+  Py_XDECREF(found); // torch keeps it
+  return place;
+}
+
+template <size_t which>
+void exchange() {
+  Method& method = methods[which];
+  method.place = place_of(method);
+  if (method.place == nullptr) {
+    return;
+  }
+  method.original = method.place->ml_meth;
+  switch (method.place->ml_flags & ~(METH_CLASS | METH_STATIC | METH_COEXIST)) {
+    case METH_NOARGS:
+    case METH_O:
+      method.place->ml_meth = &call_with_two<which>;
+      break;
+    case METH_VARARGS | METH_KEYWORDS:
+      method.place->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_with_keywords<which>));
+      break;
+    default:
+      method.place = nullptr;
+  }
+}
+
+} // namespace
+
+void watch_python_reads() {
+  exchange<0>();
+  exchange<1>();
+  exchange<2>();
+  exchange<3>();
+}
+
+void leave_python_reads() {
+  for (Method& method : methods) {
+    if (method.place != nullptr) {
+      method.place->ml_meth = method.original;
+    }
+    method.place = nullptr;
+  }
+}
+
+} // namespace torch_ext::sim::races
