@@ -35,6 +35,7 @@ def install() -> None:
     if accelerator.capabilities().device_sleep:
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     distributed = upstream_module("common_distributed")
+    distributed.HAS_ACCELERATOR = True  # type: ignore[attr-defined]  # upstream asks three vendors
     # Devices of which each rank of DDP has its own. Torch 2.11 has no such list.
     ranked: list[str] = getattr(distributed, "DDP_RANK_DEVICES", [])
     if accelerator.device_type() not in ranked:

@@ -22,6 +22,7 @@ from torch.distributed import is_nccl_available
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_cuda import TEST_MULTIGPU
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase, requires_nccl, requires_nccl_version, skip_if_lt_x_gpu
 )
@@ -79,6 +80,7 @@ class TestPerDevice(TestCase):
     def test_device_is_unused_until_now(self, device):
         self.assertEqual(device, "cuda:0")
         self.assertEqual(torch.ones(1, device=device).item(), 1)
+        self.assertIn("add", {op.name for op in op_db})
 
 
 instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu"))
