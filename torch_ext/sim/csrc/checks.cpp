@@ -162,4 +162,12 @@ c10::DeviceIndex common_device(
   return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
 }
 
+void refuse_sparse(const c10::OperatorHandle& op) {
+  C10_THROW_ERROR(
+      NotImplementedError,
+      c10::str(
+          "The operator '", toString(op.operator_name()), "' is not implemented for tensors of a sparse layout on the ",
+          "device sim. Use dense ones (.to_dense()), or compute on the host (.cpu())."));
+}
+
 } // namespace torch_ext::sim

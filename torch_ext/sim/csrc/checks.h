@@ -32,4 +32,7 @@ const OperatorFacts& facts_of(const c10::OperatorHandle& op);
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 
+// Raises NotImplementedError: `op` has no kernel for tensors of a sparse layout.
+[[noreturn]] void refuse_sparse(const c10::OperatorHandle& op);
+
 } // namespace torch_ext::sim
