@@ -27,6 +27,9 @@ __all__ = ["HELPERS", "code_of", "install"]
 
 # Torch's own test helpers ask what hardware there is when they are imported.
 HELPERS = "torch.testing._internal"
+# But what they know of each operator, by device, is knowledge of CUDA; and it says "CUDA" in names of arguments, which
+# stay, where it says "cuda" in strings.
+_OPERATORS = (f"{HELPERS}.common_methods_invocations", f"{HELPERS}.opinfo")
 
 _FOLDER = "cuda_as_sim"  # of code that has been rewritten, below the cache's
 
@@ -65,10 +68,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _is_wanted(self, name: str, origin: str) -> bool:
-        if any(name == package or name.startswith(f"{package}.") for package in self._packages):
+        if _is_of(name, _OPERATORS):
+            return False
+        if _is_of(name, self._packages):
             return True
         below = any(origin == root or _is_part(origin, root) for root in self._roots)
         return below and name.partition(".")[0] not in ("torch", "torch_ext")
+
+
+def _is_of(name: str, packages: Iterable[str]) -> bool:
+    """Whether the module ``name`` is, or lies in, one of ``packages``."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def _is_part(origin: str, root: str) -> bool:

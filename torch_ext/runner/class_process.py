@@ -30,7 +30,7 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, frames, provider, rank_times
+from torch_ext.world import _os, frames, module_environment, provider, rank_times
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import redirect
@@ -66,8 +66,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     _os.lead_process_group()
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-    os.environ.clear()
-    os.environ.update(order.environment)
+    module_environment.enter(order.environment)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)

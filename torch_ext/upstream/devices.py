@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
 
-__all__ = ["install", "with_device_under_test"]
+__all__ = ["count_again", "install", "with_device_under_test"]
 
 # Torch's name for the slot of an out-of-tree device.
 _SLOT = "privateuse1"
@@ -35,6 +35,7 @@ def install() -> None:
     if accelerator.capabilities().device_sleep:
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     distributed = upstream_module("common_distributed")
+    distributed.HAS_ACCELERATOR = True  # type: ignore[attr-defined]  # upstream asks three vendors
     # Devices of which each rank of DDP has its own. Torch 2.11 has no such list.
     ranked: list[str] = getattr(distributed, "DDP_RANK_DEVICES", [])
     if accelerator.device_type() not in ranked:
@@ -42,6 +43,15 @@ def install() -> None:
     if accelerator.backend() not in distributed.ACCELERATOR_DIST_BACKENDS:
         _teach_dtensor_base(upstream_module("distributed._tensor.common_dtensor").DTensorTestBase)
         _teach_sharded_base(upstream_module("distributed._shard.sharded_tensor"))
+
+
+def count_again() -> None:
+    """Tell ``common_dtensor``, which counts devices once, of those that were asked for since.
+
+    Its tests run on the host where there are fewer devices than ranks.
+    """
+    if accelerator.is_accelerator():
+        upstream_module("distributed._tensor.common_dtensor").DEVICE_COUNT = accelerator.device_count()  # type: ignore[attr-defined]
 
 
 def _cycles_per_ms(device: str = "") -> float:
@@ -127,9 +137,12 @@ def _with_comms(func: Any = None, init_rpc: bool = True, backend: str = "") -> A
     return wrapper
 
 
-def _for_device_under_test(instantiate: Any, bases: Sequence[Any]) -> Any:
+def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:
     own = accelerator.device_type()
-    in_slot = [base for base in bases if base.device_type in (_SLOT, own)]
+    in_slot = [base for base in bases if base.device_type == _SLOT]
+    # Where CUDA means the device under test, torch's base for CUDA is for that device as well. It uses the device while
+    # the file is imported, after which no fork can.
+    bases[:] = [base for base in bases if base.device_type != own or base in in_slot]
 
     def name_slot(name: str) -> None:
         for base in in_slot:

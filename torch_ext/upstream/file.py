@@ -1,25 +1,31 @@
-"""Imported by the zygote of one upstream file, right before the file: asks for the devices that the file will ask for.
+"""Imported by the zygote of one upstream file, right before the file: gives it the devices and variables that it needs.
 
 A file that reads the device count while it is imported decides then which tests it has and how many ranks they get. An
 accelerator whose devices are simulated has as many as anybody asks for, so what the file asks for later is read off its
 source first.
+
+Some files cannot be imported without the variables that upstream's own runner sets. Those that it sets are these.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch_ext import accelerator
+from torch_ext.upstream import devices
+from torch_ext.world import scratch
 
-__all__ = ["devices_wanted"]
+__all__ = ["devices_wanted", "needs_a_backend"]
 
 _MOST = 64
 # Functions of torch's helpers that take a number of devices, and names that hold one.
 _ASKING = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")
 _COUNT, _WORLD_SIZE = "device_count", "world_size"
+_BACKEND, _HOST_BACKEND = "BACKEND", "gloo"
 
 
 def devices_wanted(source: str) -> int:
@@ -61,10 +67,37 @@ def _constants(nodes: Iterable[ast.AST | None]) -> Iterator[int]:
             yield node.value
 
 
-def _request() -> None:
+def needs_a_backend(source: str) -> bool:
+    """Whether ``source`` reads ``BACKEND``, as files do that upstream's runner starts once for each backend.
+
+    >>> needs_a_backend("BACKEND = os.environ['BACKEND']"), needs_a_backend("BACKEND = 'gloo'")
+    (True, False)
+    """
+    return any(
+        isinstance(node, ast.Subscript)
+        and _name(node.value) == "environ"
+        and isinstance(node.slice, ast.Constant)
+        and node.slice.value == _BACKEND
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def _set_variables() -> None:
+    """Set what upstream's runner would, and the user has not: two ranks, on the device's backend or on the host's."""
+    on_device = accelerator.STANDS_IN_VARIABLE in os.environ
+    os.environ.setdefault(_BACKEND, accelerator.backend() if on_device else _HOST_BACKEND)
+    os.environ.setdefault("WORLD_SIZE", "2")
+    os.environ.setdefault("TEMP_DIR", scratch.folder())
+
+
+def _prepare() -> None:
     path = Path(sys.argv[0])
     if path.is_file():
-        accelerator.request_devices(max(1, min(_MOST, devices_wanted(path.read_text(encoding="utf-8")))))
+        source = path.read_text(encoding="utf-8")
+        accelerator.request_devices(max(1, min(_MOST, devices_wanted(source))))
+        devices.count_again()
+        if _BACKEND in source and needs_a_backend(source):
+            _set_variables()
 
 
-_request()
+_prepare()

@@ -18,7 +18,7 @@ import unittest
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from torch_ext.world import _os, frames
+from torch_ext.world import _os, frames, module_environment
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
@@ -77,6 +77,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
         with _stacks_to(descriptors[1]), recording as record, uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
+        module_environment.note(order.environment)
     except BaseException as error:
         command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)

@@ -21,10 +21,12 @@ from torch.cuda.amp import GradScaler, autocast
 from torch.distributed import is_nccl_available
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_cuda import TEST_MULTIGPU
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase, requires_nccl, requires_nccl_version, skip_if_lt_x_gpu
 )
-from torch.testing._internal.common_utils import TEST_CUDA, run_tests
+from torch.testing._internal.common_utils import TEST_CUDA, TestCase, run_tests
 
 
 class TestCuda(MultiProcessTestCase):
@@ -74,6 +76,15 @@ class TestCuda(MultiProcessTestCase):
         self.assertFalse(torch.cuda.is_available())
 
 
+class TestPerDevice(TestCase):
+    def test_device_is_unused_until_now(self, device):
+        self.assertEqual(device, "cuda:0")
+        self.assertEqual(torch.ones(1, device=device).item(), 1)
+        self.assertIn("add", {op.name for op in op_db})
+
+
+instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu"))
+
 if __name__ == "__main__":
     run_tests()
 """
@@ -93,7 +104,7 @@ def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path)
     known.write_text(json.dumps([{"test": "test_cuda.py::TestCuda::test_fails*", "reason": "it asks for no device"}]))
     done = run("--upstream", str(file), "--cuda-as-sim", "--coverage", "--json", "--differences", str(known))
     told = json.loads(done.stdout)
-    assert (told["found"], told["passed"], told["failed"]) == (3, 1, 0), done.stderr
+    assert (told["found"], told["passed"], told["failed"]) == (4, 2, 0), done.stderr
     assert sorted(told["why_not"]) == [
         "known difference: it asks for no device",
         "torch.cuda: CUDAGraph: CUDA graphs are CUDA's own: the simulated accelerator runs each operator when it is "

@@ -172,18 +172,25 @@ def test_missing_file_is_a_usage_error_that_names_it() -> None:
 
 # What stood in the way of upstream's files, one test for each cause.
 BACKEND_FILE = """
+import os
+
 import torch
 import torch.distributed as dist
 from beside import SIZE
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_distributed import requires_accelerator_dist_backend, skip_if_lt_x_gpu
+from torch.testing._internal.common_distributed import (
+    HAS_ACCELERATOR, requires_accelerator_dist_backend, skip_if_lt_x_gpu
+)
 from torch.testing._internal.common_fsdp import FSDPTest
 from torch.testing._internal.common_utils import get_cycles_per_ms, run_tests
 from torch.testing._internal.distributed._shard.sharded_tensor import ShardedTensorTestBase, with_comms as with_group
 from torch.testing._internal.distributed._tensor.common_dtensor import (
-    DTensorContinuousTestBase, DTensorOpTestBase, DTensorTestBase, with_comms
+    create_local_tensor_test_class, DTensorContinuousTestBase, DTensorOpTestBase, DTensorTestBase,
+    LocalDTensorContinuousTestBase, with_comms
 )
 
+os.environ["SET_BY_THE_FILE"] = "for its tests"
+BACKEND = os.environ["BACKEND"]  # which upstream's own runner sets
 device_type = torch.accelerator.current_accelerator().type
 backend = dist.get_default_backend_for_device(device_type)
 MANY = torch.accelerator.device_count() >= 6
@@ -224,7 +231,29 @@ class TestManyDevices(DTensorTestBase):
     world_size = 2
 
     def test_count_was_known_at_import(self):
-        self.assertTrue(MANY)
+        self.assertTrue(MANY and HAS_ACCELERATOR)
+
+
+class TestSizeIsAProperty(DTensorContinuousTestBase):
+    @property
+    def world_size(self):
+        return 6
+
+    def test_ranks_are_on_the_device_and_in_the_files_environment(self):
+        self.assertEqual((self.device_type, torch.accelerator.current_device_index()), (device_type, self.rank))
+        self.assertEqual((os.environ["SET_BY_THE_FILE"], os.environ["BACKEND"]), ("for its tests", BACKEND))
+        self.assertEqual((BACKEND, os.environ["WORLD_SIZE"]), ("gloo", "2"))
+        self.assertTrue(os.path.isdir(os.environ["TEMP_DIR"]))
+
+
+class TestNoRanks(DTensorContinuousTestBase):
+    world_size = 2
+
+    def test_size_of_the_group(self):
+        self.assertEqual((dist.get_world_size(), dist.get_backend()), (2, "fake"))
+
+
+TestNoRanks = create_local_tensor_test_class(TestNoRanks, base_class=LocalDTensorContinuousTestBase)
 
 
 class TestThreads(DTensorOpTestBase):
@@ -247,7 +276,7 @@ def test_base_classes_that_list_backends_take_the_one_under_test(tmp_path: Path)
     (folder / "test_backends.py").write_text(BACKEND_FILE)
     (folder / "test_left.py").write_text("import sys\n\nif True:\n    sys.exit(0)\n")
     done = run("--upstream", str(folder), "-v", device="sim")
-    assert "6 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "8 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "the file ends the program while it is imported: sys.exit(0) in line 4 of test_left.py" in done.stdout
     assert done.returncode == 0
 

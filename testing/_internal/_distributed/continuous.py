@@ -76,6 +76,8 @@ class MultiProcContinuousTest(TestCase):
 
     pg: ClassVar[c10d.ProcessGroup]
     processes: ClassVar[list[RankProcess]] = []
+    # Upstream's name: its subclasses without ranks set it, and override what starts and ends them.
+    _processes_spawned: ClassVar[bool] = False
     _world: ClassVar[World | None] = None
 
     @classmethod
@@ -157,7 +159,8 @@ class MultiProcContinuousTest(TestCase):
         # Existing subclasses define it as a class method, a property or a string.
         found = inspect.getattr_static(cls, "device_type")
         if isinstance(found, property) and found.fget is not None:
-            return str(found.fget(cls))
+            # An instance that no __init__ has seen: the property may read others, such as world_size.
+            return str(found.fget(object.__new__(cls)))
         value = cls.device_type
         return str(value() if callable(value) else value)
 
@@ -185,7 +188,7 @@ class MultiProcContinuousTest(TestCase):
             cls.__qualname__,
             hosts,
         )
-        cls.processes = cls._world.processes
+        cls.processes, cls._processes_spawned = cls._world.processes, True
         cls.addClassCleanup(cls._end_ranks)  # for a tearDownClass() that does not call ours
 
     @classmethod
@@ -195,7 +198,7 @@ class MultiProcContinuousTest(TestCase):
         Raises:
             WorldFailure: a rank did not end as it should, though every test had passed.
         """
-        world, cls._world, cls.processes = cls._world, None, []
+        world = cls._forget_ranks()
         if world is None:
             return
         try:
@@ -226,9 +229,14 @@ class MultiProcContinuousTest(TestCase):
         raise_verdict(outcomes, time.monotonic() - world.started_s)
 
     @classmethod
+    def _forget_ranks(cls) -> World | None:
+        world, cls._world, cls.processes, cls._processes_spawned = cls._world, None, [], False
+        return world
+
+    @classmethod
     def _drop_ranks(cls) -> None:
         """Drop the ranks after a failure: some may wait for the one that failed. The next test gets fresh ranks."""
-        world, cls._world, cls.processes = cls._world, None, []
+        world = cls._forget_ranks()
         if world is not None:
             world.close()
 

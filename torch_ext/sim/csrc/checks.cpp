@@ -190,4 +190,12 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
   return moves || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
 }
 
+void refuse_sparse(const c10::OperatorHandle& op) {
+  C10_THROW_ERROR(
+      NotImplementedError,
+      c10::str(
+          "The operator '", toString(op.operator_name()), "' is not implemented for tensors of a sparse layout on the ",
+          "device sim. Use dense ones (.to_dense()), or compute on the host (.cpu())."));
+}
+
 } // namespace torch_ext::sim

@@ -36,4 +36,7 @@ c10::DeviceIndex common_device(
 // Whether the host waits for the stream in this call, because it learns values or must move some of its own.
 bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments);
 
+// Raises NotImplementedError: `op` has no kernel for tensors of a sparse layout.
+[[noreturn]] void refuse_sparse(const c10::OperatorHandle& op);
+
 } // namespace torch_ext::sim

@@ -95,18 +95,6 @@ void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
       "or register a kernel for PrivateUse1.");
 }
 
-[[noreturn]] void refuse_sparse(const c10::OperatorHandle& op) {
-  C10_THROW_ERROR(
-      NotImplementedError,
-      c10::str(
-          "The operator '", toString(op.operator_name()), "' is not implemented for tensors of a sparse layout on the ",
-          "device sim, which has dense tensors only. Use dense ones (.to_dense()), or compute on the host (.cpu())."));
-}
-
-void refuse_sparse_boxed(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
-  refuse_sparse(op);
-}
-
 bool is_sparse(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() != c10::kStrided;
 }
@@ -207,14 +195,6 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
-}
-
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_boxed>());
-}
-
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_boxed>());
 }
 
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,

@@ -67,10 +67,8 @@ ROUNDED: dict[str, Rounded] = {
     "nn.functional.scaled_dot_product_attention": Rounded(_PATH, full=3e-5, half=3e-2),
 }
 
-# The device has dense tensors only: these run on cpu and raise NotImplementedError on sim; all samples, or those that
-# ask for sparse gradients.
-SPARSE = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"})
-SPARSE_IF_ASKED = frozenset({"nn.functional.embedding", "nn.functional.embedding_bag"})
+# These raise NotImplementedError on sim for samples that ask for sparse gradients.
+SPARSE_IF_ASKED = frozenset({"nn.functional.embedding_bag"})
 
 # Arguments that are on the host for every accelerator.
 HOST_ARGUMENTS = frozenset({"tensor_split"})

@@ -1,0 +1,109 @@
+"""Sparse tensors on the device: made, taken apart, moved and computed with, as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+_INDICES, _VALUES = ((0, 1, 1), (2, 0, 0)), (3.0, 4.0, 5.0)
+
+# Torch says once that its support of these layouts is not finished.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC)", "ignore:.*[Ss]parse invariant checks")
+
+
+def _coo(device: str) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor(_INDICES), torch.tensor(_VALUES), (2, 3), device=device)
+
+
+_CALLS: dict[str, Callable[[str], torch.Tensor]] = {
+    "made of lists": lambda device: torch.sparse_coo_tensor(torch.tensor(_INDICES), list(_VALUES), device=device),
+    "of given size": _coo,
+    "empty": lambda device: torch.sparse_coo_tensor(torch.empty(2, 0), [], (2, 3), device=device),
+    "without a value": lambda device: torch.empty(2, 3, layout=torch.sparse_coo, device=device),
+    "coalesced": lambda device: _coo(device).coalesce(),
+    "values": lambda device: _coo(device).coalesce().values(),
+    "dense": lambda device: _coo(device).to_dense(),
+    "sum": lambda device: _coo(device) + _coo(device),
+    "scaled in place": lambda device: _coo(device).mul_(2),
+    "added in place": lambda device: _coo(device).add_(_coo(device)),
+    "added to dense": lambda device: torch.ones(2, 3, device=device).add_(_coo(device)),
+    "cleared": lambda device: _coo(device).zero_(),
+    "cloned": lambda device: _coo(device).clone(),
+    "product": lambda device: torch.sparse.mm(_coo(device), torch.ones(3, 2, device=device)),
+    "transposed": lambda device: _coo(device).t(),
+    "compressed": lambda device: torch.sparse_csr_tensor([0, 1, 2], [2, 0], [3.0, 9.0], device=device),
+    "masked": lambda device: torch.ones(2, 3, device=device).sparse_mask(_coo(device).coalesce()),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_result_is_the_hosts_and_on_the_device(call: str) -> None:
+    host, device = _CALLS[call]("cpu"), _CALLS[call]("sim")
+    assert device.device == torch.device("sim:0") and device.layout == host.layout and device.shape == host.shape
+    if host.layout == torch.sparse_coo:
+        assert device.is_coalesced() == host.is_coalesced()
+    torch.testing.assert_close(device.cpu(), host, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
+def test_moves_between_devices_and_back(layout: torch.layout) -> None:
+    host = _coo("cpu").to_dense().to_sparse(layout=layout)
+    there = host.to("sim:1")
+    assert there.device == torch.device("sim:1") and there.values().device == torch.device("sim:1")
+    torch.testing.assert_close(there.to("sim:0").cpu(), host, rtol=0, atol=0)
+
+
+def test_in_place_changes_the_tensor_itself() -> None:
+    x = torch.ones(2, 3, device="sim")
+    assert x.add_(_coo("sim")) is x and x.sum().item() == 18
+    sparse = _coo("sim")
+    assert sparse.mul_(2) is sparse and sparse.to_dense().sum().item() == 24
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients_train_as_on_the_host(optimizer: type[torch.optim.Optimizer]) -> None:
+    trained = []
+    for device in ("cpu", "sim"):
+        torch.manual_seed(0)
+        layer = nn.Embedding(5, 3, sparse=True).to(device)
+        steps = optimizer(layer.parameters(), lr=0.1)  # type: ignore[call-arg]  # every optimizer takes it
+        for _ in range(2):
+            steps.zero_grad()
+            layer(torch.tensor([1, 2, 2], device=device)).square().sum().backward()
+            assert layer.weight.grad is not None and layer.weight.grad.is_sparse
+            steps.step()
+        trained.append(layer.weight.detach().cpu())
+    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
+
+
+def test_future_holds_a_sparse_tensor() -> None:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=["sim:0"])
+    future.set_result([_coo("sim").coalesce()])
+    assert future.wait()[0].to_dense().sum().item() == 12
+
+
+class Held:
+    def __init__(self) -> None:
+        self.event, self.tensor = torch.get_device_module("sim").Event(), torch.ones(2, device="sim")
+
+
+def test_future_holds_an_event_beside_its_tensors() -> None:
+    future: torch.futures.Future[Held] = torch.futures.Future(devices=["sim:0"])
+    future.set_result(Held())
+    assert future.wait().tensor.sum().item() == 2
+
+
+def test_collectives_of_sparse_tensors_are_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        with pytest.raises(NotImplementedError, match=r"c10d::allreduce_' .* sparse layout on the device sim"):
+            dist.all_reduce(_coo("sim"))
+    finally:
+        dist.destroy_process_group()
