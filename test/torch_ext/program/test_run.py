@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start
+from torch_ext.program.options import parse
+from torch_ext.program.report import failure
 from torch_ext.program.supervise import main
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.verdict import WorldReport, judge
 
 _FINDS = r"""
     import multiprocessing as mp, os, sys
@@ -168,3 +172,12 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_stop_in_what_a_rank_has_spawned_says_who_serves_addresses() -> None:
+    options = parse(["-n", "2", "-m", "json"])
+    child = "python -c from multiprocessing.spawn import spawn_main; spawn_main()"
+    for left, said in (([child], True), (["sleep 600"], False)):
+        outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left))
+        text = failure(options, WorldReport(outcomes, judge(outcomes), 1.0))
+        assert ("rank 1 had spawned processes. Do these meet" in text) is said
