@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start
 from torch_ext.program.options import parse
 from torch_ext.program.report import failure
@@ -181,3 +185,12 @@ def test_a_stop_in_what_a_rank_has_spawned_says_who_serves_addresses() -> None:
         outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left))
         text = failure(options, WorldReport(outcomes, judge(outcomes), 1.0))
         assert ("rank 1 had spawned processes. Do these meet" in text) is said
+
+
+def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
+    command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    assert "rank 0 of 1 failed with SystemExit: 5" in done.stderr
+    assert done.returncode == 5
