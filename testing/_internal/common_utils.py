@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
+import numpy.random  # numpy loads it on use, which takes every rank ten milliseconds
 import torch
 from torch.testing._internal import common_utils as _upstream
 from torch.testing._internal.common_utils import (

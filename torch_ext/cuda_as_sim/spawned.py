@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import runpy
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,11 @@ class _Message:
         return exec, (self._text, {})
 
 
-def install(roots: Iterable[str], packages: Iterable[str]) -> None:
-    """Have the children that this process spawns rewrite what it rewrites itself; see :func:`loader.install`."""
+def install(roots: Sequence[str], packages: Sequence[str]) -> None:
+    """Rewrite what is imported from now on, here and in the children that this process spawns; see
+    :func:`loader.install`.
+    """
+    loader.install(roots, packages)
     spawn: Any = multiprocessing.spawn
     original, message = spawn.get_preparation_data, _Message(tuple(roots), tuple(packages))
 
@@ -50,7 +53,6 @@ def install(roots: Iterable[str], packages: Iterable[str]) -> None:
 
 def begin(roots: tuple[str, ...], packages: tuple[str, ...]) -> None:
     """Rewrite, in this child, what is imported, and the program's file when it is run again."""
-    loader.install(roots, packages)
     install(roots, packages)
     spawn: Any = multiprocessing.spawn
     spawn.runpy = SimpleNamespace(run_path=_run_path, run_module=runpy.run_module)

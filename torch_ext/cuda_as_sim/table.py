@@ -18,7 +18,7 @@ from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
-from torch_ext.cuda_as_sim.words import DEVICE
+from torch_ext.cuda_as_sim.words import DEVICE, LEGACY_KINDS
 
 __all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "OF_SUBMODULES", "REFUSED", "SUBMODULES"]
 
@@ -52,9 +52,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
-    **dict.fromkeys(
-        (f"{kind}Storage" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long",
-         "Short")), _TYPES),
+    **dict.fromkeys((f"{kind}Storage" for kind in LEGACY_KINDS), _TYPES),
     **dict.fromkeys(
         ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
          "green_contexts"), _DRIVER),

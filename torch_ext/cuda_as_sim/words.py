@@ -9,6 +9,7 @@ __all__ = [
     "BACKEND",
     "DEVICE",
     "FACADE",
+    "LEGACY_KINDS",
     "TENSOR_TYPES",
     "environment_as_sim",
     "text_as_sim",
@@ -19,10 +20,9 @@ __all__ = [
 DEVICE, BACKEND = "sim", "simccl"
 FACADE = "torch_ext.cuda_as_sim.cuda"
 
-# Types that tensors had before they had devices.
-TENSOR_TYPES = tuple(
-    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
-)
+# What tensors and storages had types for before they had a device and a dtype.
+LEGACY_KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+TENSOR_TYPES = tuple(f"{kind}Tensor" for kind in LEGACY_KINDS)
 
 _WHOLE = re.compile(r"cuda(?=$|:\d+$)|(?<![\w.])nccl$")
 _PAIRS = re.compile(r"\w+:\w+(,\w+:\w+)+|cuda:(nccl|gloo|mpi|ucc|fake|threaded)")

@@ -24,7 +24,6 @@ def main(arguments: Sequence[str]) -> None:
     packages = packages_asked_for()
     root = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     os.environ.update(environment_as_sim(os.environ))
-    loader.install([root], (loader.HELPERS, *packages))
     spawned.install([root], (loader.HELPERS, *packages))
     import torch_ext.cuda_as_sim.runtime  # noqa: F401  # replaces Tensor.cuda and its like
 

@@ -99,7 +99,6 @@ def _prepare(program: Program) -> Any:
         from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda and its like
 
         root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
-        loader.install([root], (loader.HELPERS, *program.packages))
         spawned.install([root], (loader.HELPERS, *program.packages))
     if program.memory_bytes is not None:
         for index in range(_module.device_count()):

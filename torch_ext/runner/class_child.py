@@ -214,9 +214,13 @@ class ClassChild:
         ended = self._child.ended
         return self._hung is None and not self.lost_zygote and ended is not None and ended.exit_code == 0
 
-    def new_output(self) -> str:
-        """Return what the process has printed since the last call, unless it was shown as it came."""
-        return frames.trim_stacks(self._output.new())
+    def new_output(self, to: int | None = None) -> str:
+        """Return what the process has printed since the last call, unless it was shown as it came.
+
+        Args:
+            to: up to this position in all that it has printed, in bytes; None: up to now.
+        """
+        return frames.trim_stacks(self._output.new(to))
 
 
 class _Kept:
@@ -235,9 +239,11 @@ class _Kept:
     def pass_on(self) -> bool:
         return False
 
-    def new(self) -> str:
-        self._file.seek(self._read_to)
-        text = self._file.read()
+    def new(self, to: int | None) -> str:
+        if to is None:
+            to = os.fstat(self._file.fileno()).st_size
+        # By position: a writer moves the one that it shares with this file.
+        text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
         self._read_to += len(text)
         return text.decode(errors="replace")
 
@@ -276,7 +282,7 @@ class _Shown:
     def _show(self, line: bytes) -> None:
         print(printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
 
-    def new(self) -> str:
+    def new(self, to: int | None) -> str:
         return ""
 
     def close(self) -> None:

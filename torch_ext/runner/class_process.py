@@ -5,6 +5,7 @@ Runs in a child of the module's zygote, beside the ranks. It asks the zygote for
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import inspect
@@ -32,6 +33,7 @@ from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Statu
 from torch_ext.world import _os, frames, provider, rank_times
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
+from torch_ext.world.child import redirect
 from torch_ext.world.limits import timeout_of
 from torch_ext.world.outcome import EXPECTABLE
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
@@ -59,9 +61,8 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     stacks.
     """
     channel, zygote, stdout, stderr, stacks = descriptors
-    for ours, theirs in ((stdout, 1), (stderr, 2)):
-        os.dup2(ours, theirs)
-        os.close(ours)
+    redirect(stdout, stderr)
+    os.close(stderr)
     _os.lead_process_group()
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
@@ -71,7 +72,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     exit_functions = ExitFunctions()
-    result = _Result(Channel.from_descriptor(channel), order.failfast)
+    result = _Result(Channel.from_descriptor(channel), stdout, order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = unittest.TestSuite(), set[type[unittest.TestCase]]()
     for method in order.methods:
@@ -170,12 +171,13 @@ class _Result(unittest.TestResult):
         told: the exception that the result of a test told last, though unittest lets it through.
     """
 
-    def __init__(self, channel: Channel, failfast: bool) -> None:
+    def __init__(self, channel: Channel, output: int, failfast: bool) -> None:
         super().__init__()
         self.failfast = failfast
         self.told: BaseException | None = None
         self._pid = os.getpid()
         self._channel = channel
+        self._output = output  # the file that stdout and stderr go to, wherever a test redirects them
         self._interrupts = Interrupts()
         self._started_s = 0.0
         self._status: Status | None = None
@@ -205,8 +207,15 @@ class _Result(unittest.TestResult):
         took_s = time.monotonic() - self._started_s
         status = self._status or Status.FAILED
         reasons, ranks = "; ".join(self._reasons), rank_times.take()
-        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks))
+        printed = self._printed_bytes()
+        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks, printed))
         self.told = passing_by[1]
+
+    def _printed_bytes(self) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a test may have put anything there
+                stream.flush()
+        return os.fstat(self._output).st_size
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self._status = self._status or Status.PASSED

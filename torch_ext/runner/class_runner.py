@@ -176,7 +176,7 @@ class ClassRunner:
         self._left.remove(event.method)
         failed = event.status.counted is Status.FAILED
         self._failed = self._failed or failed
-        output = process.new_output()
+        output = process.new_output(event.printed_bytes)
         self._sink(
             TestResult(
                 self._name(event.method),

@@ -45,13 +45,14 @@ class Interrupts:
                     self._before[number] = signal.signal(number, self._take)
         global _current
         self._outer, _current = _current, self
-        os.register_at_fork(after_in_child=self._leave_to_parent)
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a child that was forked meanwhile: all but SIGINT, which children see to, mean what they meant before."""
         for number, before in self._before.items():
             if number != signal.SIGINT:
                 signal.signal(number, before)
+        if self._outer is not None:
+            self._outer.leave_to_parent()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._over:
@@ -90,3 +91,11 @@ class Interrupts:
 def held() -> contextlib.AbstractContextManager[None]:
     """Have interrupts wait until the block is left, if this process takes them by :class:`Interrupts` at all."""
     return contextlib.nullcontext() if _current is None else _current.held()
+
+
+def _forked() -> None:
+    if _current is not None:
+        _current.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)

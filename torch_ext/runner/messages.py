@@ -75,7 +75,7 @@ class TestStarted:
 
 @dataclass(frozen=True)
 class TestEnded:
-    """A test is over."""
+    """A test is over. By then its process had printed ``printed_bytes`` in all; what follows is not the test's."""
 
     __test__ = False
 
@@ -85,6 +85,7 @@ class TestEnded:
     problems: tuple[Problem, ...]
     reason: str
     ranks: tuple[RankTimes, ...] = ()
+    printed_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import NoReturn
 from torch_ext.world import _os
 from torch_ext.world.channel import Channel, ChannelClosedError
 
-__all__ = ["child_main", "replace_thread_pool"]
+__all__ = ["child_main", "redirect", "replace_thread_pool"]
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
@@ -54,6 +54,18 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
                 stream.flush()
         os._exit(code & 0xFF)
     raise AssertionError("unreachable")
+
+
+def redirect(stdout: int, stderr: int) -> None:
+    """Have all that this process prints go to copies of these descriptors, each line at once: whoever dies has printed
+    what it had to say.
+    """
+    for number, name, to in ((1, "stdout", stdout), (2, "stderr", stderr)):
+        os.dup2(to, number)
+        # What stood here (pytest's capture, a StringIO) writes into this process's copy of it, which nobody reads.
+        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def replace_thread_pool() -> None:

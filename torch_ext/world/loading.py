@@ -22,7 +22,7 @@ from torch_ext.world import _os, frames
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
-from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process
+from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process, uncollected
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.zygote import Zygote
 
@@ -73,7 +73,8 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
     try:
-        with _stacks_to(descriptors[1]), recorded() if order.record else contextlib.nullcontext(Record()) as record:
+        recording = recorded() if order.record else contextlib.nullcontext(Record())
+        with _stacks_to(descriptors[1]), recording as record, uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
     except BaseException as error:

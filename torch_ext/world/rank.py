@@ -30,6 +30,7 @@ from typing import Any
 
 from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.child import redirect
 from torch_ext.world.hosts import NUMBER_VARIABLE
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
@@ -238,7 +239,10 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.address:
         os.environ[loopback.VARIABLE] = order.address
         connections.pop(0)  # stays open as long as this process lives
-    _redirect(stdout, stderr)
+    _close_stdin()
+    redirect(stdout, stderr)
+    os.close(stdout)
+    os.close(stderr)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     return _run(order, Channel.from_descriptor(channel), stacks, [Connection(each) for each in connections])
@@ -263,16 +267,10 @@ def _apply(order: RankOrder) -> None:
             torch.distributed.set_debug_level_from_env()  # read once at import otherwise
 
 
-def _redirect(stdout: int, stderr: int) -> None:
+def _close_stdin() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
-    for ours, theirs in ((null, 0), (stdout, 1), (stderr, 2)):
-        os.dup2(ours, theirs)
-        os.close(ours)
-    # What stood here (pytest's capture, a StringIO) writes into this process's copy of it, which nobody reads.
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    os.dup2(null, 0)
+    os.close(null)
 
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:

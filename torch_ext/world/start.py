@@ -9,17 +9,17 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Pipe
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
 
 from torch_ext.world import loopback, settings
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.output import Live, open_capture
+from torch_ext.world.output import Capture, Live, open_capture
 from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
 from torch_ext.world.wait_page import WaitPage
 
-__all__ = ["RankTask", "start_world"]
+__all__ = ["Ends", "RankTask", "open_ends", "start_world"]
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,41 @@ def _open_rank(
     rank: int, name: str, task: RankTask, show: bool | Live, reservation: int
 ) -> tuple[RankProcess, list[int]]:
     """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
+    page = WaitPage()
+    shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
+    ends, inherited = open_ends(rank, show, task.connections, shared)
+    process = RankProcess(rank, name, ends.channel, ends.capture, ends.stacks, page)
+    process.host = task.host
+    process.connections += ends.connections
+    return process, inherited
+
+
+class Ends(NamedTuple):
+    """Our side of what connects us with a rank: messages, what it prints, where it is, and the pipes of its task."""
+
+    channel: Channel
+    capture: Capture
+    stacks: int
+    connections: list[Connection]
+
+
+def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[int] = ()) -> tuple[Ends, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
+
+    Args:
+        show: see :func:`start_world`.
+        connections: how many pipes its task has.
+        shared: descriptors of ours that it inherits too.
+    """
     ours, theirs = channel_pair()
     stacks, stacks_writer = os.pipe()
     capture, output = open_capture(rank, show)
-    page = WaitPage()
-    process = RankProcess(rank, name, ours, capture, stacks, page)
-    process.host = task.host
-    shared = [os.dup(descriptor) for descriptor in (page.descriptor, reservation) if descriptor >= 0]
-    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *shared]
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
     theirs.close()
-    for _ in range(task.connections):
-        here, there = Pipe()
-        process.connections.append(here)
-        inherited.append(os.dup(there.fileno()))
-        there.close()
-    return process, inherited
+    here: list[Connection] = []
+    for _ in range(connections):
+        own, other = Pipe()
+        here.append(own)
+        inherited.append(os.dup(other.fileno()))
+        other.close()
+    return Ends(ours, capture, stacks, here), inherited

@@ -34,7 +34,7 @@ def handler() -> Iterator[None]:
 def ending(test: unittest.TestCase) -> TestEnded:
     """Run one test as a class process does, and return what is told of its end."""
     told = Told()
-    result = _Result(cast(Channel, told), failfast=False)
+    result = _Result(cast(Channel, told), output=2, failfast=False)
     check_its_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
         test.run(result)

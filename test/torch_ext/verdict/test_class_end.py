@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +157,37 @@ def test_death_at_the_end_is_told_by_the_file_itself(tmp_path_factory: pytest.Te
         run = suite.finish(suite.start([str(suite.file)]))
         assert run.code == 1, run
         assert "SIGKILL" in run.out
+
+
+LATE = """
+class TestLate(unittest.TestCase):
+    def test_1_passes(self):
+        print("printed by the first")
+        note("begun", os.getpid())
+        await_note("runner stopped")
+
+    def test_2_dies(self):
+        print("printed by the second")
+        note("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_3_fails(self):
+        print("printed by the third", end="")
+        self.fail()
+
+    def test_4_fails(self):
+        self.fail()
+"""
+
+
+def test_output_belongs_to_the_test_that_printed_it_however_late_the_runner_looks(tmp_path: Path) -> None:
+    with programs(tmp_path, LATE) as suite:
+        process = suite.start_runner(extra={"PYTHONUNBUFFERED": ""})
+        suite.await_note("begun", process)
+        os.kill(process.pid, signal.SIGSTOP)
+        (suite.folder / "runner stopped").touch()
+        suite.await_note("dying", process)
+        os.kill(process.pid, signal.SIGCONT)
+        run = suite.finish(process)
+        printed = {name: re.findall(r"printed by the (\w+)", text) for name, text in run.text.items()}
+        assert printed == {"test_2_dies": ["second"], "test_3_fails": ["third"], "test_4_fails": []}, run

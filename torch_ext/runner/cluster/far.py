@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.runner.cluster.link import Link, LinkLostError, write_all
+from torch_ext.runner.cluster.link import Link, LinkLostError, read_part, write_all
 from torch_ext.runner.cluster.messages import (
     Abandon,
     Clock,
@@ -34,13 +34,13 @@ from torch_ext.runner.loop import Task, Wait
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all, readable
 from torch_ext.world.hosts import ADDRESS_VARIABLE, INTERFACE_VARIABLES, interface_variables
-from torch_ext.world.output import Capture, open_capture
+from torch_ext.world.output import Capture
 from torch_ext.world.protocol import OWNER_VARIABLE, Ended, Order, Receipt, Signal, Start, Started
+from torch_ext.world.start import open_ends
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["FarRanks"]
 
-_PART_BYTES = 1 << 16
 # What a machine says of itself, and a class does not.
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
 
@@ -223,10 +223,7 @@ class FarRanks:
         return goes_on
 
     def _on_part(self, world: _World, index: int, stream: Stream | int, descriptor: int) -> bool:
-        try:
-            part = os.read(descriptor, _PART_BYTES)
-        except OSError:
-            part = b""
+        part = read_part(descriptor)
         if part:
             self._tell(world, index, stream, part)
         else:
@@ -260,15 +257,5 @@ class FarRanks:
 
 def _open_rank(order: FarOrder) -> tuple[_Rank, list[int]]:
     """Return this side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
-    ours, theirs = channel_pair()
-    stacks, stacks_writer = os.pipe()
-    capture, output = open_capture(order.rank.rank, False)
-    rank = _Rank(ours, capture, stacks, {})
-    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer]
-    theirs.close()
-    for number in range(order.connections):
-        here, there = Pipe()
-        rank.connections[number] = here
-        inherited.append(os.dup(there.fileno()))
-        there.close()
-    return rank, inherited
+    ends, inherited = open_ends(order.rank.rank, False, order.connections)
+    return _Rank(ends.channel, ends.capture, ends.stacks, dict(enumerate(ends.connections))), inherited

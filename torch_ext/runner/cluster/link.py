@@ -19,9 +19,10 @@ from typing import Any
 
 from torch_ext.runner.loop import Task, Wait
 
-__all__ = ["Link", "LinkLostError", "Listener", "connect", "write_all"]
+__all__ = ["Link", "LinkLostError", "Listener", "connect", "read_part", "write_all"]
 
 _LENGTH = struct.Struct("!Q")
+_PART_BYTES = 1 << 16
 # How long the other side may take to connect, to say who it is, and to take what is sent, in seconds.
 _CONNECT_S, _TOKEN_S, _SEND_S = 60.0, 10.0, 60.0
 # A machine without power says nothing: after so many seconds without a word the kernel asks, and gives up after a few
@@ -153,6 +154,14 @@ def connect(address: str, port: int, token: str) -> Link:
     except OSError as error:
         raise LinkLostError(str(error)) from error
     return Link(connected)
+
+
+def read_part(descriptor: int) -> bytes:
+    """Read what a pipe holds, or the first of it. Empty at its end, also where that is an error."""
+    try:
+        return os.read(descriptor, _PART_BYTES)
+    except OSError:
+        return b""
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch_ext.runner.class_child import Zygotes
-from torch_ext.runner.cluster.link import Link, LinkLostError, connect, write_all
+from torch_ext.runner.cluster.link import Link, LinkLostError, connect, read_part, write_all
 from torch_ext.runner.cluster.messages import (
     Abandon,
     Clock,
@@ -45,8 +45,6 @@ from torch_ext.world.protocol import Ended, Order, RankOrder, Signal, Start, Sta
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["Spread", "SpreadZygotes"]
-
-_PART_BYTES = 1 << 16
 
 
 class SpreadZygotes:
@@ -270,10 +268,7 @@ class Spread:
 
     def _on_bytes(self, world: _World, rank: StandIn, number: int) -> None:
         descriptor = rank.connections[number]
-        try:
-            part = os.read(descriptor, _PART_BYTES)
-        except OSError:
-            part = b""
+        part = read_part(descriptor)
         if not part:
             self._callbacks.unwatch(descriptor)
         self._send(rank.host, ToRank(world.number, rank.index, number, part or None))

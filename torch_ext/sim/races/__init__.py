@@ -138,11 +138,19 @@ def _judged(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Ite
         _add_notes(error, end(), replay)
         raise
     replay = schedule.replay()
-    races = end()
-    if races and mode == "error":
-        raise RaceError(races, replay)
-    if races:
-        _say(str(RaceError(races, replay)))
+    if failed := _verdict(mode, end(), replay):
+        raise failed
+
+
+def _verdict(mode: str, races: list[Race], replay: str) -> RaceError | None:
+    """Return the error of a body with these races, if there are any; where they fail nothing they are printed."""
+    if not races:
+        return None
+    error = RaceError(races, replay)
+    if mode == "error":
+        return error
+    _say(str(error))
+    return None
 
 
 def _add_notes(error: BaseException, races: list[Race], replay: str) -> None:
@@ -186,14 +194,8 @@ class _Body:
         return races
 
     def judge(self, races: list[Race]) -> RaceError | None:
-        """Return the error of a body with these races, if there are any; where they fail nothing they are printed."""
-        if not races:
-            return None
-        error = RaceError(races, self.schedule.replay())
-        if self.mode == "error":
-            return error
-        _say(str(error))
-        return None
+        """Return the error of this body with these races, if they fail it."""
+        return _verdict(self.mode, races, self.schedule.replay())
 
     def set_aside(self) -> None:
         with self._lock:
@@ -278,11 +280,9 @@ class ThreadsCheck:
         if self._body:
             self._body.begin()
 
-    @contextlib.contextmanager
-    def rank(self, rank: int) -> Iterator[None]:
+    def rank(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """Run all of a rank within this context, in its thread."""
-        with as_rank(rank):
-            yield
+        return as_rank(rank)
 
     def raise_races(self) -> None:
         """Call it in a rank's thread, at the end of its body.
@@ -320,10 +320,8 @@ def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
     races, replay = body.take(), body.schedule.replay()
     if not is_skip:
         _add_notes(error, races, replay)
-    elif races and body.mode == "error":
-        return RaceError(races, replay)
-    elif races:
-        _say(str(RaceError(races, replay)))
+    elif failed := _verdict(body.mode, races, replay):
+        return failed
     return error
 
 
