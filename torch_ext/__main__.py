@@ -38,6 +38,7 @@ def main() -> int:
 
     ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
+    _open_standard_streams()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
@@ -56,6 +57,18 @@ def main() -> int:
         return 1
     show(details=command == "info")
     return 0
+
+
+def _open_standard_streams() -> None:
+    """Open those that this process was started without (``>&-``): the next file to be opened would take their place."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
 
 
 if __name__ == "__main__":

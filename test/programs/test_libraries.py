@@ -47,6 +47,9 @@ _ACCELERATE = _Library("accelerate", "accelerate_loop.py", ("accelerate",))
 _TRANSFORMERS = _Library("transformers", "transformers_trainer.py", ("accelerate", "transformers"))
 _LIGHTNING = _Library("lightning", "lightning_fit.py", ("lightning", "lightning_fabric", "torchmetrics"))
 _TORCHAO = _Library("torchao", "torchao_float8.py", ("torchao",))
+_TORCHTITAN = _Library("torchtitan", "torchtitan_llama.py", ())
+# What two of four ranks do besides FSDP2, and who does the same on plain cpu, which has no attention in parallel.
+_ON_HOST_AS = {"fsdp": "fsdp", "tp": "tp", "cp": "tp", "pp": "pp"}
 
 
 def _result(ended: Ended) -> tuple[str, str, str]:
@@ -101,3 +104,33 @@ def test_accelerate_launch_runs_on_sim(tmp_path: Path, of_host: Path) -> None:
     asked = {"TORCH_EXT_SIM": "cuda", "TORCH_EXT_SIM_PACKAGES": "accelerate", "TORCH_EXT_SIM_STRICT": "1"}
     ended = launched("accelerate.commands.launch", *words.split(), folder=tmp_path, **asked)
     assert _result(ended) == (_on_host(_ACCELERATE, of_host), "sim", "DistributedDataParallel")
+
+
+@functools.cache
+def _torchtitan_on_host(kind: str, folder: Path) -> float:
+    (folder / kind).mkdir()
+    ended = run("-n 4 --device cpu --output rank0", _TORCHTITAN.text, kind, "cpu", folder=folder / kind)
+    loss, device, _ = _result(ended)
+    assert device == "cpu"
+    return float(loss)
+
+
+@pytest.mark.parametrize("kind", _ON_HOST_AS)
+def test_torchtitan_trains_its_debug_model_to_the_loss_of_plain_cpu(kind: str, tmp_path: Path, of_host: Path) -> None:
+    _TORCHTITAN.require()
+    ended = run("-n 4 --strict --output rank0 --cuda-as-sim", _TORCHTITAN.text, kind, folder=tmp_path)
+    loss, device, made = _result(ended)
+    assert (device, made) == ("sim", "FSDPTransformer")
+    # The loss of attention in parallel is that of the whole, but for rounding.
+    assert float(loss) == pytest.approx(
+        _torchtitan_on_host(_ON_HOST_AS[kind], of_host), rel=1e-6 if kind == "cp" else 0
+    )
+
+
+def test_torchrun_runs_torchtitan_on_sim(tmp_path: Path, of_host: Path) -> None:
+    _TORCHTITAN.require()
+    (tmp_path / "program.py").write_text(_TORCHTITAN.text)
+    asked = {"TORCH_EXT_SIM": "cuda", "TORCH_EXT_SIM_STRICT": "1"}
+    ended = launched("torch.distributed.run", *["--nproc-per-node", "4", "program.py", "tp"], folder=tmp_path, **asked)
+    loss, device, _ = _result(ended)
+    assert (float(loss), device) == (_torchtitan_on_host("tp", of_host), "sim")

@@ -16,6 +16,8 @@ __all__ = ["as_program", "exit_code", "failure", "remarks"]
 
 # As shells have it: the code of a process that ended by a signal is this and the signal's number.
 _BY_SIGNAL = 128
+_STOPPED = (Ending.HUNG, Ending.TIMED_OUT)
+_SPAWNED = "multiprocessing.spawn"  # in the command lines of what it starts
 
 
 def as_program(outcomes: Sequence[Outcome], shown: Output) -> list[Outcome]:
@@ -48,7 +50,24 @@ def exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdic
 
 def failure(options: Options, report: WorldReport) -> str:
     """Return the text of a program that failed."""
-    return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}"
+    return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}{_of_spawned(report)}"
+
+
+def _of_spawned(report: WorldReport) -> str:
+    """Return what to look for if ranks were stopped that had spawned processes; see ``_create_c10d_store`` in torch."""
+    ranks = [
+        outcome.rank
+        for outcome in report.outcomes
+        if outcome.ending in _STOPPED and any(_SPAWNED in command for command in outcome.left_behind)
+    ]
+    if not ranks:
+        return ""
+    return (
+        f"\n\n{ranks_phrase(ranks)} had spawned processes. Do these meet at an address of their own, "
+        'init_method="tcp://..."? Nobody serves it: under a launcher, torchrun too, torch leaves that to the launcher. '
+        "Start a program that spawns its ranks with python (TORCH_EXT_SIM=1 python train.py), or have it remove "
+        "TORCHELASTIC_USE_AGENT_STORE from os.environ first."
+    )
 
 
 def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:

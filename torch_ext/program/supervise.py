@@ -67,7 +67,10 @@ def main(arguments: Sequence[str]) -> int:
         message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
         print(f"error: {message}", file=sys.stderr)
         return 1
-    except (ZygoteDiedError, ZygoteLostError) as error:
+    except ZygoteLostError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ZygoteDiedError as error:
         print(f"error: {error}; the ranks ended with it", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read the output has seen enough

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.compiler.config
-from torch._inductor import scheduler, utils
+from torch._inductor import lowering, scheduler, utils
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
@@ -130,6 +130,23 @@ def _generate_cpp() -> None:
         module.get_current_backend = backend  # type: ignore[attr-defined]
 
 
+def _refuse_flex_attention() -> None:
+    """Inductor takes any device but the host for a GPU, and its template for the host has no backward."""
+    flex: Any = torch.ops.higher_order.flex_attention
+    lower = lowering.lowerings.get(flex)
+    if lower is None:
+        return
+
+    def lower_flex_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
+        if query.get_device().type == NAME:
+            raise NotImplementedError(
+                "flex_attention on sim runs as it is, without torch.compile: leave that out, for this call at least."
+            )
+        return lower(query, *args, **kwargs)
+
+    lowering.lowerings[flex] = lower_flex_attention
+
+
 def _tag_cache() -> None:
     """Make Inductor's cache, whose keys cover torch's sources only, miss what another version of this file wrote."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
@@ -138,4 +155,5 @@ def _tag_cache() -> None:
 
 register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
+_refuse_flex_attention()
 _tag_cache()

@@ -105,13 +105,19 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
         names.append(outer.f_code.co_name)
         limit_s = min(limit_s, _seconds(outer.f_locals.get("timeout")))
         inner, outer = outer, outer.f_back
-    if frame.f_code.co_filename.endswith("/torch/_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
+    if frame.f_code.co_filename.endswith("/torch/_ops.py") and not _is_of_c10d(frame.f_locals.get("self")):
         return Operation(Wait(_place(outer or frame)), None, position)
     peers = peers_waited_for(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
     words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
     return Operation(Wait(words, peers, everyone, transport=True), _began_s + limit_s, position)
+
+
+def _is_of_c10d(operator: Any) -> bool:
+    """Whether it is one of torch's collectives. Another thread may be about to make it: no code of its is run."""
+    names = (getattr(operator, "__dict__", {}).get(name) for name in ("_name", "_qualified_op_name"))
+    return any(isinstance(name, str) and "c10d" in name for name in names)
 
 
 def peers_waited_for(frame: FrameType) -> tuple[int, ...]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start
+from torch_ext.program.options import parse
+from torch_ext.program.report import failure
 from torch_ext.program.supervise import main
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.verdict import WorldReport, judge
 
 _FINDS = r"""
     import multiprocessing as mp, os, sys
@@ -168,3 +176,21 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_stop_in_what_a_rank_has_spawned_says_who_serves_addresses() -> None:
+    options = parse(["-n", "2", "-m", "json"])
+    child = "python -c from multiprocessing.spawn import spawn_main; spawn_main()"
+    for left, said in (([child], True), (["sleep 600"], False)):
+        outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left))
+        text = failure(options, WorldReport(outcomes, judge(outcomes), 1.0))
+        assert ("rank 1 had spawned processes. Do these meet" in text) is said
+
+
+def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
+    command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    assert "rank 0 of 1 failed with SystemExit: 5" in done.stderr
+    assert done.returncode == 5

@@ -190,6 +190,14 @@ def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
         torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
 
 
+def test_flex_attention_is_refused_in_words() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query = torch.ones(1, 1, 16, 16, device="sim")
+    with pytest.raises(Exception, match="flex_attention on sim runs as it is, without torch"):
+        torch.compile(flex_attention)(query, query, query)
+
+
 def test_host_tensors_are_compiled_as_before() -> None:
     x = torch.randn(9, 12)
     assert_compiled_equals_eager(lambda x: [x.sin() + 1, x.var(-1)], x)

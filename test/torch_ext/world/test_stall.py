@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from torch_ext.world import operations, stall
@@ -135,6 +138,24 @@ def test_this_process_is_not_blocked_while_a_thread_sleeps(daemon: Callable[[Cal
     daemon(lambda: time.sleep(40))
     progress = stall.observe()
     assert isinstance(progress, Progress) and not progress.blocked
+
+
+def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
+    """``__init__`` of an operator is in the file of what waits in collectives, too."""
+    names: dict[str, Any] = {}
+    exec(compile("def call(self): return sys._getframe()", "/x/torch/_ops.py", "exec"), {"sys": sys}, names)
+    half_made = object.__new__(torch._ops.OpOverload)
+    with pytest.raises(AttributeError):
+        str(half_made)
+    collective = torch.ops.c10d.barrier
+    functional = torch.ops._c10d_functional.wait_tensor.default
+    for operator, transport in (
+        (half_made, False),
+        (torch.ops.aten.add, False),
+        (collective, True),
+        (functional, True),
+    ):
+        assert operations.operation_of(names["call"](operator)).wait.transport == transport
 
 
 @pytest.mark.parametrize(
