@@ -1,7 +1,8 @@
 """Deletes waits, one at a time, and runs tests that reach them with the race check.
 
 One run of the runner marks every site and says which tests reach it. Then each site is deleted in the shortest of those
-tests, and in more of them for as long as none says anything.
+tests, and in more of them for as long as none says anything. One that none needs is deleted together with others: see
+covers.py.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from test.torch_ext.suite_waits.covers import Cover, Ending, find_covers
 from test.torch_ext.suite_waits.sites import MODULES, Site, delete, mark, sites
 
 __all__ = ["SUITES", "Ending", "Verdict", "all_sites", "begin", "mark_all", "measure", "reach", "try_without"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 3600
+SHORT_S = 10  # a test that takes longer is not run again and again to see what covers a wait
 FOLDER_VARIABLE = "SUITE_WAITS_FOLDER"
 
 # Module and class; a pattern that a test's name must match.
@@ -90,26 +93,6 @@ def mark_all() -> None:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one test ended.
-
-    Attributes:
-        status: as the runner says.
-        took_s: how long it took.
-        text: what the runner says of a failure.
-    """
-
-    status: str
-    took_s: float
-    text: str = ""
-
-    @property
-    def races(self) -> list[str]:
-        """The headings of the races that it reports."""
-        return re.findall(r"^\s*race \d+: (.*?)(?: \(\d+ times\))?$", self.text, re.MULTILINE)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What became of one site.
 
@@ -118,12 +101,14 @@ class Verdict:
         test: which test said so first.
         how: what it said.
         tries: in how many tests it was deleted.
+        cover: of a redundant one: what stands in for it.
     """
 
     said: str
     test: str = ""
     how: str = ""
     tries: int = 0
+    cover: Cover | None = None
 
 
 def reach(suites: Mapping[str, str]) -> tuple[dict[str, set[str]], dict[str, Ending]]:
@@ -143,9 +128,10 @@ def reach(suites: Mapping[str, str]) -> tuple[dict[str, set[str]], dict[str, End
 Deleted = tuple[str, ...]
 
 
-def try_without(wanted: Iterable[tuple[str, Deleted]]) -> dict[tuple[str, Deleted | None], Ending]:
+def try_without(wanted: Iterable[tuple[str, Deleted]]) -> dict[tuple[str, Deleted], Ending]:
     """Run tests, each with some sites deleted."""
-    return _run([(test.rpartition(".")[0], sites, f"^{test.rpartition('.')[2]}$") for test, sites in wanted], {})
+    asked = [(test.rpartition(".")[0], sites, f"^{test.rpartition('.')[2]}$") for test, sites in wanted]
+    return {(test, sites): ending for (test, sites), ending in _run(asked, {}).items() if sites is not None}
 
 
 def _run(
@@ -169,8 +155,12 @@ def _run(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "test_waits.py").write_text(text)
         command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", folder, "--device", "sim", "-v"]
-        command += ["--races", "error"]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
+        command += ["--races", "error", "--timeout", "60"]
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCH_EXT_", "PYTEST_")) or name == "TORCH_EXT_CACHE"
+        }
         kept |= {"PYTHONPATH": str(CHECKOUT), **environment}
 
         def run(*more: str) -> str:
@@ -213,13 +203,13 @@ def measure(
         for site in chosen
         if site.id not in verdicts
     }
+    to_try = {site: list(those) for site, those in waiting.items()}
     tried: dict[str, int] = defaultdict(int)
     batch = 1
     while waiting:
         now = [(test, (site,)) for site, left in waiting.items() for test in left[:batch]]
         say(f"{len(waiting)} waits are left; {len(now)} tests run")
         for (test, deleted), ending in try_without(now).items():
-            assert deleted is not None
             (site,) = deleted
             tried[site] += 1
             if ending.status != "passed" and site not in verdicts:
@@ -233,6 +223,14 @@ def measure(
                 del waiting[site]
                 verdicts[site] = Verdict("redundant", tries=tried[site])
         batch *= 3
+    redundant = {
+        site: [test for test in to_try[site] if sound[test].took_s < SHORT_S]
+        for site, verdict in verdicts.items()
+        if verdict.said == "redundant"
+    }
+    reached = {test: {site for site, those in tests.items() if test in those} for test in sound}
+    for site, cover in find_covers(redundant, reached, try_without, say).items():
+        verdicts[site] = replace(verdicts[site], cover=cover)
     return verdicts
 
 

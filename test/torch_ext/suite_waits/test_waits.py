@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import pytest
 
+from test.torch_ext.suite_waits.covers import Cover, Ending, find_covers, races_of
 from test.torch_ext.suite_waits.measure import Verdict, all_sites, try_without
 from test.torch_ext.suite_waits.sites import MODULES, delete
 from test.torch_ext.suite_waits.table import render
@@ -27,16 +31,75 @@ def test_a_site_that_is_none_is_refused(site: str) -> None:
 
 
 def test_the_table_says_what_was_measured() -> None:
-    first, second, third, *others = chosen = all_sites()[:4]
+    first, second, third, fourth, *others = chosen = all_sites()[:5]
     verdicts = {
         first.id: Verdict("load-bearing", "a:TestA.test_b", "race: x writes what y reads", 1),
-        second.id: Verdict("redundant", tries=2),
-        **{site.id: Verdict("not reached") for site in (third, *others)},
+        second.id: Verdict("redundant", tries=2, cover=Cover((first.id,), "a:TestA.test_b", "v writes what w reads")),
+        third.id: Verdict("redundant", tries=1, cover=Cover()),
+        **{site.id: Verdict("not reached") for site in (fourth, *others)},
     }
     text = render(chosen, verdicts, "2.13", 6)
-    assert "| FSDP1 | 4 | 1 | 1 | 1 | 2 |" in text
+    assert "| FSDP1 | 5 | 1 | 1 | 2 | 1 | 2 |" in text
     assert "| load-bearing | x writes what y reads; `TestA.test_b` |" in text
-    assert "| redundant | silent in 2 tests |" in text
+    function = first.function.rpartition(".")[2]
+    cover = f"covered by `_runtime_utils.py:{first.line}` `{function}`: without them, v writes what w reads"
+    assert f"| redundant | silent in 2 tests; {cover}; `TestA.test_b` |" in text
+    assert "| redundant | silent in 1 test; nothing that runs depends on it |" in text
+
+
+# What each race of an imagined test needs: all of these waits deleted.
+RACES = {
+    ("a", "b"): "one of a and b is needed",
+    ("c", "d", "e"): "one of c, d and e is needed",
+    ("g",): "g is needed",
+    ("f", "g"): "f is hidden behind g",
+}
+NAMES = {name: f"module:function:{number}" for number, name in enumerate("abcdefghijklmn")}
+
+
+def _imagine(
+    runs: list[int], wanted: Iterable[tuple[str, tuple[str, ...]]]
+) -> dict[tuple[str, tuple[str, ...]], Ending]:
+    runs.append(len(wanted := list(wanted)))
+    endings = {}
+    for test, deleted in wanted:
+        found = [race for waits, race in RACES.items() if {NAMES[wait] for wait in waits} <= {*deleted}]
+        text = "all ranks failed with RaceError\n"
+        text += "".join(f"race {number}: {race} (2 times)\n" for number, race in enumerate(found, 1))
+        if test == "fragile" and len(deleted) > 2:
+            text = "all ranks failed with ZeroDivisionError\n"
+        endings[test, deleted] = Ending("failed" if found else "passed", 0.1, text)
+    return endings
+
+
+@pytest.mark.parametrize(
+    ("wait", "others"), {"a": "b", "b": "a", "c": "de", "e": "cd", "f": "g", "h": ""}.items(), ids=lambda each: each
+)
+def test_what_covers_a_wait_is_found(wait: str, others: str) -> None:
+    runs: list[int] = []
+    redundant = {NAMES[name]: ["test"] for name in "abcdefh"}
+    covers = find_covers(redundant, {"test": {*NAMES.values()}}, partial(_imagine, runs), lambda _: None)
+    found = covers[NAMES[wait]]
+    assert found.others == tuple(NAMES[other] for other in others)
+    assert found.race == next((race for waits, race in RACES.items() if {*waits} == {wait, *others}), "")
+    assert sum(runs) < 200
+
+
+def test_of_a_test_that_needs_some_wait_to_run_single_covers_are_found() -> None:
+    redundant = {NAMES[name]: ["fragile"] for name in "abcdefh"}
+    covers = find_covers(redundant, {"fragile": {*NAMES.values()}}, partial(_imagine, []), lambda _: None)
+    found = {site: cover.others for site, cover in covers.items()}
+    assert found == {NAMES[wait]: (NAMES[other],) for wait, other in {"a": "b", "b": "a", "f": "g"}.items()}
+
+
+def test_equal_races_have_equal_keys() -> None:
+    text = "race {}: all_gather number {} writes what aten::mul reads\n  earlier\n      {} in step\n  later\n"
+    first, second, other = (
+        races_of(Ending("failed", 1, text.format(*each)))
+        for each in ((1, 2, "a.py:1"), (2, 7, "a.py:1"), (1, 2, "a.py:2"))
+    )
+    assert list(first) == list(second) != list(other)
+    assert list(first.values()) == ["all_gather number 2 writes what aten::mul reads"]
 
 
 NEEDED = {
