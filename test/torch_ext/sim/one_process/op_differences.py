@@ -1,7 +1,7 @@
 """Operators whose results on ``sim`` are not those of ``cpu``, each with its reason. Data of test_ops.py.
 
-An entry of ``SPARSE`` or ``GPU_ONLY`` that no longer differs makes a test fail. The other lists allow a difference and
-do not demand it, because an operator may differ for some samples only.
+An entry of ``SPARSE_IF_ASKED`` or ``GPU_ONLY`` that no longer differs makes a test fail. The other lists allow a
+difference and do not demand it, because an operator may differ for some samples only.
 """
 
 from __future__ import annotations
