@@ -170,6 +170,7 @@ bool is_one_run(const at::Tensor& self, const at::Tensor& destination) {
 
 void copy_to_device(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const auto device = destination.device().index();
+  check_bounds("aten::copy_", self); // torch makes no view of what reaches past its storage
   const auto source = self.expand_as(destination);
   const bool straight = is_one_run(source, destination);
   if (non_blocking) {

@@ -54,6 +54,14 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
         ATEN._thnn_fused_lstm_cell_backward_impl,
         (*(make(2, 2) for _ in range(4)), make(2, 8), True),
     ),
+    "aten::_nested_from_padded": lambda: (_nested_from_padded, (make(2, 3, 4),)),
+    "aten::_nested_tensor_from_mask": lambda: (_nested_from_mask, (make(2, 3, 4),)),
+    "aten::_to_sparse": lambda: (lambda x: _coordinates(ATEN._to_sparse(x)), (make(2, 2),)),
+    "aten::_to_sparse.sparse_dim": lambda: (lambda x: _coordinates(ATEN._to_sparse(x, 1)), (make(2, 2),)),
+    "aten::_to_sparse_bsc": lambda: (lambda x: _columns(ATEN._to_sparse_bsc(x, [1, 1])), (make(2, 2),)),
+    "aten::_to_sparse_bsr": lambda: (lambda x: _rows(ATEN._to_sparse_bsr(x, [1, 1])), (make(2, 2),)),
+    "aten::_to_sparse_csc": lambda: (lambda x: _columns(ATEN._to_sparse_csc(x)), (make(2, 2),)),
+    "aten::_to_sparse_csr": lambda: (lambda x: _rows(ATEN._to_sparse_csr(x)), (make(2, 2),)),
     "aten::addr": lambda: (ATEN.addr, (make(2, 3), make(2), make(3))),
     "aten::batch_norm_backward_elemt": lambda: (
         ATEN.batch_norm_backward_elemt,
@@ -100,6 +108,7 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     "aten::native_layer_norm": lambda: (ATEN.native_layer_norm, (make(2, 4), [4], make(4), make(4), 1e-5)),
     "aten::silu_backward": lambda: (ATEN.silu_backward, (make(3), make(3))),
     "aten::smooth_l1_loss": lambda: (ATEN.smooth_l1_loss, (make(4), make(4))),
+    "aten::sparse_mask": lambda: (_sparse_mask, (make(2, 2), make(2, 2))),
     "fsdp::all_gather_copy_in": lambda: (FSDP.all_gather_copy_in, ([make(3)], make(6), [3], 3, 0)),
     "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
     "fsdp::split_with_sizes_copy": lambda: (
@@ -112,6 +121,7 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     "aten::_fused_sdp_choice": lambda: (ATEN._fused_sdp_choice, tuple(make(1, 1, 4, 8) for _ in range(3))),
     "aten::_has_compatible_shallow_copy_type": lambda: (ATEN._has_compatible_shallow_copy_type, (make(3), make(3))),
+    "aten::_nested_view_from_buffer": lambda: (_nested_view, (make(4),)),
     "aten::_reshape_alias": lambda: (ATEN._reshape_alias, (make(4), [2, 2], [2, 1])),
     "aten::as_strided": lambda: (ATEN.as_strided, (make(4), [2], [2])),
     "aten::empty.memory_format": lambda: (lambda: torch.empty(3, device="sim"), ()),
@@ -130,6 +140,36 @@ WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ..
     "aten::view_as_complex": lambda: (ATEN.view_as_complex, (make(2, 2),)),
     "aten::view_as_real": lambda: (ATEN.view_as_real, (make(2, dtype=torch.complex64),)),
 }
+
+
+def _coordinates(sparse: Tensor) -> list[Tensor]:
+    return [sparse._indices(), sparse._values()]
+
+
+def _rows(sparse: Tensor) -> list[Tensor]:
+    return [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+
+
+def _columns(sparse: Tensor) -> list[Tensor]:
+    return [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
+
+
+def _sparse_mask(dense: Tensor, mask: Tensor) -> list[Tensor]:
+    return _coordinates(ATEN.sparse_mask(dense, mask.to_sparse()))
+
+
+def _nested_from_padded(padded: Tensor) -> list[Tensor]:
+    return list(ATEN._nested_from_padded(padded, torch.tensor([[2, 4], [3, 4]])).unbind())
+
+
+def _nested_from_mask(padded: Tensor) -> list[Tensor]:
+    return list(ATEN._nested_tensor_from_mask(padded, torch.ones(2, 3, dtype=torch.bool, device="sim")).unbind())
+
+
+def _nested_view(buffer: Tensor) -> Tensor:
+    sizes, strides, offsets = torch.tensor([[2], [2]]), torch.tensor([[1], [1]]), torch.tensor([0, 2])
+    nested: Tensor = ATEN._nested_view_from_buffer(buffer, sizes, strides, offsets)
+    return nested
 
 
 def _attention() -> tuple[Any, ...]:
