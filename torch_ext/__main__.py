@@ -38,9 +38,9 @@ def main() -> int:
 
     ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
-    _open_standard_streams()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
+        _open_standard_streams()
         found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
         return found
     if command not in _COMMANDS:

@@ -23,7 +23,7 @@ def main(waits: bool) -> None:
     copies = torch.Stream(device)
     for step in range(3):
         with copies:
-            batch = torch.randn(32, 64).to(device)
+            batch = torch.randn(32, 64).pin_memory().to(device, non_blocking=True)
         if waits:
             torch.accelerator.current_stream().wait_stream(copies)
         loss = (model(batch) - 1).square().mean()

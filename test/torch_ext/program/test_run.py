@@ -112,7 +112,8 @@ def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
     assert "failed with torch.OutOfMemoryError" in out_of_memory.err
     assert out_of_memory.code == 1
     copied = "            batch = torch.randn(32, 64).to(device)\n"
-    racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{copied}")
+    behind = copied.replace(".to(device)", ".pin_memory().to(device, non_blocking=True)")
+    racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{behind}")
     found = run("-n 2 --races error", racing, folder=tmp_path)
     assert "torch_ext.sim.races.RaceError" in found.err
     assert "ranks 0, 1 of 2 failed" in found.err, "they differ in their device alone"

@@ -15,14 +15,18 @@ from test.torch_ext.world.suites import Run, Suite
 SOURCE = """
 import json, multiprocessing.util
 
+os.environ["SET_ON_IMPORT"] = "by the file"
+
 
 class TestConformance(Case):
     def test_environment_of_the_moment(self):
         self.assertEqual(os.environ["SET_IN_SET_UP"], self._testMethodName)
+        self.assertEqual(os.environ["SET_ON_IMPORT"], "by the file, then by setUp")
         self.assertEqual(os.getcwd(), os.path.dirname(os.path.abspath(__file__)))
 
     def setUp(self):
         os.environ["SET_IN_SET_UP"] = self._testMethodName
+        os.environ["SET_ON_IMPORT"] = os.environ["SET_ON_IMPORT"].partition(",")[0] + ", then by setUp"
         os.chdir(os.path.dirname(os.path.abspath(__file__)))
         super().setUp()
 
