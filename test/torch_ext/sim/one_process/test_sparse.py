@@ -89,17 +89,6 @@ def test_future_holds_a_sparse_tensor() -> None:
     assert future.wait()[0].to_dense().sum().item() == 12
 
 
-class Held:
-    def __init__(self) -> None:
-        self.event, self.tensor = torch.get_device_module("sim").Event(), torch.ones(2, device="sim")
-
-
-def test_future_holds_an_event_beside_its_tensors() -> None:
-    future: torch.futures.Future[Held] = torch.futures.Future(devices=["sim:0"])
-    future.set_result(Held())
-    assert future.wait().tensor.sum().item() == 2
-
-
 def test_collectives_of_sparse_tensors_are_refused() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
