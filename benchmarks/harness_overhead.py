@@ -6,8 +6,8 @@
 
 Compares the installed torch's classes with ours at world sizes 2, 4 and 8, in one run on one machine. Prints medians
 per test and ratios, each with its isolation level. Every row runs in its own process, so none inherits another's state.
-With ``--device-rounds`` it compares a test of ours on the simulated accelerator with the same over gloo on the host
-instead, in turns, and prints the ratio of the medians.
+With ``--device-rounds`` it compares a test of ours on the simulated accelerator with the same over gloo on the host and
+with one that makes no group, in turns, and prints the ratios of the medians.
 
 With ``--against``, compares our classes in this tree with those of another checkout. The two take turns, each going
 first in every other round, and what counts is the median over the rounds of the ratio within one.
@@ -41,6 +41,9 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
     else:
         from torch.testing._internal import common_distributed as harness
 
+    def nothing(self: unittest.TestCase) -> None:
+        """What any backend must pay: ranks that start, and end."""
+
     def group_and_barrier(self: unittest.TestCase) -> None:
         store = dist.FileStore(self.file_name, world_size)
         if backend != "gloo":
@@ -54,7 +57,8 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
         dist.destroy_process_group(group)
 
     continuous = base.endswith("continuous")
-    body = new_group_and_barrier if continuous else group_and_barrier
+    fresh = nothing if base == "ours without a group" else group_and_barrier
+    body = new_group_and_barrier if continuous else fresh
     members = {f"test_{number:03}": body for number in range(tests)}
     if continuous:
         members |= {"world_size": world_size, "backend_str": classmethod(lambda cls: "gloo")}
@@ -179,15 +183,16 @@ def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> Non
 
 
 def compare_devices(world_size: int, tests: int, rounds: int) -> None:
-    """Print what a test costs on the simulated accelerator and over gloo on the host, measured in turns."""
-    medians: dict[str, list[float]] = {"ours": [], "ours on sim": []}
+    """Print what a test costs on the simulated accelerator, over gloo on the host and without a group, in turns."""
+    medians: dict[str, list[float]] = {"ours": [], "ours on sim": [], "ours without a group": []}
     for _ in range(rounds):
         for base, found in medians.items():
             found.append(measure(base, world_size, tests)["median"])
-    host, sim = (statistics.median(found) for found in medians.values())
-    ratios = [b / a for a, b in zip(*medians.values(), strict=True)]
+    host, sim, least = (statistics.median(found) for found in medians.values())
+    ratios = [b / a for a, b, _ in zip(*medians.values(), strict=True)]
     print(f"\nworld size {world_size}: gloo on the host {host:.1f} ms, on sim {sim:.1f} ms, ratio {sim / host:.2f}")
     print(f"  by round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+    print(f"  without a group {least:.1f} ms: a backend that takes no time would have {least / host:.2f}")
 
 
 def main() -> None:
