@@ -354,7 +354,8 @@ class World:
         told = outcome.receipt.waits if outcome.receipt else ()
         outcome.waits = told or self._waits.get(outcome.rank, ())
         if not outcome.receipt:
-            outcome.waits += self.processes[outcome.rank]._page.waits()
+            told = self.processes[outcome.rank]._page.waits()
+            outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host
         outcome.collectives = self._collectives.get(outcome.rank, "")

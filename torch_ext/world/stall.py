@@ -8,6 +8,8 @@ A rank that is silent may compute, sleep or wait for a timer. It hangs provably 
 in something that nobody can end: a lock or condition without a time limit of its own before the test's, or an operation
 of a process group, a store or RPC (which may poll, or wait in memory that ranks share). The kernel tells what a thread
 is blocked in and for how long (``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is.
+A kernel of the device may wait for an operation that was called long before: such a thread, with Python code or
+without, has an entry in the rank's page of waits, which says until when.
 Threads of transports that sleep until the network wakes them are left out, since they only hand on what peers send. A
 world hangs if all of its live ranks are blocked in this way at two looks some seconds apart and no blocked thread has
 run in between (see ``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit
@@ -24,14 +26,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from torch_ext.world import flight_record
 from torch_ext.world.operations import Operation, operation_of
 from torch_ext.world.protocol import Progress
+from torch_ext.world.wait_page import ThreadWait, waits_of_threads
 
-__all__ = ["Task", "judge_tasks", "observe"]
+__all__ = ["LISTENER", "Task", "judge_tasks", "observe"]
+
+# The name of the thread in which a rank answers its parent half, and looks at all others.
+LISTENER = "torch_ext listener"
 
 # Numbers of system calls, by what a thread does in them.
 _CALLS = {
@@ -116,6 +122,9 @@ def _blocked_until(task: Task) -> float | None:
 
 def _tasks() -> Iterator[Task]:
     frames = sys._current_frames()
+    # A frame that refers to itself lives until Python looks for garbage, and all others here would live with it, whose
+    # variables are a test's tensors.
+    frames.pop(threading.get_ident(), None)
     native = {thread.native_id: thread.ident for thread in threading.enumerate()}
     own = threading.get_native_id()
     try:
@@ -125,16 +134,16 @@ def _tasks() -> Iterator[Task]:
     if not _CALLS or not tids:
         yield Task(0, "", "unknown", math.inf, 0)
         return
-    listening = {thread.native_id for thread in threading.enumerate() if thread.name == "torch_ext listener"}
+    told = waits_of_threads()
+    listening = {thread.native_id for thread in threading.enumerate() if thread.name == LISTENER}
     for tid in tids:
         if tid != own and tid not in listening:
-            frame = frames.get(native.get(tid) or -1)
-            task = _task(tid, frame)
+            task = _task(tid, frames.get(native.get(tid) or -1), told.get(tid))
             if task is not None:
                 yield task
 
 
-def _task(tid: int, frame: FrameType | None) -> Task | None:
+def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | None:
     try:
         with open(f"/proc/self/task/{tid}/comm") as stream:
             name = stream.read().strip()
@@ -146,8 +155,18 @@ def _task(tid: int, frame: FrameType | None) -> Task | None:
         return None if not os.path.exists(f"/proc/self/task/{tid}") else Task(tid, "", "unknown", math.inf, 0)
     doing, until_s = _read_call(call)
     operation = operation_of(frame) if frame is not None else None
+    if told is not None:
+        operation = _as_told(operation, told)
     sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S
     return Task(tid, name, doing, until_s, switches, operation, sliced)
+
+
+def _as_told(operation: Operation | None, told: ThreadWait) -> Operation:
+    """Return what a thread is in whose wait stands on the page. ``operation``: as its Python frame has it, if any."""
+    if operation is None:
+        return Operation(told.wait, told.until_s, str(told.since_ns))
+    until_s = told.until_s if operation.limit_s is None else min(told.until_s, operation.limit_s)
+    return replace(operation, limit_s=until_s, position=f"{operation.position}:{told.since_ns}")
 
 
 def _read_call(call: list[str]) -> tuple[str, float]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.waits_told import Page
+from torch_ext.world import stall
 
 SIM: Any = torch.get_device_module("sim")
 
@@ -303,8 +304,12 @@ def _page(rank: int, world_size: int) -> None:
 
     reading = threading.Thread(target=read)
     reading.start()
-    peer, _, _, operation, site = page.only_entry(reading)
-    assert (peer, operation) == (1, "all_reduce") and Path(site.rpartition(":")[0]) == Path(__file__)
+    told = page.only_entry(reading)
+    assert (told.peer, told.operation) == (1, "all_reduce")
+    assert Path(told.site.rpartition(":")[0]) == Path(__file__)
+    # Its frame is in x.tolist(), which is no operation.
+    (task,) = (task for task in stall._tasks() if task.tid == reading.native_id)
+    assert task.operation is not None and task.operation.limit_s == told.until_s
     _store().set("seen", "")
     reading.join()
     assert not page.entries()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +264,10 @@ def _check_page(rank: int, world_size: int) -> None:
     page = Page()
     waiting = threading.Thread(target=lambda: dist.all_reduce(_x()))
     waiting.start()
-    peer, number, group, operation, site = page.only_entry(waiting)
-    assert page.version == 1
+    peer, number, group, operation, site, until_s, thread = page.only_entry(waiting)
+    assert page.version == 2
+    assert thread == waiting.native_id
+    assert 0 < until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
     assert (peer, number, operation) == (1, 2, "all_reduce") and group == c10d._get_default_group().group_name
     assert Path(site.rpartition(":")[0]) == Path(__file__)
     c10d._get_default_store().set("seen", "")

@@ -15,20 +15,22 @@ _LIMIT_S = 60.0
 
 
 class Entry(NamedTuple):
-    """Who is waited for in what, since the call at ``site``."""
+    """Who is waited for in what, since the call at ``site``, by which thread and until when (``time.monotonic``)."""
 
     peer: int
     number: int
     group: str
     operation: str
     site: str
+    until_s: float
+    thread: int
 
 
 class Page:
     """A page that this process's waits are written to from now on."""
 
     def __init__(self) -> None:
-        file = os.memfd_create("page")
+        file = os.memfd_create("torch_ext waits")
         os.ftruncate(file, 4096)
         os.environ["TORCH_EXT_WAIT_PAGE"] = str(file)
         self._page = mmap.mmap(file, 4096)
@@ -47,8 +49,9 @@ class Page:
                 self._page[start + at : start + at + size].split(b"\0")[0].decode()
                 for at, size in ((24, 64), (88, 40), (128, 200))
             ]
+            until_ns, thread = struct.unpack_from("=qi", self._page, start + 328)
             if since and changes % 2 == 0:
-                found.append(Entry(peer, number, *texts))
+                found.append(Entry(peer, number, *texts, until_ns * 1e-9, thread))
         return found
 
     def only_entry(self, waiting: threading.Thread) -> Entry:

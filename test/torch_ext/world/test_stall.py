@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch_ext.world import operations, stall
 from torch_ext.world.operations import Operation
 from torch_ext.world.protocol import Progress, Wait
 from torch_ext.world.stall import Task, judge_tasks
+from torch_ext.world.wait_page import ThreadWait
 
 INF = math.inf
 IN_TEST = Operation(Wait("test_a (test_a.py:3)"), None, "1:2")
@@ -87,6 +90,21 @@ def test_a_thread_that_has_run_shows() -> None:
     sliced = [Task(1, "python", "sleep", INF, switches, IN_BARRIER, sliced=True) for switches in (5, 6)]
     assert judge_tasks([sliced[0]], "").fingerprint == judge_tasks([sliced[1]], "").fingerprint
     assert judge_tasks([sliced[0]], "a").fingerprint != judge_tasks([sliced[0]], "b").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("operation", "until_s"),
+    [(None, 90.0), (IN_TEST, 90.0), (Operation(IN_BARRIER.wait, 40.0, "1:4"), 40.0), (IN_BARRIER, 90.0)],
+    ids=["no Python code", "a kernel", "a nearer limit", "an operation"],
+)
+def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operation | None, until_s: float) -> None:
+    told = ThreadWait(5, Wait("#9 all_reduce in group 2", (1,), transport=True), 7, 90.0)
+    of_page = stall._as_told(operation, told)
+    progress = judge_tasks([Task(7, "python", "shared", 0.2, 5, of_page, sliced=True)], "")
+    assert (progress.blocked, progress.until_s) == (True, until_s)
+    assert progress.waits == (operation.wait if operation is not None else told.wait,)
+    again = stall._as_told(operation, told._replace(since_ns=6))
+    assert again.position != of_page.position
 
 
 @pytest.fixture
@@ -163,3 +181,32 @@ def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
 )
 def test_limits_of_torchs_functions_are_read_as_torch_means_them(value: object, seconds: float) -> None:
     assert operations._seconds(value) == seconds
+
+
+class _Kept:
+    """What a test has in a variable."""
+
+
+def test_a_look_keeps_nothing_of_the_test_alive() -> None:
+    inside, over = threading.Event(), threading.Event()
+    kept: list[weakref.ref[_Kept]] = []
+
+    def test_body() -> None:
+        local = _Kept()
+        kept.append(weakref.ref(local))
+        inside.set()
+        over.wait()
+
+    body = threading.Thread(target=test_body)
+    gc.disable()
+    try:
+        body.start()
+        inside.wait()
+        looks = threading.Thread(target=stall.observe)  # as a rank's listener looks, from a thread of its own
+        looks.start()
+        looks.join()
+        over.set()
+        body.join()
+        assert kept[0]() is None
+    finally:
+        gc.enable()

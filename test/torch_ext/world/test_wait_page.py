@@ -11,7 +11,7 @@ import pytest
 
 from test.torch_ext.world.suites import Suite
 from torch_ext.world.protocol import Wait
-from torch_ext.world.wait_page import WaitPage
+from torch_ext.world.wait_page import WaitPage, waits_of_threads
 
 SOURCE = """
 import mmap, struct
@@ -23,7 +23,7 @@ class TestPage(Case):
     def test_page(self):
         number = int(os.environ["TORCH_EXT_WAIT_PAGE"])
         page = mmap.mmap(number, 4096)
-        struct.pack_into("=Q", page, 0, 1)
+        struct.pack_into("=Q", page, 0, 2)
         text = b"2", b"all_reduce", b"model.py:7"
         struct.pack_into("=IiqQ64s40s200s", page, 64, 2, 1 - self.rank, 5, 9, *text)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -39,9 +39,12 @@ def page() -> Iterator[tuple[WaitPage, mmap.mmap]]:
 
 
 def write(memory: mmap.mmap, number: int, *, lock: int = 2, peer: int = 1, since: int = 5, sequence: int = 9) -> None:
-    struct.pack_into("=Q", memory, 0, 1)
-    place = 64 + 504 * number
-    struct.pack_into("=IiqQ64s40s200s", memory, place, lock, peer, since, sequence, b"2", b"all_reduce", b"model.py:7")
+    struct.pack_into("=Q", memory, 0, 2)
+    text = b"2", b"all_reduce", b"model.py:7"
+    until_ns, thread = 7_500_000_000, 40 + number
+    struct.pack_into(
+        "=IiqQ64s40s200sqi", memory, 64 + 504 * number, lock, peer, since, sequence, *text, until_ns, thread
+    )
 
 
 def test_a_page_that_nobody_has_written_says_nothing(page: tuple[WaitPage, mmap.mmap]) -> None:
@@ -67,8 +70,28 @@ def test_an_entry_that_is_free_or_being_changed_is_left_out(
 
 def test_a_page_of_another_layout_is_not_read(page: tuple[WaitPage, mmap.mmap]) -> None:
     write(page[1], 0)
-    struct.pack_into("=Q", page[1], 0, 2)
+    struct.pack_into("=Q", page[1], 0, 1)
     assert page[0].waits() == ()
+
+
+def test_a_process_reads_its_own_page_by_thread(
+    page: tuple[WaitPage, mmap.mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(page[1], 3)
+    monkeypatch.setenv("TORCH_EXT_WAIT_PAGE", str(page[0].descriptor))
+    assert waits_of_threads() == {43: (5, page[0].waits()[0], 43, 7.5)}
+
+
+def test_what_is_no_page_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program may close the page and open something else under its number."""
+    monkeypatch.delenv("TORCH_EXT_WAIT_PAGE", raising=False)
+    assert waits_of_threads() == {}
+    with open(tmp_path / "other", "w+b") as other:
+        other.write(struct.pack("=Q", 2) + bytes(4088))
+        other.flush()
+        for number in (str(other.fileno()), "-1", "no number", "1000000"):
+            monkeypatch.setenv("TORCH_EXT_WAIT_PAGE", number)
+            assert waits_of_threads() == {}
 
 
 def test_what_a_rank_wrote_is_in_the_report_though_it_cannot_answer(tmp_path: Path) -> None:

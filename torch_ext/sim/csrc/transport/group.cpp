@@ -106,7 +106,7 @@ void Pending::finish(Milliseconds timeout) {
     }
     if (look) {
       if (!note.has_value()) {
-        note.emplace(group_->name, call.name, call.site, number);
+        note.emplace(group_->name, call.name, call.site, number, deadline);
       }
       note->waits_for(wait.peer < 0 ? -1 : group_->global_ranks[static_cast<size_t>(wait.peer)]);
     }

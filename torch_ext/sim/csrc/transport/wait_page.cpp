@@ -1,6 +1,7 @@
 #include "wait_page.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -23,13 +24,15 @@ struct WaitEntry {
   char group[64];
   char operation[kNameBytes];
   char site[kSiteBytes];
-  char reserved[176];
+  int64_t until_ns;
+  int32_t thread;
+  char reserved[164];
 };
 
 namespace {
 
 constexpr size_t kEntries = 8;
-constexpr uint64_t kPageVersion = 1;
+constexpr uint64_t kPageVersion = 2;
 
 struct WaitPage {
   uint64_t version;
@@ -41,6 +44,7 @@ static_assert(sizeof(WaitEntry) == 504 && sizeof(WaitPage) <= kPage && offsetof(
 static_assert(offsetof(WaitEntry, since_ns) == 8 && offsetof(WaitEntry, number) == 16);
 static_assert(offsetof(WaitEntry, group) == 24 && offsetof(WaitEntry, operation) == 88);
 static_assert(offsetof(WaitEntry, site) == 128);
+static_assert(offsetof(WaitEntry, until_ns) == 328 && offsetof(WaitEntry, thread) == 336);
 
 std::mutex& page_mutex() {
   static auto* made = new std::mutex();
@@ -67,9 +71,8 @@ WaitPage* page() {
 }
 
 // The steady clock is CLOCK_MONOTONIC.
-int64_t monotonic_ns() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+int64_t monotonic_ns(std::chrono::steady_clock::time_point when) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(when.time_since_epoch()).count();
 }
 
 template <typename Change>
@@ -82,7 +85,9 @@ void change(WaitEntry& entry, const Change& how) {
 
 } // namespace
 
-WaitNote::WaitNote(const std::string& group, const std::string& operation, const std::string& site, uint64_t number)
+WaitNote::WaitNote(
+    const std::string& group, const std::string& operation, const std::string& site, uint64_t number,
+    std::chrono::steady_clock::time_point until)
     : entry_(nullptr) {
   WaitPage* shown = page();
   if (shown == nullptr) {
@@ -98,7 +103,9 @@ WaitNote::WaitNote(const std::string& group, const std::string& operation, const
         copy_text(entry.group, sizeof entry.group, group);
         copy_text(entry.operation, sizeof entry.operation, operation);
         copy_text(entry.site, sizeof entry.site, site);
-        entry.since_ns = monotonic_ns();
+        entry.until_ns = monotonic_ns(until);
+        entry.thread = static_cast<int32_t>(gettid());
+        entry.since_ns = monotonic_ns(std::chrono::steady_clock::now());
       });
       return;
     }
