@@ -9,6 +9,8 @@ eager device]), so a generated kernel needs neither a stream nor a guard. What d
 are allocated: on the device of the graph, with its index, whichever device is current; and that a kernel is called
 through ``run_generated``, which says what it reads and writes (Note [Kernels] in csrc/kernel.h).
 
+What generated kernels do to memory of the host is told to the race check, in all graphs: :func:`_tell_of_host_code`.
+
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 In two places Inductor concludes from the device type which language it generates, and takes any type that it does not
@@ -19,12 +21,13 @@ which types intermediate values have. :func:`_generate_cpp` answers both for ``s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.compiler.config
-from torch._inductor import lowering, scheduler, utils
+from torch._inductor import codecache, lowering, scheduler, utils
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
@@ -32,6 +35,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.virtualized import V
 
+from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
@@ -147,6 +151,33 @@ def _refuse_flex_attention() -> None:
     lowering.lowerings[flex] = lower_flex_attention
 
 
+def _tell_of_host_code() -> None:
+    """Let what generated kernels do to pinned memory count as the host's, also in graphs that have nothing else."""
+    cache: Any = codecache.CppPythonBindingsCodeCache
+    load = cache.load_pybinding_async.__func__
+
+    def load_and_tell(cls: Any, argtypes: list[str], *args: Any, **kwargs: Any) -> Any:
+        kernel = load(cls, argtypes, *args, **kwargs)
+        return (lambda: _telling(kernel(), _roles(argtypes))) if cls is cache else kernel
+
+    cache.load_pybinding_async = classmethod(load_and_tell)
+
+
+def _telling(kernel: Callable[..., Any], roles: str) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        if _native.is_checking_races():
+            for role in "rw":
+                used = [
+                    argument
+                    for argument, its_role in zip(arguments, roles, strict=True)
+                    if its_role == role and argument.device.type == "cpu"
+                ]
+                _native.use_tensors("generated code", used, role == "w")
+        return kernel(*arguments)
+
+    return run
+
+
 def _tag_cache() -> None:
     """Make Inductor's cache, whose keys cover torch's sources only, miss what another version of this file wrote."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
@@ -156,4 +187,5 @@ def _tag_cache() -> None:
 register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
 _refuse_flex_attention()
+_tell_of_host_code()
 _tag_cache()

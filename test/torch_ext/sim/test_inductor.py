@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional
 
 from test.torch_ext.sim.one_process.observed import is_touched, kernels, observe, ranges
+from torch_ext.sim import races
+from torch_ext.sim.races import RaceError
 
 # Inductor itself loads a module of torch that still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -106,6 +109,23 @@ def test_generated_kernels_say_what_they_read_and_write() -> None:
     written, read = ranges(entries, written=True), ranges(entries, written=False)
     assert is_touched(y, read) and all(is_touched(one, written) for one in (x, *result))
     assert {entry["device"] for entry in kernels(entries)} == {1}
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["racy", "twin"])
+def test_generated_code_of_the_host_is_checked_for_races(waits: bool) -> None:
+    x, host, late = torch.ones(256, device="sim"), torch.zeros(256).pin_memory(), torch.zeros(256).pin_memory()
+    program = torch.compile(lambda host, late: late.copy_(host * 2 + 1), fullgraph=True)
+    program(host, late)
+    with pytest.raises(RaceError) if not waits else contextlib.nullcontext() as raised, races.check():
+        host.copy_(x, non_blocking=True)
+        x.copy_(late, non_blocking=True)
+        if waits:
+            sim.synchronize()
+        program(host, late)
+    assert late.tolist() == [3.0] * 256
+    if raised is not None:
+        told = [(race.earlier.operator, race.later.operator) for race in raised.value.races]
+        assert told == [("aten::copy_", "generated code")] * 2
 
 
 def test_shapes_may_be_dynamic() -> None:

@@ -9,15 +9,12 @@ import argparse
 import re
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from test.torch_ext.suite_waits.measure import SUITES, all_sites, measure
+from test.torch_ext.suite_waits.measure import PAGE, SUITES, all_sites, measure
 from test.torch_ext.suite_waits.sites import MODULES
 from test.torch_ext.suite_waits.table import render
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "waits.md"
 
 
 def main() -> None:

@@ -15,14 +15,16 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from test.torch_ext.suite_waits.covers import Cover, Ending, find_covers
 from test.torch_ext.suite_waits.sites import MODULES, Site, delete, mark, sites
 
-__all__ = ["SUITES", "Ending", "Verdict", "all_sites", "begin", "mark_all", "measure", "reach", "try_without"]
+__all__ = ["PAGE", "SUITES", "Ending", "Verdict", "all_sites", "begin", "mark_all", "measure", "reach", "try_without"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+PAGE = CHECKOUT / "docs" / "waits.md"
 DEADLINE_S = 3600
 SHORT_S = 10  # a test that takes longer is not run again and again to see what covers a wait
 FOLDER_VARIABLE = "SUITE_WAITS_FOLDER"
@@ -51,6 +53,8 @@ SUITES: dict[str, str] = {
     "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardShareCommContext": "",
     "test.torch_ext.suite_waits.scenarios:TestDDP": "",
     "test.torch_ext.suite_waits.scenarios:TestDTensor": "",
+    "test.torch_ext.suite_waits.fsdp_scenarios:TestFSDP1": "",
+    "test.torch_ext.suite_waits.fsdp_scenarios:TestFSDP2": "",
 }
 
 CLASS = """
@@ -63,8 +67,9 @@ class {name}(suite{number}.{cls}):
 """
 
 
-def all_sites() -> list[Site]:
-    return [site for modules in MODULES.values() for module in modules for site in sites(module)]
+@cache  # reads all of these modules
+def all_sites() -> tuple[Site, ...]:
+    return tuple(site for modules in MODULES.values() for module in modules for site in sites(module))
 
 
 _test = ""
@@ -198,11 +203,7 @@ def measure(
     tests, sound = reach(suites)
     say(f"{len(sound)} tests reach {sum(bool(tests.get(site.id)) for site in chosen)} of {len(chosen)} waits")
     verdicts = {site.id: Verdict("not reached") for site in chosen if not tests.get(site.id)}
-    waiting = {
-        site.id: sorted(tests[site.id], key=lambda test: sound[test].took_s)[:most]
-        for site in chosen
-        if site.id not in verdicts
-    }
+    waiting = {site.id: _of_many_classes(tests[site.id], sound)[:most] for site in chosen if site.id not in verdicts}
     to_try = {site: list(those) for site, those in waiting.items()}
     tried: dict[str, int] = defaultdict(int)
     batch = 1
@@ -232,6 +233,20 @@ def measure(
     for site, cover in find_covers(redundant, reached, try_without, say).items():
         verdicts[site] = replace(verdicts[site], cover=cover)
     return verdicts
+
+
+def _of_many_classes(tests: Iterable[str], sound: Mapping[str, Ending]) -> list[str]:
+    """Return tests in the order in which they are tried: the shortest of each class, then the next one of each.
+
+    Tests of one class need much the same waits.
+    """
+    rank: dict[str, int] = defaultdict(int)
+    ranked = []
+    for test in sorted(tests, key=lambda test: sound[test].took_s):
+        cls = test.rpartition(".")[0]
+        ranked.append((rank[cls], sound[test].took_s, test))
+        rank[cls] += 1
+    return [test for _, _, test in sorted(ranked)]
 
 
 def _reason(ending: Ending) -> str:

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_ext.testing._internal.common_distributed import DistributedTestBase
 from torch_ext.testing._internal.common_fsdp import get_devtype
@@ -23,6 +25,17 @@ class ScenarioTest(DistributedTestBase):
 
     def _begin(self) -> None:
         self.create_pg(get_devtype().type)
+
+
+class Packed(nn.Module):
+    """A layer that takes rows, and rows packed as a recurrent network gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16).to(get_devtype().type)
+
+    def forward(self, rows: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
+        return self.layer(rows) + self.layer(packed.data).sum()
 
 
 class TestDDP(ScenarioTest):
@@ -64,6 +77,15 @@ class TestDDP(ScenarioTest):
         for _ in range(2):
             model(self._rows(4, 16)).sum().backward()
 
+    def test_inputs_from_another_device(self) -> None:
+        self._begin()
+        there = f"{get_devtype().type}:{1 - self.rank}"
+        model = DDP(Packed(), device_ids=[self.rank])
+        rows = torch.ones(4, 16, device=there)
+        for _ in range(2):
+            model(rows, PackedSequence(rows, torch.tensor([2, 2], device="cpu"))).sum().backward()
+            rows = rows * 2
+
     def test_uneven_inputs(self) -> None:
         self._begin()
         model = DDP(self._layers())
@@ -80,6 +102,12 @@ class TestDTensor(ScenarioTest):
         rows.redistribute(mesh, [Shard(1)]).to_local().mul(2)
         rows.redistribute(mesh, [Replicate()]).to_local().mul(2)
         rows.sum().full_tensor().mul(2)
+
+    def test_rows_that_two_dimensions_of_the_mesh_shard(self) -> None:
+        self._begin()
+        mesh = init_device_mesh(get_devtype().type, (1, 2))
+        strided = DTensor.from_local(self._rows(4, 8), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
+        strided.full_tensor().mul(2)
 
     def test_tensor_parallel_training(self) -> None:
         self._begin()
@@ -108,6 +136,7 @@ class TestDTensor(ScenarioTest):
         assert group is not None
         rows = self._rows(4, 4).requires_grad_()
         for output in (
+            functional.all_reduce(rows * 2, "sum", group),
             functional.all_gather_tensor_autograd(rows * 2, 0, group),
             functional.reduce_scatter_tensor_autograd(rows * 2, "sum", 0, group),
             functional.all_to_all_single_autograd(rows * 2, None, None, group),

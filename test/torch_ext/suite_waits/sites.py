@@ -188,7 +188,7 @@ def _exchange(module: str, name: str, change: ast.NodeTransformer) -> None:
     definition.decorator_list = []  # they stay where they are, around the function
     changed = ast.fix_missing_locations(change.visit(tree))
     namespace: dict[str, Any] = dict(function.__globals__)
-    flags = __future__.annotations.compiler_flag
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     exec(compile(changed, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
     function.__code__ = namespace[definition.name].__code__
 

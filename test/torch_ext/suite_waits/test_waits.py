@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import pytest
+import torch
 
 from test.torch_ext.suite_waits.covers import Cover, Ending, find_covers, races_of
-from test.torch_ext.suite_waits.measure import Verdict, all_sites, try_without
+from test.torch_ext.suite_waits.measure import PAGE, SUITES, Verdict, all_sites, try_without
 from test.torch_ext.suite_waits.sites import MODULES, delete
-from test.torch_ext.suite_waits.table import render
+from test.torch_ext.suite_waits.table import CoveredRow, covered_rows, release_of, render
 
 
 def _site(function: str, text: str) -> str:
@@ -45,6 +46,8 @@ def test_the_table_says_what_was_measured() -> None:
     cover = f"covered by `_runtime_utils.py:{first.line}` `{function}`: without them, v writes what w reads"
     assert f"| redundant | silent in 2 tests; {cover}; `TestA.test_b` |" in text
     assert "| redundant | silent in 1 test; nothing that runs depends on it |" in text
+    assert release_of(text) == "2.13"
+    assert covered_rows(text, chosen) == [CoveredRow(second.id, (first.id,), "v writes what w reads", "TestA.test_b")]
 
 
 # What each race of an imagined test needs: all of these waits deleted.
@@ -121,12 +124,88 @@ METHODS = {
 }
 
 
-def test_deleting_a_needed_wait_is_reported_as_a_race() -> None:
-    wanted = {
+# Tests without a wait of which another one does the work.
+COVERED = {
+    "FSDP2's gather waits on one of its streams for the other": (
+        "TestFSDP2.test_event_after_the_optimizer",
+        ("FSDPParamGroup._wait_all_gather_streams_on_event", "all_gather_stream.wait_event"),
+        ("FSDPParamGroup._wait_all_gather_streams_on_event", "copy_in_stream.wait_event"),
+    ),
+    "DTensor waits when it redistributes, or when the result is used": (
+        "TestDTensor.test_redistribution",
+        ("redistribute_local_tensor", "wait"),
+        ("AsyncCollectiveTensor.trigger_wait", "wait"),
+    ),
+}
+
+Endings = Mapping[tuple[str, tuple[str, ...]], Ending]
+Runs = dict[str, tuple[str, tuple[str, ...]]]
+
+
+def _needed() -> Runs:
+    return {
         name: (f"test.distributed.{module}:TestSteps.{METHODS[module]}", (_site(function, text),))
         for name, (function, text, module) in NEEDED.items()
     }
-    intact = [(test, ()) for test in sorted({test for test, _ in wanted.values()})]
-    endings = try_without([*wanted.values(), *intact])
-    assert {name: bool(endings[each].races) for name, each in wanted.items()} == dict.fromkeys(wanted, True)
-    assert [endings[each].status for each in intact] == ["passed"] * 2
+
+
+def _runs_of(test: str, site: str, others: tuple[str, ...]) -> Runs:
+    """A test without one wait, without those that cover it, and without all of them."""
+    return {"it": (test, (site,)), "others": (test, others), "all": (test, (site, *others))}
+
+
+def _covered() -> dict[str, Runs]:
+    return {
+        name: _runs_of(_named(test)[0], _site(*site), (_site(*other),)) for name, (test, site, other) in COVERED.items()
+    }
+
+
+def _added(endings: Endings, runs: Runs) -> list[str]:
+    """The races that are reported without all waits of :func:`_runs_of`, and not without the others alone."""
+    before = races_of(endings[runs["others"]])
+    return [heading for key, heading in races_of(endings[runs["all"]]).items() if key not in before]
+
+
+def _named(name: str) -> list[str]:
+    """The tests of that class and method, with their modules."""
+    cls, _, method = name.partition(".")
+    return [f"{suite}.{method}" for suite in SUITES if suite.endswith(f":{cls}")]
+
+
+@pytest.fixture(scope="module")
+def endings() -> Endings:
+    """Of all tests with waits deleted, in one run."""
+    wanted = [*_needed().values(), *(each for runs in _covered().values() for each in runs.values())]
+    return try_without([*wanted, *((test, ()) for test in sorted({test for test, _ in wanted}))])
+
+
+def test_deleting_a_needed_wait_is_reported_as_a_race(endings: Endings) -> None:
+    assert {name: bool(endings[each].races) for name, each in _needed().items()} == dict.fromkeys(NEEDED, True)
+    assert {test: ending.status for (test, deleted), ending in endings.items() if not deleted} == dict.fromkeys(
+        {test for test, _ in endings}, "passed"
+    )
+
+
+def test_deleting_a_covered_wait_is_reported_once_what_covers_it_is_deleted_too(endings: Endings) -> None:
+    found = {name: (endings[runs["it"]].status, bool(_added(endings, runs))) for name, runs in _covered().items()}
+    assert found == dict.fromkeys(COVERED, ("passed", True))
+
+
+def test_each_row_of_the_page_names_what_covers_a_wait(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("deletes the waits of each row that names others: --long does it")
+    page = PAGE.read_text(encoding="utf-8")
+    if release_of(page) != torch.__version__:
+        pytest.skip(f"docs/waits.md was measured with torch {release_of(page)}, and lines move between releases")
+    rows = covered_rows(page, all_sites())
+    assert len(rows) == page.count("; covered by "), "a row is written as table.py does not read it"
+    runs = {(row, test): _runs_of(test, row.site, row.others) for row in rows for test in _named(row.test)}
+    found = try_without([each for three in runs.values() for each in three.values()])
+    shown = {
+        row
+        for (row, test), three in runs.items()
+        if all(each in found for each in three.values())
+        and found[three["it"]].status == "passed"
+        and row.race in _added(found, three)
+    }
+    assert [row for row in rows if row not in shown] == []

@@ -30,8 +30,8 @@ import torch
 from torch_ext.sim import _native
 from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
 from torch_ext.sim.races._known import KnownRace, known_races
-from torch_ext.sim.races._pickled import see_pickled_tensors
 from torch_ext.sim.races._report import render
+from torch_ext.sim.races._saved import see_saved_storages
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
 from torch_ext.sim.races._schedule import asked as asked_schedule
 from torch_ext.sim.races._threads import AroundCollectives, as_rank, watch_handovers
@@ -327,7 +327,7 @@ def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
 
 def check_program() -> None:
     """Check this process until it ends if ``TORCH_EXT_RACES`` asks for it. Called once, on registration."""
-    see_pickled_tensors()
+    see_saved_storages()
     asked = mode()
     if asked != "off":
         start()

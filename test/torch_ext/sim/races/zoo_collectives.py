@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -209,3 +211,65 @@ def dropped_without_wait_and_read(on: Stage, fixed: bool) -> None:
         work.wait()
     del work
     x.mul(3)  # later: mul
+
+
+@pair
+def waited_for_in_a_thread_on_another_stream(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+
+    def wait() -> None:
+        with on.on(on.main if fixed else on.side):
+            work.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    x.mul(3)  # later: mul
+
+
+@pair
+def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
+    inputs, outputs = [on.tensor(8) for _ in range(2)], [on.tensor(16) for _ in range(2)]
+    group = dist._coalescing_manager(device=on.device, async_ops=True)
+    with group as manager:  # earlier: all_gather_into_tensor_coalesced
+        for x, output in zip(inputs, outputs, strict=True):
+            dist.all_gather_into_tensor(output, x)
+    if fixed:
+        manager.wait()
+    inputs[1].add_(1)  # later: add
+    manager.wait()
+
+
+@pair
+def ring_step_writes_what_is_still_sent(on: Stage, fixed: bool) -> None:
+    other, mine, next_one = 1 - dist.get_rank(), on.tensor(), on.tensor()
+    operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, next_one, other)]
+    works = dist.batch_isend_irecv(operations)  # earlier: send
+    if fixed:
+        for work in works:
+            work.wait()
+    mine.add_(1)  # later: add
+    for work in works:
+        work.wait()
+
+
+@pair
+def barrier_is_no_wait_for_a_copy(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    with on.on(on.side):
+        host.copy_(x, non_blocking=True)  # earlier: copy_
+    dist.barrier()
+    if fixed:
+        on.side.synchronize()
+    host.sum()  # later: sum
+    SIM.synchronize()
+
+
+@pair
+def pinned_memory_gathered_as_an_object_too_early(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    dist.all_gather_object([None, None], host)  # later: save

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import pickle
+import tempfile
 
 import torch
 
@@ -141,7 +143,45 @@ def host_saves_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
     host.copy_(x, non_blocking=True)  # earlier: copy_
     if fixed:
         on.main.synchronize()
-    torch.save({"weight": host}, io.BytesIO())  # later: pickle
+    torch.save({"weight": host}, io.BytesIO())  # later: save
+
+
+@pair
+def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> None:
+    # A file has all of the storage that a view is of.
+    x, host = on.tensor(128), on.pinned()
+    host[:128].copy_(x, non_blocking=True)  # earlier: copy_
+    half = host[128:].clone() if fixed else host[128:]
+    torch.save(half, io.BytesIO())  # later: save
+    on.main.synchronize()
+
+
+@pair
+def host_saves_bytes_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    torch.save(host.untyped_storage(), io.BytesIO())  # later: save
+
+
+@pair
+def host_pickles_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    pickle.dumps([host])  # later: save
+
+
+@pair
+def host_writes_a_file_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    with tempfile.TemporaryFile() as file:
+        host.untyped_storage()._write_file(file, True, False, 1)  # later: save
 
 
 @pair

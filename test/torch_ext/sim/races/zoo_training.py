@@ -78,6 +78,17 @@ def gradient_of_fully_shard_read_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
+def event_after_the_optimizer_recorded_before_it(on: Stage, fixed: bool) -> None:
+    model, x = fully_shard(_linear(on)), on.tensor(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    too_early = on.main.record_event()
+    optimizer.step()  # earlier: add
+    model.set_post_optim_event(on.main.record_event() if fixed else too_early)
+    model(x)  # later: copy_
+
+
+@pair
 def accumulated_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
     model = fully_shard(_linear(on))
     x = on.tensor(4, 16)

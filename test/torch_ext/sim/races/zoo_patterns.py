@@ -1,0 +1,179 @@
+"""Patterns that programs share: prefetchers, static buffers as CUDA graphs have them, custom backwards, threads,
+activation checkpoints, the fused optimizers on a side stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from test.torch_ext.sim.races.stage import SIM, Stage, pair
+
+
+@pair
+def batch_sent_ahead_and_used_at_once(on: Stage, fixed: bool) -> None:
+    # As apex's data_prefetcher, whose next() waits.
+    host = on.pinned()
+    with on.on(on.side):
+        batch = host.to(on.device, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.wait_stream(on.side)
+    batch.record_stream(on.main)
+    batch.mul(3)  # later: mul
+
+
+@pair
+def batch_sent_ahead_over_the_last_one(on: Stage, fixed: bool) -> None:
+    host = on.pinned()
+    with on.on(on.side):
+        batch = host.to(on.device, non_blocking=True)
+    on.main.wait_stream(on.side)
+    if fixed:
+        batch.record_stream(on.main)
+    batch.mul(3)  # earlier: mul
+    del batch
+    with on.on(on.side):
+        host.to(on.device, non_blocking=True)  # later: copy_
+
+
+@pair
+def static_input_overwritten_while_a_replay_reads_it(on: Stage, fixed: bool) -> None:
+    static, host = on.tensor(), on.pinned()
+    with on.on(on.side):
+        static.mul(2)  # earlier: mul
+    if fixed:
+        on.main.wait_stream(on.side)
+    static.copy_(host, non_blocking=True)  # later: copy_
+
+
+@pair
+def staging_buffer_filled_again_too_early(on: Stage, fixed: bool) -> None:
+    stage, x = on.pinned(), on.tensor()
+    x.copy_(stage, non_blocking=True)  # earlier: copy_
+    sent = on.main.record_event()
+    if fixed:
+        sent.synchronize()
+    stage.fill_(2)  # later: fill_
+    SIM.synchronize()
+
+
+@pair
+def custom_backward_leaves_work_on_the_side(on: Stage, fixed: bool) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            on.side.wait_stream(SIM.current_stream())
+            with on.on(on.side):
+                result = gradient * 2  # earlier: mul
+            if fixed:
+                SIM.current_stream().wait_stream(on.side)
+            result.record_stream(SIM.current_stream())
+            return result
+
+    x, gradient = on.tensor().requires_grad_(), on.tensor()
+    Double.apply(x).backward(gradient)
+    assert x.grad is not None
+    x.grad.add_(1)  # later: add
+
+
+@pair
+def hook_copies_a_gradient_on_the_side(on: Stage, fixed: bool) -> None:
+    x, seen = on.tensor().requires_grad_(), on.tensor()
+
+    def copy(gradient: torch.Tensor) -> None:
+        if fixed:
+            on.side.wait_stream(SIM.current_stream())
+        with on.on(on.side):
+            seen.copy_(gradient)  # later: copy_
+        gradient.record_stream(on.side)
+
+    y = x * 2
+    y.register_hook(copy)
+    y.backward(on.tensor() + 1)  # earlier: add
+    SIM.synchronize()
+
+
+@pair
+def checkpointed_weight_still_being_made(on: Stage, fixed: bool) -> None:
+    x, weight = on.tensor().requires_grad_(), on.tensor()
+    with on.on(on.side):
+        weight.mul_(2)  # earlier: mul
+    if fixed:
+        on.main.wait_stream(on.side)
+    y = checkpoint(lambda x: x * weight, x, use_reentrant=False)  # later: mul
+    SIM.synchronize()
+    y.sum().backward()
+
+
+@pair
+def event_waited_for_by_another_thread(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+        filled = on.side.record_event()
+
+    def use() -> None:
+        with on.on(on.other):
+            if fixed:
+                filled.wait()
+            x.mul(3)  # later: mul
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+
+
+@pair
+def thread_that_has_the_default_stream_waits(on: Stage, fixed: bool) -> None:
+    # The current stream is a fact of a thread: a new one has the default stream.
+    x = on.tensor()
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+    with on.on(on.other):
+        stream = on.other if fixed else None
+        thread = threading.Thread(target=lambda: (stream or SIM.current_stream()).wait_stream(on.side))
+        thread.start()
+        thread.join()
+        x.mul(3)  # later: mul
+
+
+@pair
+def fused_step_on_the_side(on: Stage, fixed: bool) -> None:
+    weight = nn.Parameter(on.tensor())
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    weight.grad = on.tensor()
+    optimizer.step()
+    SIM.synchronize()
+    weight.grad.mul_(2)  # earlier: mul
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        optimizer.step()  # later: _fused_adamw_
+
+
+@pair
+def view_recorded_for_the_stream(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x[10:20].mul(2)  # earlier: mul
+    if fixed:
+        x[100:].record_stream(on.side)
+    del x
+    torch.ones(256, device=on.device)  # later: fill_
+
+
+@pair
+def real_and_imaginary_parts(on: Stage, fixed: bool) -> None:
+    x = torch.ones(16, dtype=torch.complex64, device=on.device)
+    SIM.synchronize()
+    with on.on(on.side):
+        x.real.add_(1)  # earlier: add
+    (x.imag if fixed else x.real).mul(2)  # later: mul
