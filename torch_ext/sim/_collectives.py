@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _flight_record, _native, _other_backends
+from torch_ext.sim import _flight_record, _native, _other_backends, _sparse_reduction
 from torch_ext.sim._name import NAME
 
 BACKEND = "simccl"
@@ -58,6 +58,7 @@ def register() -> None:
     _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
     _other_backends.join_threads_and_fakes()
+    _sparse_reduction.install()
     _pair_with_gloo()
     _complete_groups()
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["join_threads_and_fakes", "serve_gloo"]
+__all__ = ["is_gloo", "join_threads_and_fakes", "serve_gloo"]
 
 # Backends that work on any tensor, each with a list of devices that torch knows.
 _ANY_TENSOR = ("threaded", "fake")
@@ -59,12 +59,11 @@ def serve_gloo(
     Args:
         make: makes it from a store, the rank, the group's global ranks and its time limit. Called on every rank.
     """
-    config = c10d._world.pg_backend_config[group]
-    by_name = str(c10d.BackendConfig(dist.Backend(dist.Backend.GLOO)))
-    pairs = config.split(",")
-    if config != by_name and f"{NAME}:{dist.Backend.GLOO}" not in pairs:
+    if not is_gloo(group):
         return
-    gloo: Any = group._get_backend(torch.device(pairs[0].partition(":")[0] if config == by_name else NAME))
+    config = c10d._world.pg_backend_config[group]
+    device = config.partition(":")[0] if config == _by_name() else NAME
+    gloo: Any = group._get_backend(torch.device(device))
     options = gloo.options
     ranks = list(options.global_ranks_in_group) or list(range(group.size()))
     name, description = group.group_name, group.group_desc
@@ -72,3 +71,13 @@ def serve_gloo(
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)  # that is, of its backends
     group._set_group_desc(description)
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo was asked to serve ``sim`` tensors in ``group``, by its name alone or as ``"sim:gloo"``."""
+    config = c10d._world.pg_backend_config.get(group, "")
+    return config == _by_name() or f"{NAME}:{dist.Backend.GLOO}" in config.split(",")
+
+
+def _by_name() -> str:
+    return str(c10d.BackendConfig(dist.Backend(dist.Backend.GLOO)))

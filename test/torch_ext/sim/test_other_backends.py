@@ -50,11 +50,37 @@ def _check_gloo(rank: int, world_size: int, config: str) -> None:
         dist.all_reduce(host)
         dist.monitored_barrier(dist.new_group(backend="gloo"))
         assert host.tolist() == [2.0] * 3
+    else:
+        with pytest.raises(NotImplementedError, match=r"NCCL does not support all_reduce with sparse tensors, .*gloo"):
+            dist.all_reduce(torch.eye(2, device="sim").to_sparse())
 
 
 @pytest.mark.parametrize("config", ["gloo", "sim:gloo", "cpu:gloo,sim:gloo"])
 def test_group_of_gloo_serves_device_tensors(config: str) -> None:
     ranks.run(2, _check_gloo, config, backend=config)
+
+
+def _check_sparse(rank: int, world_size: int) -> None:
+    x = torch.tensor([rank == 0, rank == 1, True, False]).float().to_sparse().to("sim")
+    dist.all_reduce(x)
+    assert x.is_sparse and x.to_dense().tolist() == [1.0, 1.0, 2.0, 0.0]
+    dist.all_reduce(x, async_op=True).wait()
+    assert x.to_dense().tolist() == [2.0, 2.0, 4.0, 0.0]
+    weight = torch.nn.Embedding(4, 2, sparse=True, device="sim", _weight=torch.ones(4, 2, device="sim"))
+    model = torch.nn.parallel.DistributedDataParallel(weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([rank, 2], device="sim")).sum().backward()
+        optimizer.step()
+    gradient = weight.weight.grad
+    assert gradient is not None and gradient.is_sparse
+    assert gradient.to_dense()[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
+    assert weight.weight[:, 0].tolist() == [0.0, 0.0, -1.0, 1.0]
+
+
+def test_group_of_gloo_reduces_sparse_gradients() -> None:
+    ranks.run(2, _check_sparse, backend="gloo")
 
 
 def _check_one_device(rank: int, world_size: int) -> None:

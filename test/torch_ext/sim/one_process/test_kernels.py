@@ -48,6 +48,9 @@ def test_every_kernel_registered_for_the_device_is_called_below() -> None:
     assert _registered("c10d") == COLLECTIVES.keys()
 
 
+# Torch 2.15 warns of both.
+@pytest.mark.filterwarnings("ignore:Sparse [A-Z]* tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_kernels_account_for_what_they_read_and_write(name: str) -> None:
     program, args = HAND_WRITTEN[name]()

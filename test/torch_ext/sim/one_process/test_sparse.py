@@ -92,7 +92,9 @@ def test_future_holds_a_sparse_tensor() -> None:
 def test_collectives_of_sparse_tensors_are_refused() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
-        with pytest.raises(NotImplementedError, match=r"c10d::allreduce_' .* sparse layout on the device sim"):
+        with pytest.raises(NotImplementedError, match=r"neither does simccl.*backend='gloo'"):
             dist.all_reduce(_coo("sim"))
+        with pytest.raises(NotImplementedError, match=r"c10d::broadcast_' .* sparse layout on the device sim"):
+            dist.broadcast(_coo("sim"), 0)
     finally:
         dist.destroy_process_group()
