@@ -118,13 +118,13 @@ def _choose() -> str:
         available = requested == "cpu" or torch.get_device_module(requested).is_available()
     except (ImportError, RuntimeError) as error:
         raise UnknownDeviceError(
-            f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} cannot provide this device ({error}). "
-            "Ask for no device to let the machine decide, or install what provides this one."
+            f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} cannot provide "
+            f"this device ({error}). Ask for no device to let the machine decide, or install what provides this one."
         ) from error
     if not available:
         raise UnknownDeviceError(
-            f"{DEVICE_VARIABLE}={requested}: torch {torch.__version__} knows this device type but finds no such device "
-            "on this machine. Ask for no device to let the machine decide."
+            f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} knows this device "
+            "type but finds no such device on this machine. Ask for no device to let the machine decide."
         )
     return requested
 

@@ -108,6 +108,10 @@ class Differences:
         """Return why ``test`` must not run; empty if it may."""
         return next((entry.told for entry in self._entries if entry.do == "skip" and entry.means(test)), "")
 
+    def known(self, test: TestName) -> str:
+        """Return what is known of ``test``, whether it must not run or is expected to fail; empty if nothing is."""
+        return next((entry.told for entry in self._entries if entry.means(test)), "")
+
     def judged(self, result: TestResult) -> TestResult:
         """Return ``result``, or an expected failure if the test is known to fail."""
         for entry in self._entries:

@@ -6,11 +6,13 @@ Made by the supervisor, which has no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from torch_ext.runner.results import SetupError, TestName, TestResult
 from torch_ext.upstream.differences import BUILT_IN, Differences, read
+from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION
 from torch_ext.upstream.releases import Releases
 
 __all__ = ["Judge"]
@@ -38,7 +40,9 @@ class Judge:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
         except (OSError, ValueError) as error:
             raise SetupError(f"the known differences cannot be read: {error}") from error
-        self._differences = Differences(entries, {"torch": metadata.version("torch"), **surroundings})
+        here = {"torch": metadata.version("torch"), **surroundings}
+        self._differences = Differences(entries, here)
+        self._with_the_option = Differences(entries, {**here, "device": "sim", "cuda_as_sim": "true"})
 
     def skipped(self, test: TestName) -> str:
         """Return why ``test`` must not run; empty if it may."""
@@ -46,7 +50,10 @@ class Judge:
 
     def judged(self, result: TestResult) -> TestResult:
         """Return what counts in the place of ``result``."""
-        return self._releases.judged(self._differences.judged(result))
+        judged = self._releases.judged(self._differences.judged(result))
+        if judged.reason == WITH_THE_OPTION and (known := self._with_the_option.known(result.test)):
+            return replace(judged, reason=f"{ASKS_BY_NAME}, and with --cuda-as-sim it is a {known}")
+        return judged
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
         """Return a failure for each known difference that no longer is one."""

@@ -6,9 +6,10 @@ import re
 
 from torch_ext.runner.results import Problem, Raised, RanksFailed
 
-__all__ = ["errors", "reason_of"]
+__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "errors", "reason_of"]
 
-_BY_NAME = "the test asks for CUDA or NCCL by name: --cuda-as-sim has it mean the simulated accelerator"
+ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
+WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
 
 # Errors that a build without CUDA raises wherever it is asked for.
@@ -36,7 +37,7 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     if any(pattern.match(error) for pattern in _NAMES_TRITON):
         return _TRITON
     # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
-    return _BY_NAME if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
+    return WITH_THE_OPTION if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
 
 
 def errors(problem: Problem) -> list[str]:

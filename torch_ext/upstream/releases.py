@@ -13,6 +13,8 @@ from torch_ext.upstream.reasons import errors, reason_of
 
 __all__ = ["Releases", "release_of_checkout"]
 
+# Characters within which a file names its owners.
+_HEAD = 4096
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 # What Python says of a name of torch's that is not there.
 _MISSING = (
@@ -30,6 +32,11 @@ _MISSING = (
 # Names that a build without CUDA lacks.
 _CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
 _BUILD = re.compile(r"ImportError|AttributeError")
+_BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
+# What this project adds to torch; a name that it lacks is a failure of ours.
+_OURS = re.compile(r"torch\.sim(?:\.|$)")
+# Upstream's linter wants this line in each of its test files.
+_OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
 
 
 def release_of_checkout(path: Path) -> str:
@@ -41,6 +48,14 @@ def release_of_checkout(path: Path) -> str:
     return ""
 
 
+def _outside_a_checkout(path: Path) -> bool:
+    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, of which nothing tells the release."""
+    if release_of_checkout(path) or not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _OWNERS.search(file.read(_HEAD)) is not None
+
+
 def _key(version: str) -> tuple[int, int]:
     found = _VERSION.match(version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
@@ -48,6 +63,9 @@ def _key(version: str) -> tuple[int, int]:
 
 class Releases:
     """Compares a checkout with the installed torch.
+
+    A file of PyTorch's that lies outside of any checkout is of an unknown release: a name that it imports, and the
+    installed torch lacks, says that it is another one.
 
     Args:
         paths: the files of the run.
@@ -63,7 +81,9 @@ class Releases:
             self._installed = metadata.version("torch")
         except metadata.PackageNotFoundError:
             self._installed = ""
-        checkouts = sorted({release_of_checkout(path) for path in paths}, key=_key)
+        files = list(paths)
+        checkouts = sorted({release_of_checkout(path) for path in files}, key=_key)
+        self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
         self._checkout = checkouts[-1] if checkouts else ""
         self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
         self.told = ""
@@ -77,12 +97,12 @@ class Releases:
         """Return ``result``, or a skip if it failed only for what torch or this machine lacks."""
         if result.status is not Status.FAILED:
             return result
-        reasons = {self._reason(error) for problem in result.problems for error in errors(problem)}
+        reasons = {self._reason(error, result.test.file) for problem in result.problems for error in errors(problem)}
         if len(reasons) != 1 or not (reason := reasons.pop()):
             return result
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
 
-    def _reason(self, error: str) -> str:
+    def _reason(self, error: str, file: str) -> str:
         if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
             return reason
         found = next((found for pattern in _MISSING if (found := pattern.search(error))), None)
@@ -90,9 +110,13 @@ class Releases:
             return ""
         parts = found.groupdict()
         where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
+        if _OURS.match(where):
+            return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
         if _BUILD.match(error) and _CUDAS.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
+        if any(path.endswith(f"/{file}") for path in self._of_unknown_release) and _BUILD_OR_MODULE.match(error):
+            return f"needs another release of torch: {self._installed} has no {name}"
         if not self._newer:
             return ""
         major, minor = _key(self._checkout)

@@ -115,7 +115,9 @@ def test_a_type_that_torch_does_not_know_names_wish_torch_and_way_out(monkeypatc
     with pytest.raises(accelerator.UnknownDeviceError) as raised:
         accelerator.device_type()
     text = str(raised.value)
-    assert text.startswith(f"{REQUESTED}=abacus: torch {torch.__version__} cannot provide this device (")
+    assert text.startswith(
+        f"got the device abacus (--device or {REQUESTED}): torch {torch.__version__} cannot provide this device ("
+    )
     assert "device type" in text.partition("(")[2]  # what torch itself said
     assert text.endswith("Ask for no device to let the machine decide, or install what provides this one.")
 
@@ -125,9 +127,7 @@ def test_a_known_type_without_devices_is_refused(
 ) -> None:
     machine.module = pretend_module(available=False)
     monkeypatch.setenv(REQUESTED, "cuda")
-    with pytest.raises(
-        accelerator.UnknownDeviceError, match=r"^TORCH_EXT_DEVICE=cuda: .* finds no such device on this"
-    ):
+    with pytest.raises(accelerator.UnknownDeviceError, match=r"^got the device cuda .* finds no such device on this"):
         accelerator.device_type()
 
 

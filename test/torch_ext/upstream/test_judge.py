@@ -116,13 +116,14 @@ def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_pat
         "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_utils' (/x.py)",
         "AttributeError: 'TestA' object has no attribute 'new'",
         "AttributeError: module 'torch.sim' has no attribute 'new'",
+        "ImportError: cannot import name 'new' from 'torch.sim.amp' (/x.py)",
         "ValueError: module 'torch.distributed' is odd",
     ],
 )
 def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
     file = checkout(tmp_path, "9.9.0a0")
-    judged = releases.Releases([file]).judged(failing_with(error))
-    assert (judged.status is Status.FAILED) is ("torch.sim" not in error) or judged.reason
+    failed = failing_with(error)
+    assert releases.Releases([file]).judged(failed) is failed
     (file.parents[1] / "version.txt").write_text("1.0\n")
     same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
     assert releases.Releases([file]).judged(same) is same
@@ -134,6 +135,44 @@ def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) 
     assert judged.status is Status.SKIPPED
     assert judged.reason.endswith("has no torch.testing._internal.common_fsdp.new")
     assert releases.Releases([]).judged(missing) is missing
+
+
+@pytest.mark.parametrize(
+    ("error", "skipped"),
+    [
+        ("ImportError: cannot import name 'New' from 'torch.testing._internal.common_utils' (/x.py)", True),
+        ("ModuleNotFoundError: No module named 'torch.distributed.new'", True),
+        ("AttributeError: module 'torch.sim' has no attribute 'new'", False),
+        ("TypeError: helper() got an unexpected keyword argument 'new'", False),
+    ],
+)
+def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
+    error: str, skipped: bool, tmp_path: Path
+) -> None:
+    upstreams, users = tmp_path / "fsdp" / "test_a.py", tmp_path / "test_b.py"
+    upstreams.parent.mkdir()
+    upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n')
+    users.write_text("import torch\n")
+    judge_of = releases.Releases([upstreams, users])
+    assert judge_of.told == ""
+    judged = judge_of.judged(failing_with(error))
+    assert (judged.status is Status.SKIPPED) is skipped
+    assert not skipped or judged.reason.startswith("needs another release of torch: ")
+    of_the_user = replace(failing_with(error), test=replace(TEST, file="test_b.py"))
+    assert judge_of.judged(of_the_user) is of_the_user
+
+
+def test_the_option_is_not_advised_where_it_does_not_help(tmp_path: Path) -> None:
+    test = {"test": "fsdp/test_a.py::TestA::*", "when": {"cuda_as_sim": "true"}, "reason": "it reads clocks"}
+    file = tmp_path / "known.json"
+    file.write_text(json.dumps([test]))
+    told = Judge([], [str(file)], ON_SIM)
+    names_cuda = failing_with("AssertionError: Torch not compiled with CUDA enabled")
+    assert told.judged(names_cuda).reason == (
+        "the test asks for CUDA or NCCL by name, and with --cuda-as-sim it is a known difference: it reads clocks"
+    )
+    another = replace(names_cuda, test=replace(TEST, cls="TestB"))
+    assert told.judged(another).reason.endswith(": --cuda-as-sim has it mean the simulated accelerator")
 
 
 def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:

@@ -170,11 +170,10 @@ class TestFullyShardCollectiveOps(CommTest):
             self.step(model)
         used, reduced_in = param_dtype or torch.float32, effective_reduce_dtype(policy)
         self.assertEqual(gathered, [(used, numel) for numel in (240, 16, 48, 48, 16)])
-        # If the policy sets no reduce_dtype, gradients already have the type when they reach the reduction.
-        arriving = used if reduce_dtype else reduced_in
-        if torch.__version__ >= "2.15":  # which may cast some of them before
-            computed = [arriving if dtype == reduced_in else dtype for dtype in computed]
-        self.assertEqual(computed, [arriving] * 3)
+        # Since torch 2.15 some of them may be cast before they reach the reduction.
+        arriving = {used, reduced_in} if torch.__version__ >= "2.15" else {used}
+        self.assertEqual(len(computed), 3)
+        self.assertLessEqual(set(computed), arriving)
         self.assertEqual(reduced, [(numel, reduced_in) for numel in (12, 60, 4)])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -172,7 +172,10 @@ backward:
             module.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
             module.register_forward_hook(lambda module, args, output: found.append(output.dtype))
         model(self.rows(4))
-        self.check_equal("types of inputs and outputs", found, [torch.bfloat16, torch.float64] * 2)
+        # Before torch 2.13 a group casts its last output alone.
+        of_first = torch.float64 if torch.__version__ >= (2, 13) else torch.bfloat16
+        expected = [torch.bfloat16, of_first, torch.bfloat16, torch.float64]
+        self.check_equal("types of inputs and outputs", found, expected)
 
     @NEEDS_PARTIAL_FORWARD
     @skip_if_lt_x_gpu(2, allow_cpu=True)
