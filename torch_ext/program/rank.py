@@ -12,27 +12,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.context
 import multiprocessing.process
 import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.program import usage
+from torch_ext.program.ending import finalize
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Facts, Program
 from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
+from torch_ext.world.notes import add_note
 from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.stall import LISTENER
 
 __all__ = ["code_of", "run"]
 
 frames.hide(r"/torch_ext/program/rank\.py")
 
+# Larger exit codes do not fit into what Python takes them for.
+_LONG = 1 << 63
 # What runs the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
@@ -44,7 +51,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
         SystemExit: with the program's exit code.
     """
     own = world_rank.this_rank()
-    pid = os.getpid()
+    pid, line = os.getpid(), os.fstat(facts.fileno())
     os.environ.update(variables)
     _become_main_process()
     races = _prepare(program)
@@ -54,14 +61,22 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     error = _with_races(races, program.races, error)
     code = code_of(error)
     with contextlib.suppress(OSError):
-        facts.send(Facts(code, usage.groups_made(), usage.allocations()))
-    facts.close()
+        if os.path.samestat(os.fstat(facts.fileno()), line):  # and not a file of the program's own by now
+            facts.send(Facts(code, usage.groups_made(), usage.allocations()))
+            facts.close()
     if not code:
-        own.hand_in(Receipt(Said.PASSED, time.monotonic()))
+        with contextlib.suppress(OSError):  # the program has closed what it did not know; it may have become a daemon
+            own.hand_in(Receipt(Said.PASSED, time.monotonic()))
+        finalize(LISTENER)
         sys.exit(0)
     _tell(error)
-    own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
+    try:
+        own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
+    except OSError:
+        if error is not None and not isinstance(error, SystemExit):
+            print(frames.read_error(error)[1], end="", file=sys.stderr, flush=True)
     _call_exit_functions()
+    finalize(LISTENER)
     sys.exit(code)
 
 
@@ -70,12 +85,16 @@ def code_of(error: BaseException | None) -> int:
 
     >>> code_of(None), code_of(SystemExit()), code_of(SystemExit(3)), code_of(SystemExit("why")), code_of(ValueError())
     (0, 0, 3, 1, 1)
+    >>> code_of(SystemExit(-1)), code_of(SystemExit(256)), code_of(SystemExit(1 << 80))  # as Python itself has it
+    (255, 0, 255)
     """
     if error is None:
         return 0
-    if isinstance(error, SystemExit):
-        return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
-    return 1
+    if not isinstance(error, SystemExit):
+        return 1
+    if isinstance(error.code, int):
+        return error.code & 0xFF if abs(error.code) < _LONG else 0xFF
+    return 0 if error.code is None else 1
 
 
 def _become_main_process() -> None:
@@ -84,6 +103,8 @@ def _become_main_process() -> None:
     own = process.current_process()
     own._identity, own._name, own._parent_name = (), "MainProcess", None
     process._parent_process = None
+    context: Any = multiprocessing.context
+    context._default_context._actual_context = None  # a program may choose its start method once
     process.ORIGINAL_DIR = os.getcwd()
     tempfile.tempdir = None
     time.tzset()
@@ -124,8 +145,7 @@ def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseExcep
     if not found:
         return error
     if code_of(error) and error is not None:
-        with contextlib.suppress(AttributeError):  # before Python 3.11
-            error.add_note(races.render(found))
+        add_note(error, races.render(found))
     elif mode == "error":
         raised: BaseException = races.RaceError(found)
         return raised
@@ -155,7 +175,11 @@ def _tell(error: BaseException | None) -> None:
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr, flush=True)
     elif error is not None and not getattr(sys.excepthook, "__module__", "").startswith(("sys", "torch.")):
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except BaseException:  # Python itself goes on, too
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exc()
 
 
 def _call_exit_functions() -> None:

@@ -10,7 +10,7 @@ from torch_ext.program.spec import Facts
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import left_behind, ranks_phrase
 from torch_ext.world.render import render
-from torch_ext.world.verdict import Verdict, WorldReport
+from torch_ext.world.verdict import Verdict, WorldReport, judge
 
 __all__ = ["as_program", "exit_code", "failure", "remarks"]
 
@@ -18,19 +18,24 @@ __all__ = ["as_program", "exit_code", "failure", "remarks"]
 _BY_SIGNAL = 128
 _STOPPED = (Ending.HUNG, Ending.TIMED_OUT)
 _SPAWNED = "multiprocessing.spawn"  # in the command lines of what it starts
+_MEETING = "in _create_c10d_store"  # in stacks of torch
 
 
 def as_program(outcomes: Sequence[Outcome], shown: Output) -> list[Outcome]:
-    """Return what became of the ranks of a program: one that left with code 0 has passed, as under torchrun.
+    """Return what became of the ranks of a program: one that left with code 0 has passed, as under torchrun, unless
+    others failed because it was gone.
 
     Output that was shown while the ranks ran is left out.
     """
+    verdict = judge(outcomes)
+    silent = {outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT}
+    missed = bool(verdict.victims) and silent.issuperset(verdict.culprits)
     seen = {Output.ALL: lambda rank: True, Output.RANK0: lambda rank: rank == 0, Output.QUIET: lambda rank: False}
     return [
         replace(
             outcome,
             task="program",
-            ending=Ending.PASSED if outcome.ending is Ending.SILENT else outcome.ending,
+            ending=Ending.PASSED if outcome.rank in silent and not missed else outcome.ending,
             output="" if seen[shown](outcome.rank) else outcome.output,
         )
         for outcome in outcomes
@@ -50,24 +55,36 @@ def exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdic
 
 def failure(options: Options, report: WorldReport) -> str:
     """Return the text of a program that failed."""
-    return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}{_of_spawned(report)}"
+    return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}{_of_addresses(report)}"
 
 
-def _of_spawned(report: WorldReport) -> str:
-    """Return what to look for if ranks were stopped that had spawned processes; see ``_create_c10d_store`` in torch."""
-    ranks = [
+def _of_addresses(report: WorldReport) -> str:
+    """Return who serves addresses if ranks, or what they had spawned, may have waited at one in vain; see
+    ``_create_c10d_store`` in torch.
+    """
+    spawned = [
         outcome.rank
         for outcome in report.outcomes
         if outcome.ending in _STOPPED and any(_SPAWNED in command for command in outcome.left_behind)
     ]
-    if not ranks:
+    met = [outcome.rank for outcome in report.outcomes if _MEETING in outcome.stacks + _trace(outcome)]
+    own = 'init_method="tcp://..." or a MASTER_PORT that they set'
+    if met:
+        asked = f"{ranks_phrase(met)} wanted to meet at an address of their own ({own})."
+    elif spawned:
+        asked = f"{ranks_phrase(spawned)} had spawned processes. Do these meet at an address of their own ({own})?"
+    else:
         return ""
     return (
-        f"\n\n{ranks_phrase(ranks)} had spawned processes. Do these meet at an address of their own, "
-        'init_method="tcp://..."? Nobody serves it: under a launcher, torchrun too, torch leaves that to the launcher. '
-        "Start a program that spawns its ranks with python (TORCH_EXT_SIM=1 python train.py), or have it remove "
-        "TORCHELASTIC_USE_AGENT_STORE from os.environ first."
+        f"\n\n{asked} Nobody serves it: under a launcher, torchrun too, torch leaves that to the launcher. Ranks that "
+        "were launched call init_process_group() with what the launcher has set. Start a program that spawns its ranks "
+        "with python (TORCH_EXT_SIM=1 python train.py), or have it remove TORCHELASTIC_USE_AGENT_STORE from os.environ "
+        "first."
     )
+
+
+def _trace(outcome: Outcome) -> str:
+    return outcome.receipt.trace if outcome.receipt is not None else ""
 
 
 def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:

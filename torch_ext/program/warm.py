@@ -16,8 +16,9 @@ from pathlib import Path
 from torch_ext.program import address
 from torch_ext.world import frames, notices, scratch
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import HiddenFrames, Preparation
-from torch_ext.world.tree import RootZygote, ZygoteClient
+from torch_ext.world.tree import RootZygote, ZygoteClient, ZygoteDiedError
 
 __all__ = ["Welcome", "preparation", "search_path", "zygote_for"]
 
@@ -71,8 +72,12 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
             root = RootZygote(preparation(simulated, path), scratch.folder(), environment)
             held.callback(root.close)
             root.wait_ready()
-            found = ZygoteClient(root.channel, root.process.pid)
-        yield found
+            yield ZygoteClient(root.channel, root.process.pid)
+            return
+        try:
+            yield found
+        except (ZygoteDiedError, ZygoteLostError) as error:
+            raise ZygoteDiedError("`torch_ext serve`, which had started the ranks, has ended") from error
 
 
 def _connect(key: address.Key, held: contextlib.ExitStack) -> ZygoteClient | None:

@@ -39,6 +39,16 @@ def test_doctor_fails_where_no_device_can_be_had(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it builds nothing"
 
 
+def test_output_that_cannot_be_written_is_said_in_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch_ext", "doctor"], cwd=CHECKOUT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
 def test_demo_finds_the_race_and_nothing_else() -> None:
     done = command("demo")
     assert done.stdout.count("step 2: loss") == 2

@@ -40,6 +40,7 @@ _FINDS = r"""
         assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
         assert dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] == "2"
         assert torch.accelerator.device_count() == 2
+        mp.set_start_method("spawn")  # which Python allows once
         for method in ("fork", "spawn"):
             batches = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=method)
             assert sum(batch.sum().item() for batch in batches) == 6.0
@@ -97,12 +98,81 @@ def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) 
     assert "ranks 0, 1 left by os._exit(0)" in ended.err
 
 
+def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path: Path) -> None:
+    program = "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    ended = run("-n 2 --device cpu", program + "os._exit(0) if dist.get_rank() else dist.barrier()", folder=tmp_path)
+    assert "rank 1 of 2 left with code 0, by os._exit() or the like, before its program was over" in ended.err
+    assert ended.code == 1
+
+
+def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: Path) -> None:
+    program = """
+        import os
+        os.closerange(3, 1024)
+        own = [open(f"{os.environ['RANK']}.{number}", "w") for number in range(64)]
+        if os.environ["RANK"] == "1":
+            raise ValueError("no data")
+    """
+    ended = run("-n 2 --device cpu", program, folder=tmp_path)
+    assert "rank 1 of 2 exited with code 1 before its program was over" in ended.err
+    assert ended.out.count("ValueError: no data") == 1 and "torch_ext/" not in ended.out
+    assert {file.stat().st_size for file in tmp_path.glob("?.*") if file.suffix != ".py"} == {0}
+    assert ended.code == 1
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError('no data')", "sys.exit(3)"])
+def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: Path) -> None:
+    program = f"""
+        import os, sys
+
+        class Last:
+            def __del__(self):
+                print("deleted")
+
+        own, last = open("log." + os.environ["RANK"], "w"), Last()
+        own.write("all of it")
+        kept_by_another_module = sys.kept = open("kept." + os.environ["RANK"], "wb")
+        sys.kept.write(b"this too")
+        {end}
+    """
+    ended = run("-n 2 --device cpu --output rank0", program, folder=tmp_path)
+    assert ended.out == "deleted\n"
+    assert [(tmp_path / f"log.{rank}").read_text() for rank in range(2)] == ["all of it"] * 2
+    assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line(tmp_path: Path) -> None:
+    ended = run("-n 1 --device cpu", "def f(:", folder=tmp_path)
+    assert "rank 0 of 1 failed with SyntaxError: invalid syntax (program.py, line 1)" in ended.err
+    assert "torch_ext/" not in ended.err, "frames of ours say nothing"
+
+
 def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Path) -> None:
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
     ended = run("-n 2", program, folder=tmp_path)
     assert "ranks 0, 1 of 2 hung" in ended.err
     assert "barrier() in main (program.py:25)" in ended.err
+    assert ended.code == 1
+
+
+def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path) -> None:
+    """Nothing of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
+    program = (
+        "import os, torch, torch.distributed as dist\n"
+        "device = torch.device('sim', int(os.environ['LOCAL_RANK']))\n"
+        "torch.accelerator.set_device_index(device.index)\n"
+        "dist.init_process_group('simccl')\n"
+        "x = torch.ones(2, device=device)\n"
+        "if device.index == 0:\n"
+        "    dist.irecv(x, 1).wait()\n"
+        "else:\n"
+        "    dist.all_reduce(x, async_op=True).wait()\n"
+        "print(x + 1)\n"
+    )
+    ended = run("-n 2", program, folder=tmp_path)
+    assert "ranks 0, 1 of 2 hung" in ended.err
+    assert "rank 0 waits in recv in group 0, called at" in ended.err and "program.py:7 for rank 1" in ended.err
     assert ended.code == 1
 
 
@@ -182,10 +252,15 @@ def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.Cap
 def test_a_stop_in_what_a_rank_has_spawned_says_who_serves_addresses() -> None:
     options = parse(["-n", "2", "-m", "json"])
     child = "python -c from multiprocessing.spawn import spawn_main; spawn_main()"
-    for left, said in (([child], True), (["sleep 600"], False)):
-        outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left))
+    meeting = '  File "torch/distributed/rendezvous.py", line 190 in _create_c10d_store\n'
+    for left, stacks, said in (
+        ([child], "", "rank 1 had spawned processes. Do these meet"),
+        ([], meeting, "rank 1 wanted to meet at an address of their own"),
+        (["sleep 600"], "", ""),
+    ):
+        outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left, stacks=stacks))
         text = failure(options, WorldReport(outcomes, judge(outcomes), 1.0))
-        assert ("rank 1 had spawned processes. Do these meet" in text) is said
+        assert said in text and ("Nobody serves it" in text) is bool(said)
 
 
 def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:

@@ -153,9 +153,7 @@ def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path
         assert second != first
         assert server.run("", program, folder=tmp_path).out == f"{second} newer\n"
         ended = server.run("", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)", folder=tmp_path)
-        lost = (
-            "error: the zygote was killed while ranks were running; they ended with it, and their fate is not known\n"
-        )
+        lost = "error: `torch_ext serve`, which had started the ranks, has ended; the ranks ended with it\n"
         assert ended.err.endswith(lost)
         assert ended.code == 1
         assert process.wait(timeout=_LIMIT_S) == 1
