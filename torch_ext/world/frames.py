@@ -52,16 +52,31 @@ def add(frames: Iterable[HiddenFrames]) -> None:
 
 
 def read_error(error: BaseException) -> tuple[str, str]:
-    """Return the first line of what ``error`` says, and its traceback without hidden frames.
+    """Return what ``error`` says, in one line, and its traceback without hidden frames.
 
-    A traceback of nothing but hidden frames is shown in full.
+    A traceback of nothing but hidden frames is shown in full, unless a cause or a line that cannot be compiled tells
+    more.
+
+    >>> read_error(SyntaxError("invalid syntax", ("/home/train.py", 1, 6, "def f(:", 1, 7)))[0]
+    'SyntaxError: invalid syntax (train.py, line 1)'
+    >>> read_error(ValueError("\\n-- Process 1 failed:\\nValueError: no data"))[0]
+    'ValueError: -- Process 1 failed:'
     """
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
     cut = _links(error) - _MOST_LINKS
     _trim(shown, _MOST_LINKS)
-    said = "".join(shown.format_exception_only()).strip()
     more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
-    return said.splitlines()[0] if said else type(error).__name__, more + "".join(shown.format())
+    return _in_one_line(error, shown), more + "".join(shown.format())
+
+
+def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # which begins with the place, over lines
+        place = f"{os.path.basename(str(error.filename))}, line {error.lineno}"
+        return f"{type(error).__name__}: {error.msg} ({place})"
+    first, *more = [line.strip() for line in "".join(shown.format_exception_only()).splitlines() if line.strip()] or [
+        ""
+    ]
+    return f"{first} {more[0]}" if first.endswith(":") and more else first or type(error).__name__
 
 
 def _links(error: BaseException) -> int:
@@ -77,7 +92,7 @@ def _links(error: BaseException) -> int:
 def _trim(shown: traceback.TracebackException, links: int) -> None:
     """Leave out hidden frames, and what lies more than ``links`` causes back."""
     kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
-    if kept:
+    if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
         shown.stack[:] = kept
     if links == 0:
         shown.__cause__ = shown.__context__ = None
@@ -115,5 +130,6 @@ hide(rf"{_OWN}[^/]*")
 hide(r"/world/rank\.py", "_listen", thread=True)
 hide(r"/world/rank\.py", "_run_task", outwards=True)
 hide(r"/multiprocessing/process\.py")
-hide(r"/unittest/(?:case|mock)\.py")
+hide(r"/unittest/(?:async_case|case|mock|suite)\.py")
+hide(r"/asyncio/(?:runners|base_events)\.py", "run", "run_until_complete")
 hide(r"/torch/distributed/c10d_logger\.py")

@@ -9,8 +9,8 @@ processes that it starts join, so the group tells the owner. A process that has 
 ``TORCH_EXT_OWNER`` of the environment that it was started in; one that has neither is charged to the child that ended
 last. A process whose owner still lives is let be: the processes of a class serve until the class ends.
 
-Two kinds end by themselves once their clients are gone, and clean up before they do: torch's shared memory manager and
-multiprocessing's resource tracker. They are nobody's leftovers.
+Three kinds end by themselves once their clients are gone, and clean up before they do: torch's shared memory manager,
+and multiprocessing's resource tracker and fork server. They are nobody's leftovers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_ext.world.protocol import OWNER_VARIABLE, LeftBehind
 __all__ = ["Leftovers", "ends_by_itself"]
 
 # What tells such a process from its command line.
-_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker")
+_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Torch's manager ends two seconds after its last client, and only then removes its socket.
 _PATIENCE_S = 4.0
 

@@ -74,10 +74,10 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.argv[:] = order.argv
     try:
         recording = recorded() if order.record else contextlib.nullcontext(Record())
-        with _stacks_to(descriptors[1]), recording as record, uncollected():
+        # Noting the environment reads it, which is not to be recorded as the module's doing.
+        with _stacks_to(descriptors[1]), module_environment.noted(), recording as record, uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
-        module_environment.note(order.environment)
     except BaseException as error:
         command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)

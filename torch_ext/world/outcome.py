@@ -15,13 +15,14 @@ Glossary
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, Receipt, Wait
 
-__all__ = ["EXPECTABLE", "Ending", "Outcome"]
+__all__ = ["Ending", "Outcome", "may_be_expected"]
 
 
 class Ending(Enum):
@@ -38,8 +39,7 @@ class Ending(Enum):
     STOPPED = "stopped by the harness"
 
 
-# How the ranks of a test may end that is expected to fail: it may not hang or die.
-EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
+_EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
 @dataclass
@@ -103,7 +103,8 @@ class Outcome:
         reason = _shorten(self.receipt.reason) if self.receipt else ""
         after = f" after its {self.task} had {self.receipt.said.value}" if self.receipt else ""
         if not after and self.phase is Phase.SETTLING:
-            after = " after its body was over, in what that left to be done,"
+            body = "body" if self.task == "test" else self.task
+            after = f" after its {body} was over, in what that left to be done,"
         if self.ending is Ending.PASSED:
             return "passed"
         if self.ending is Ending.FAILED:
@@ -113,17 +114,35 @@ class Outcome:
         if self.ending is Ending.KILLED:
             return f"was killed by {signal_name(-(self.exit_code or 0))}{after}".rstrip(",")
         if self.ending is Ending.EXITED:
-            before = " without a receipt" if self.task == "test" else f" before its {self.task} was over"
-            return f"exited with code {self.exit_code}{after}{'' if self.receipt else before}"
+            before = (
+                " without a receipt" if self.task == "test" else "" if after else f" before its {self.task} was over"
+            )
+            return f"exited with code {self.exit_code}{after}{'' if self.receipt else before}".rstrip(",")
         if self.ending is Ending.SILENT:
-            early = f"something ended the process before its {self.task} was over"
-            return f"left with code 0{after} without a receipt: {early}"
+            if self.task != "test":
+                early = after or f" before its {self.task} was over"
+                return f"left with code 0, by os._exit() or the like,{early}".rstrip(",")
+            return f"left with code 0{after} without a receipt: something ended the process before its test was over"
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
             importing = " while it was importing" if self.phase is None and self.receipt is None else ""
             return f"{self.ending.value}{after or importing}".rstrip(",")
         if self.phase is Phase.ABORTING:
             return "was ending by SIGABRT when the harness stopped it"
         return f"was stopped by the harness{after or f' while its {self.task} was running'}"
+
+
+def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
+    """Whether ranks ended in a way in which they may where the test is expected to fail: one that fails is enough. None
+    may hang or die, and a disagreement about skipping is no failure of what the test is about.
+
+    >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
+    True
+    >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.SKIPPED)])
+    False
+    """
+    endings = {outcome.ending for outcome in outcomes}
+    disagree = Ending.SKIPPED in endings and len(endings) > 1 and Ending.FAILED not in endings
+    return endings.issubset(_EXPECTABLE) and not disagree
 
 
 def _shorten(text: str, limit: int = 160) -> str:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from torch_ext.world import module_environment
 from torch_ext.world.protocol import Preparation
 
 __all__ = ["compute_on_one_thread", "load", "preparation_of_this_process", "uncollected"]
@@ -23,7 +24,7 @@ _SELDOM = (200_000, 1000, 1000)
 def load(preparation: Preparation) -> None:
     """Load everything that ``preparation`` names into this process. Raises whatever an import raises."""
     sys.path[:] = preparation.path
-    with uncollected():
+    with uncollected(), module_environment.noted():
         for name in preparation.modules:
             importlib.import_module(name)
             compute_on_one_thread()

@@ -16,6 +16,7 @@ order. So does a rank that failed: its peers must see connections close instead 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import multiprocessing
 import os
@@ -48,7 +49,7 @@ from torch_ext.world.protocol import (
     Ticket,
 )
 from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_globals
-from torch_ext.world.stall import observe
+from torch_ext.world.stall import LISTENER, observe
 from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
 __all__ = ["Rank", "current", "failure", "main", "this_rank"]
@@ -81,17 +82,19 @@ class Rank:
         self._ticket = order.ticket
         self._stacks = stacks
         self._channel = channel
+        self._line = os.fstat(channel.fileno())
         self._sending = threading.Lock()
         self._handed_in = False
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
         self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
-        threading.Thread(target=self._listen, name="torch_ext listener", daemon=True).start()
+        threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Take on another run of a test: receipts are about it from now on."""
         self._ticket = ticket
+        self._debts.watch()
         operations.test_began()
         self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
 
@@ -189,7 +192,13 @@ class Rank:
     def _send(self, message: Any) -> None:
         if os.getpid() == self._pid:
             with self._sending:
+                self._check_line()
                 self._channel.send(message)
+
+    def _check_line(self) -> None:
+        """Raise OSError if the body has closed the channel's descriptor, whose number may be a file of its own now."""
+        if not os.path.samestat(os.fstat(self._channel.fileno()), self._line):
+            raise OSError(errno.EBADF, "the line to the harness was closed")
 
     def _listen(self) -> None:
         try:

@@ -83,7 +83,15 @@ class Debts:
         self._errors: list[tuple[str, BaseException]] = []
         self._before = set(threading.enumerate())
         self._hook: _Hook = threading.excepthook
-        threading.excepthook = self._note_thread
+        self._in_hook: set[int] = set()
+        self.watch()
+
+    def watch(self) -> None:
+        """Note what escapes from threads. A hook that the test itself puts in place answers for them. One that an
+        earlier test has left is called too.
+        """
+        if threading.excepthook != self._note_thread:
+            self._hook, threading.excepthook = threading.excepthook, self._note_thread
 
     def settle(self) -> None:
         """Join threads and call what was registered with ``atexit``. Blocks as long as they do.
@@ -127,10 +135,17 @@ class Debts:
                 self._errors.append(("a finalizer of multiprocessing raised", error))
 
     def _note_thread(self, raised: Any) -> None:
+        own = threading.get_ident()
+        if own in self._in_hook:  # the test's hook calls the one that it has found, which was this one
+            return
         if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):
             name = raised.thread.name if raised.thread is not None else "?"
-            self._errors.append((f"thread {name!r} of the test ended with an exception", raised.exc_value))
-        self._hook(raised)
+            self._errors.append((f"thread {name!r} ended with an exception", raised.exc_value))
+        self._in_hook.add(own)
+        try:
+            self._hook(raised)
+        finally:
+            self._in_hook.discard(own)
 
 
 def unfinalized_globals(module: str) -> list[str]:

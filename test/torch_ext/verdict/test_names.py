@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from test.torch_ext.verdict.programs import Programs, programs
-from test.torch_ext.world.suites import Run
+from test.torch_ext.world.suites import CHECKOUT, Run
 
 # Where a file's cases come from; no import tells of any.
 SOURCES = {
@@ -85,3 +89,19 @@ def test_a_run_whose_names_differ_says_so(run: Run, source: str) -> None:
 def test_a_new_case_can_be_selected(suite: Programs, run: Run, source: str) -> None:
     found = suite.run("-i", f"test_{source}_three", "--list", extra=tell(suite, "three"))
     assert found.out == f"test_{source}.py::TestGenerated::test_{source}_three\n", found
+
+
+def test_a_file_that_looks_at_nothing_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "suites").mkdir()
+    for number in range(30):
+        text = "import unittest\n\n\nclass TestA(unittest.TestCase):\n    def test_a(self):\n        pass\n"
+        (tmp_path / "suites" / f"test_{number}.py").write_text(text)
+    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--list", "--root", str(tmp_path / "suites")]
+    variables = {**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache")}
+    first, second = (
+        subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout and len(first.stdout.splitlines()) == 30
+    assert "imports 30 files to name their tests" in first.stderr
+    assert second.stderr == "30 tests\n"

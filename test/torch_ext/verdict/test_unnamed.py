@@ -32,6 +32,46 @@ class TestExpected(Ranks):
         if self.rank == 1:
             os._exit(0)
 
+    @unittest.expectedFailure
+    def test_expects_a_failure_and_disagrees(self):
+        if self.rank == 1:
+            self.skipTest("alone")
+
+
+def start_a_thread_that_fails():
+    def fail():
+        raise ValueError("in a thread")
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+
+class TestThreadsOfThreads(Threads):
+    def test_a_thread_of_a_rank_fails(self):
+        if self.rank == 1:
+            start_a_thread_that_fails()
+
+    def test_b_thread_that_its_test_answers_for(self):
+        hook, threading.excepthook = threading.excepthook, lambda raised: None
+        if self.rank == 1:
+            start_a_thread_that_fails()
+        dist.barrier()
+        threading.excepthook = hook
+
+    def test_c_after_threads(self):
+        self.check()
+
+
+class TestHook(Standing):
+    def test_a_leaves_a_hook(self):
+        before = threading.excepthook
+        threading.excepthook = lambda raised: before(raised)
+
+    def test_b_thread_fails_under_the_hook(self):
+        if self.rank == 1:
+            start_a_thread_that_fails()
+
 
 class TestChannels(Ranks):
     def test_writes_into_every_descriptor(self):
@@ -121,7 +161,17 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 
 # A class at a time, since some of them end the run.
-CLASSES = ("TestExpected", "TestChannels", "TestParent", "TestForks", "Bad", "Good", "TestSpawned")
+CLASSES = (
+    "TestExpected",
+    "TestThreadsOfThreads",
+    "TestHook",
+    "TestChannels",
+    "TestParent",
+    "TestForks",
+    "Bad",
+    "Good",
+    "TestSpawned",
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +183,22 @@ def test_expected_failure_is_one(runs: dict[str, Run]) -> None:
     assert runs["TestExpected"].status["test_expects_a_failure"] == "expected failure", runs["TestExpected"]
 
 
-@pytest.mark.parametrize("what", ["is_killed", "hangs", "leaves"])
+@pytest.mark.parametrize("what", ["is_killed", "hangs", "leaves", "disagrees"])
 def test_expected_failure_does_not_excuse_a_rank_that_did_not_fail(runs: dict[str, Run], what: str) -> None:
     assert runs["TestExpected"].status[f"test_expects_a_failure_and_{what}"] == "failed", runs["TestExpected"]
+
+
+def test_exception_in_a_thread_fails_the_rank_that_started_it(runs: dict[str, Run]) -> None:
+    run = runs["TestThreadsOfThreads"]
+    assert list(run.status.values()) == ["failed", "passed", "passed"], run
+    assert named_first(run.text["test_a_thread_of_a_rank_fails"]) == {1}, run
+    assert "ValueError: in a thread" in run.text["test_a_thread_of_a_rank_fails"], run
+
+
+def test_hook_of_an_earlier_test_hides_no_exception_in_a_thread(runs: dict[str, Run]) -> None:
+    run = runs["TestHook"]
+    assert list(run.status.values()) == ["passed", "failed"], run
+    assert named_first(run.text["test_b_thread_fails_under_the_hook"]) == {1}, run
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,14 @@ def start():
 
 
 start()  # the call is to blame
+os.environ["SET_ON_IMPORT"] = "by the file"
 
 
 class TestThread(Case):
+    def setUp(self):
+        self.assertEqual(os.environ.get("SET_ON_IMPORT"), "by the file")
+        super().setUp()
+
     def test_thread(self):
         self.check()
 

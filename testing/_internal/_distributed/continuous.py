@@ -37,7 +37,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import HostFile, hosts_of, is_spread
-from torch_ext.world.outcome import EXPECTABLE, Outcome
+from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
 from torch_ext.world.watch import Limits
@@ -224,7 +224,7 @@ class MultiProcContinuousTest(TestCase):
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()
-        if not all(outcome.ending in EXPECTABLE for outcome in outcomes):
+        if not may_be_expected(outcomes):
             expect_no_more(self)
         raise_verdict(outcomes, time.monotonic() - world.started_s)
 

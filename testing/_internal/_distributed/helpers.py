@@ -20,6 +20,7 @@ from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
 from torch_ext.testing._internal._distributed.ports import reserved_port
 from torch_ext.world.calls import check_ran
+from torch_ext.world.notes import add_note
 from torch_ext.world.phrases import ranks_phrase
 
 __all__ = [
@@ -94,7 +95,7 @@ def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
     except unittest.SkipTest as skip:
         return str(skip)
     except BaseException as error:
-        _add_note(error, f"in the subtest with {name}")
+        add_note(error, f"in the subtest with {name}")
         raise
     return None
 
@@ -132,11 +133,6 @@ def _reset_dynamo() -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)
 
 
 def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:

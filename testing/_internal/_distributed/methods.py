@@ -15,7 +15,9 @@ from functools import wraps
 from typing import Any
 from unittest import IsolatedAsyncioTestCase  # it is imported on use otherwise, in every rank
 
+from torch_ext.testing._internal._distributed.sub_tests import name_sub_tests
 from torch_ext.world.calls import check_ran
+from torch_ext.world.notes import add_note
 
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
@@ -75,6 +77,7 @@ def _run_body(case: Any, method: Callable[[], Any]) -> None:
     Raises:
         SystemExit: the method called :func:`sys.exit` with another code than 0, or before its last statement.
     """
+    name_sub_tests(case)
     try:
         returned = method()
     except SystemExit as stop:
@@ -133,8 +136,7 @@ def call_with_cleanups(case: Any, body: Callable[[], Any]) -> None:
         for failed in _clean_up(case):
             if isinstance(error, (unittest.SkipTest, SystemExit)):
                 raise failed from None  # a skip must not hide it
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"a cleanup failed as well: {type(failed).__name__}: {failed}")
+            add_note(error, f"a cleanup failed as well: {type(failed).__name__}: {failed}")
         raise
     for failed in _clean_up(case):
         raise failed

@@ -34,7 +34,7 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
-from torch_ext.world.outcome import EXPECTABLE, Outcome
+from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
@@ -298,7 +298,7 @@ class MultiProcessTestCase(TestCase):
         except ZygoteLostError:
             provider.forget(self._world.zygote)
             raise
-        if not all(outcome.ending in EXPECTABLE for outcome in self._outcomes):
+        if not may_be_expected(self._outcomes):
             expect_no_more(self)
         if self._conditions is not None:
             self._is_kept = type(self)._kept_ranks.keep(self._world, self._conditions, self._outcomes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from torch_ext import accelerator
 from torch_ext.compat.testing import prepare_for_threads
@@ -17,12 +19,56 @@ from torch_ext.world import operations, settings, stall
 from torch_ext.world import rank as world_rank
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Progress, Receipt, Said, Wait
+from torch_ext.world.settling import UnfinishedWorkError
 
 __unittest = True
 
 __all__ = ["RankThread", "hand_in", "start", "wait"]
 
+_STARTER = "_torch_ext_rank"
+_Hook = Callable[[Any], object]
+
 _ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPPED: Ending.SKIPPED}
+
+
+class _Escapes:
+    """What escapes from threads that ranks have started, and from theirs, from now until :meth:`end`.
+
+    A hook that the test itself puts in place of this one answers for them.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[int | None, UnfinishedWorkError]] = []
+        self._hook: _Hook = threading.excepthook
+        self._start = threading.Thread.start
+        threading.excepthook = self._note
+        setattr(threading.Thread, "start", self._noting(self._start))  # noqa: B010 - a method, put back by end()
+
+    @staticmethod
+    def _noting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        @functools.wraps(start)
+        def starts(thread: threading.Thread) -> None:
+            above = threading.current_thread()
+            setattr(thread, _STARTER, above.rank if isinstance(above, RankThread) else getattr(above, _STARTER, None))
+            start(thread)
+
+        return starts
+
+    def _note(self, raised: Any) -> None:
+        if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):
+            error = raised.exc_value
+            name = raised.thread.name if raised.thread is not None else "?"
+            said = UnfinishedWorkError(f"thread {name!r} ended with an exception: {type(error).__name__}: {error}")
+            said.__cause__ = error
+            self._errors.append((getattr(raised.thread, _STARTER, None), said))
+        self._hook(raised)
+
+    def end(self) -> list[tuple[int | None, UnfinishedWorkError]]:
+        """Put back what was there; return what has escaped, with the rank that it is due to if one is known."""
+        setattr(threading.Thread, "start", self._start)  # noqa: B010
+        if threading.excepthook == self._note:
+            threading.excepthook = self._hook
+        return self._errors
 
 
 class RankThread(threading.Thread):
@@ -38,6 +84,7 @@ class RankThread(threading.Thread):
         self.rank = rank
         self.receipt: Receipt | None = None
         self.check = check
+        self.escapes: _Escapes | None = None
         self._run_as = target
 
     def run(self) -> None:
@@ -82,26 +129,42 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
     accelerator.initialize()
     check = race_check_of_threads()
-    threads: list[threading.Thread] = [RankThread(rank, target, check) for rank in range(world_size)]
+    threads = [RankThread(rank, target, check) for rank in range(world_size)]
     operations.test_began()
+    escapes = _Escapes()
     for thread in threads:
+        thread.escapes = escapes
         thread.start()
-    return threads
+    return list(threads)
 
 
 def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
     """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time.
 
-    A race that no rank was charged with fails the first rank that has passed.
+    An exception that ended a thread fails the rank that started it. A race that no rank was charged with fails the
+    first rank that has passed.
     """
-    outcomes = _wait(threads, timeout_s)
-    checks = {thread.check for thread in threads if isinstance(thread, RankThread)}
-    for races in filter(None, (check.end() for check in checks if check)):
-        for outcome in outcomes:
-            if outcome.ending in (Ending.PASSED, Ending.SKIPPED):
-                outcome.ending, outcome.receipt = Ending.FAILED, world_rank.failure(races)
-                break
+    try:
+        outcomes = _wait(threads, timeout_s)
+    finally:
+        escaped = [each for noted in _of(threads, "escapes") for each in noted.end()]
+    for rank, error in escaped:
+        _charge(outcomes, error, rank)
+    for races in filter(None, (check.end() for check in _of(threads, "check"))):
+        _charge(outcomes, races)
     return outcomes
+
+
+def _of(threads: Sequence[threading.Thread], name: str) -> set[Any]:
+    return {found for thread in threads if (found := getattr(thread, name, None)) is not None}
+
+
+def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
+    """Fail ``rank`` because of ``error``, or the first that is well if none is known, unless it has failed anyway."""
+    for outcome in outcomes:
+        if outcome.ending in (Ending.PASSED, Ending.SKIPPED) and rank in (None, outcome.rank):
+            outcome.ending, outcome.receipt = Ending.FAILED, world_rank.failure(error)
+            break
 
 
 def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
