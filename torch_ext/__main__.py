@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -41,8 +42,7 @@ def main() -> int:
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         _open_standard_streams()
-        found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
-        return found
+        return _run(command, rest)
     if command not in _COMMANDS:
         from torch_ext.runner.cli import main as run_tests
 
@@ -57,6 +57,22 @@ def main() -> int:
         return 1
     show(details=command == "info")
     return 0
+
+
+def _run(command: str, rest: list[str]) -> int:
+    """Run one of ``_PROGRAMS``; say in a sentence if what it prints cannot be written."""
+    try:
+        found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+        if error.errno == errno.EPIPE:  # whoever read it has seen enough
+            return 128 + signal.SIGPIPE
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return found
 
 
 def _open_standard_streams() -> None:

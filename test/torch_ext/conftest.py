@@ -26,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests run pytest and look at what it prints.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     # Else the first question after the device would register it, for all tests that follow in the process.
     if not _asked_for(config):
         os.environ.setdefault("TORCH_EXT_DEVICE", "cpu")

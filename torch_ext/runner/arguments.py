@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch_ext
 from torch_ext.runner.config import ConfigError, Setting, from_environment, from_file, nearest_file
+from torch_ext.runner.discovery import holds_tests
 from torch_ext.runner.options import TABLE, Options, Row, default_root
 
 __all__ = ["parse", "parse_for_file"]
@@ -77,9 +78,13 @@ def _parser(prog: str, description: str, *, alone: bool) -> _Parser:
     metavar, text = ("TEST", "TestClass or TestClass.test_name") if alone else ("PATTERN", "what to run; see below")
     parser.add_argument("patterns", nargs="*", metavar=metavar, default=[], help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
+    verbosity: argparse._ArgumentGroup | None = None
     for row in TABLE:
         if row.alone or not alone:
             group = groups.get(row.group) or groups.setdefault(row.group, parser.add_argument_group(row.group))
+            if row.field == "verbosity":
+                verbosity = verbosity or group.add_mutually_exclusive_group()
+                group = verbosity
             _add(group, row)
     shown = f"torch_ext {torch_ext.__version__}"
     groups["more"].add_argument("--version", action="version", version=shown, help="show the version")
@@ -119,8 +124,6 @@ def _read(parser: _Parser, argv: Sequence[str]) -> dict[str, object]:
     patterns = given.pop("patterns") or []
     if patterns:
         given["include"] = [*patterns, *given.get("include", [])]
-    if {"-v", "--verbose"} & set(argv) and {"-q", "--quiet"} & set(argv):
-        raise _Mistake("-q is not allowed with -v")
     return {field: tuple(value) if isinstance(value, list) else value for field, value in given.items()}
 
 
@@ -235,7 +238,7 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
     if first is None or not first.exists() or first.resolve().is_relative_to(default_root()):
         return None
     known = not first.is_absolute() and (default_root() / first).exists()
-    if first.suffix != ".py" and ("/" not in include[0] or known):
+    if first.suffix != ".py" and (known or ("/" not in include[0] and not holds_tests(first))):
         return None  # a name that stands here by chance
     path = first.resolve()
     root = path if path.is_dir() else path.parent

@@ -26,10 +26,6 @@ from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassChild", "Zygotes"]
 
-# What a class process prints is read here, where none of its own modules is loaded.
-frames.hide(r"/runner/class_process\.py", "main", outwards=True)
-frames.hide(r"/runner/class_process\.py", "call_and_check")
-
 # How much longer than the test's limit its parent half may take until it counts as hung itself, and how long what comes
 # before, between and after the tests of a class may take unless --timeout says so, in seconds.
 _MARGIN_S, _FIXTURE_S = 30.0, 300.0

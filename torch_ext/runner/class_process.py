@@ -35,15 +35,12 @@ from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import redirect
 from torch_ext.world.limits import timeout_of
-from torch_ext.world.outcome import EXPECTABLE
+from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.settling import ExitFunctions, UnfinishedWorkError
 
 __all__ = ["main"]
-
-frames.hide(r"/runner/class_process\.py", "main", outwards=True)
-frames.hide(r"/runner/class_process\.py", "call_and_check")
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
@@ -247,8 +244,8 @@ class _Result(unittest.TestResult):
 
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
-        if isinstance(error, WorldFailure) and not all(outcome.ending in EXPECTABLE for outcome in error.outcomes):
-            self._fail(_problem(err))  # a test may be expected to fail, but not to hang or to die
+        if isinstance(error, WorldFailure) and not may_be_expected(error.outcomes):
+            self._fail(_problem(err))  # see there: not in any way
         else:
             self._status = Status.XFAIL
 

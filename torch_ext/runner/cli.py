@@ -46,6 +46,8 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _BY_SIGNAL = 128
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
+# What PyTorch calls its test files; the second is `elastic`'s way.
+_UPSTREAMS = ("test_*.py", "*_test.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,10 +167,12 @@ def _device(options: Options) -> str:
 def _upstream_files(options: Options) -> list[TestFile]:
     """Return the files that ``--upstream`` names, each a module of its own, as ``python FILE`` would import it."""
     paths = [Path(typed).resolve() for typed in options.upstream]
-    found = [[path] if path.is_file() else [file.path for file in find_test_files(path)] for path in paths]
+    found = [
+        [path] if path.is_file() else [file.path for file in find_test_files(path, like=_UPSTREAMS)] for path in paths
+    ]
     for path, files in zip(options.upstream, found, strict=True):
         if not files:
-            raise SelectionError(f"nothing selected: no test_*.py below {path}")
+            raise SelectionError(f"nothing selected: no {' or '.join(_UPSTREAMS)} below {path}")
     return [
         TestFile(path.relative_to(options.root).as_posix(), path, path.stem, path.parent)
         for path in dict.fromkeys(path for files in found for path in files)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["TestFile", "describe", "find_test_files"]
+__all__ = ["TestFile", "describe", "find_test_files", "holds_tests"]
+
+_OURS = ("test_*.py",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +32,25 @@ class TestFile:
     import_root: Path
 
 
-def find_test_files(root: Path, leave_out: str = "") -> tuple[TestFile, ...]:
-    """Return every ``test_*.py`` below ``root``, sorted by name; hidden folders and ``__pycache__`` are left out.
+def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
+    """Return every file below ``root`` whose name is ``like`` one of these, sorted by name.
 
-    So is the folder ``leave_out`` right below the root.
+    Hidden folders and ``__pycache__`` are left out, and so is the folder ``leave_out`` right below the root.
     """
     root = root.resolve()
-    found = (path for path in _walk(root) if not leave_out or path.relative_to(root).parts[0] != leave_out)
+    found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
     return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def holds_tests(folder: Path) -> bool:
+    """Whether a ``test_*.py`` lies anywhere below ``folder``."""
+    return next(_walk(folder, _OURS), None) is not None
+
+
+def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if name.startswith("test_") and name.endswith(".py"))
+        yield from (Path(folder, name) for name in names if any(fnmatchcase(name, pattern) for pattern in like))
 
 
 def describe(path: Path, root: Path) -> TestFile:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_ext.runner.results import Needs, Problem, Status
+from torch_ext.world import frames
 from torch_ext.world.rank_times import RankTimes
 
 __all__ = [
@@ -30,6 +31,11 @@ __all__ = [
     "TestNames",
     "TestStarted",
 ]
+
+# Frames of the process that sends these messages, hidden on both sides: what a class process prints is read where none
+# of its own modules is loaded.
+frames.hide(r"/runner/class_process\.py", "main", outwards=True)
+frames.hide(r"/runner/class_process\.py", "call_and_check", "set_up_class")
 
 
 @dataclass(frozen=True)

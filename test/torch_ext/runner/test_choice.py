@@ -94,6 +94,20 @@ def test_a_path_outside_the_root_brings_its_own(root: Path, executor: FakeExecut
     assert executor.fake_collector.asked == ["test_one.py"]
 
 
+def test_a_folder_here_that_holds_tests_is_a_path_and_another_is_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: FakeExecutor
+) -> None:
+    for name in ("my_tests/deep/test_one.py", "data/readme"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))  # no names that others have remembered
+    monkeypatch.chdir(tmp_path)
+    main(["my_tests"])
+    assert executor.fake_collector.asked == ["deep/test_one.py"]
+    main(["data"])
+    assert "distributed/fsdp/test_fsdp_input.py" in executor.fake_collector.asked
+
+
 # --- what failed ------------------------------------------------------------------------------------------------------
 
 

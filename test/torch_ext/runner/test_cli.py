@@ -163,6 +163,7 @@ def test_only_selected_modules_are_imported(command: Callable[..., int], executo
         (["--faifast"], "there is no option --faifast; nearest: --failfast"),
         (["-k", "tupel and not errors"], "fits -k 'tupel and not errors'; nearest: tuple"),
         (["-v", "-q"], "not allowed with"),
+        (["-qv"], "not allowed with"),
         (["-i"], "expected at least one argument"),
     ],
 )

@@ -15,6 +15,14 @@ def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
     assert [file.name for file in find_test_files(tmp_path)] == sorted(names)
 
 
+def test_files_may_be_called_otherwise(tmp_path: Path) -> None:
+    write_suite(tmp_path, dict.fromkeys(["a/api_test.py", "a/test_api.py", "a/contest.py"], ()))
+    assert [file.name for file in find_test_files(tmp_path, like=("test_*.py", "*_test.py"))] == [
+        "a/api_test.py",
+        "a/test_api.py",
+    ]
+
+
 def test_a_root_without_tests_holds_none(tmp_path: Path) -> None:
     assert find_test_files(tmp_path) == find_test_files(tmp_path / "nowhere") == ()
 

@@ -99,7 +99,7 @@ def test_n_of_xdist_is_slots_or_says_why_not(tmp_path: Path, arguments: tuple[st
     run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, *arguments, "-k", "test_function or test_skips")
     assert told in run.out, run
     if "--slots" in arguments:
-        assert "gw0" not in run.out and run.code == 0
+        assert "[gw" not in run.out and run.code == 0  # the folder may be that of a worker of xdist
 
 
 def test_x_stops_at_the_first_failure(tmp_path: Path) -> None:

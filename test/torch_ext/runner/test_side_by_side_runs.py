@@ -50,8 +50,9 @@ def test_ten_parallel_runs_of_the_fsdp_suites_have_no_flake_that_a_sequential_ru
 ) -> None:
     if not request.config.getoption("long"):
         pytest.skip("takes half an hour on two cores; pytest --long runs it")
-    alone = ended([start("-j", "1", "-i", "distributed/fsdp", cache=tmp_path)], 1200)[0]
+    suites = ("--device", "sim", "-i", "distributed/fsdp")
+    alone = ended([start("-j", "1", *suites, cache=tmp_path)], 1200)[0]
     slots = str(8 * (os.cpu_count() or 1))
     for number in range(10):
-        code, found, out = ended([start("--slots", slots, "-i", "distributed/fsdp", cache=tmp_path)], 1200)[0]
+        code, found, out = ended([start("--slots", slots, *suites, cache=tmp_path)], 1200)[0]
         assert found == alone[1] and code == alone[0], f"run {number}\n{out}"
