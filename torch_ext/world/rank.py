@@ -175,12 +175,19 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, ticket=self._ticket, pid=self._pid, began_s=self._began_s, met_s=self._met_s)
 
-    def say_last_words(self) -> None:
-        """Say that this rank aborts, and what it has called last, if no other thread is just sending."""
+    def say_it_aborts(self) -> None:
+        """Say that this process ends by ``abort()``."""
+        self._say_at_last(Phase.ABORTING)
+
+    def say_what_it_called(self) -> None:
+        """Say which collectives this rank has called last, before it aborts."""
+        self._say_at_last(Collectives(flight_record.read()))
+
+    def _say_at_last(self, message: Phase | Collectives) -> None:
+        """Send ``message``, unless a thread that was sending when the process aborted does not come to its end."""
         if os.getpid() == self._pid and self._sending.acquire(timeout=1.0):
             try:
-                self._channel.send(Phase.ABORTING)
-                self._channel.send(Collectives(flight_record.read()))
+                self._channel.send(message)
             finally:
                 self._sending.release()
 
@@ -293,7 +300,7 @@ def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[
 def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
     global _current
     _current = rank = Rank(order, channel, stacks)
-    say_before_abort(rank.say_last_words)
+    say_before_abort(rank.say_it_aborts, rank.say_what_it_called)
     try:
         function, args, kwargs = pickle.loads(order.task)
         transports.prepare()

@@ -58,8 +58,10 @@ class Case(FSDPTest):
 
 
 numbers = st.integers(0, 10_000)
-# For what fails by taking too long: shrinking to 40 takes a handful of examples.
+# For what fails by taking too long: shrinking to 40 takes a handful of examples. Those that pass are fast, and with the
+# ten that torch's profile asks for, one run in seventy would draw none that fails.
 few = st.integers(0, 63)
+many = settings(max_examples=60)
 
 
 class TestFound(Case):
@@ -87,7 +89,7 @@ class TestFound(Case):
             inject("sigkill", rank=self.rank, at=0)
 
     @across_ranks(example_timeout_s=1)
-    @settings(database=Database(), derandomize=False)
+    @settings(many, database=Database(), derandomize=False)
     @given(x=few)
     def test_rank_1_hangs(self, x):
         self.see(x=x)
@@ -113,6 +115,7 @@ class TestFound(Case):
         assume(x < 137 or self.rank == 0)
 
     @across_ranks(example_timeout_s=1)
+    @many
     @given(x=few)
     def test_collective_left_over(self, x):
         # The barrier after the example finds it.
