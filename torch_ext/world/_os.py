@@ -34,6 +34,7 @@ __all__ = [
     "lead_process_group",
     "require_supported",
     "signal_name",
+    "starved_s",
     "tasks",
     "unnamed_file",
     "watch_exit",
@@ -104,8 +105,8 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def computed_s(pid: int) -> float:
-    """Return for how many seconds ``pid``, its descendants and those that they have reaped have computed; 0 if the
-    system cannot tell.
+    """Return for how many seconds ``pid``, its descendants and those that they have reaped have computed, and the first
+    thread of each has waited for a core; 0 if the system cannot tell.
     """
     try:
         with open(f"/proc/{pid}/stat") as stream:
@@ -113,7 +114,24 @@ def computed_s(pid: int) -> float:
     except OSError:
         return 0.0
     ticks = sum(int(field) for field in fields[11:15])
-    return ticks / os.sysconf("SC_CLK_TCK") + sum(computed_s(child) for child in children_of(pid))
+    own_s = ticks / os.sysconf("SC_CLK_TCK") + _waited_s(f"/proc/{pid}")
+    return own_s + sum(computed_s(child) for child in children_of(pid))
+
+
+def starved_s(pid: int) -> float:
+    """Return for how many seconds the threads of ``pid`` have waited for a core; 0 if the system cannot tell."""
+    try:
+        return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0.0
+
+
+def _waited_s(folder: str) -> float:
+    try:
+        with open(f"{folder}/schedstat") as stream:
+            return int(stream.read().split()[1]) * 1e-9
+    except (OSError, IndexError):  # it is gone, or the kernel keeps no such statistics
+        return 0.0
 
 
 def command_line(pid: int) -> str:

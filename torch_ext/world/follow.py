@@ -9,7 +9,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from torch_ext.world import _os, frames, notices, rank_times
@@ -17,6 +17,7 @@ from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.output import Capture
+from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Ask,
@@ -41,8 +42,9 @@ __all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
 
 # How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
 _STACKS_S, _QUIET_S = 3.0, 0.2
-# How long a rank has to answer, in seconds.
-_ANSWER_S = 2.0
+# How long a rank has to answer, in seconds; then it is looked at for one more whether it waits for a core, and how much
+# longer one has that does.
+_ANSWER_S, _MORE_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
@@ -227,12 +229,19 @@ class World:
             self._collectives[process.rank] = message.json
         elif isinstance(message, Phase):
             self._phases[process.rank] = message
+            for watch in self._listeners:
+                self._tell_phase(watch, process.rank, message)
         elif isinstance(message, Farewell):
             self._left.add(process.rank)
             for watch in self._listeners:
                 watch.left(process.rank)
         elif isinstance(message, Notice):
             notices.announce(message.text)
+
+    @staticmethod
+    def _tell_phase(watch: Watch, rank: int, phase: Phase) -> None:
+        if phase is Phase.ABORTING:
+            watch.aborting(rank)
 
     def _take_receipt(self, rank: int, receipt: Receipt) -> None:
         self._receipts.append((rank, receipt))
@@ -276,17 +285,32 @@ class World:
             ZygoteLostError: the zygote died meanwhile.
         """
         pids = [process.pid or 0 for process in self.processes]
-        watch = Watch(len(pids), limits, self.started_s, expected_exit, any_exit, keep, self.ticket, pids)
+        watch = Watch(
+            len(pids),
+            limits,
+            self.started_s,
+            expected_exit,
+            any_exit,
+            keep,
+            self.ticket,
+            pids,
+            self._computed_s,
+            self._starved_s,
+        )
         for rank, receipt in self._receipts:
             watch.received(rank, receipt)
         for rank in self._left:
             watch.left(rank)
+        for rank, phase in self._phases.items():
+            self._tell_phase(watch, rank, phase)
         for ended in self._ended.values():
             watch.ended(ended.index, ended.exit_code, ended.time_s)
         self._listeners.append(watch)
         stacks: dict[int, str] = {}
         try:
             while not watch.done:
+                if time.monotonic() >= watch.deadline_s:
+                    self._catch_up()
                 for step in watch.advance(time.monotonic()):
                     self._take(step.act, step.ranks, stacks)
                 if not watch.done:
@@ -297,6 +321,27 @@ class World:
         outcomes = [self._complete(outcome, stacks) for outcome in watch.outcomes()]
         rank_times.keep(outcomes, self.started_s)
         return outcomes
+
+    def _catch_up(self) -> None:
+        """Take in all that was told before now: this process may have been kept from listening until a limit was over
+        that its ranks have kept.
+        """
+        for process in self.processes:
+            while not process._channel.closed and process._channel.poll():
+                self._on_rank(process)
+        while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
+            self._on_group()
+
+    def _computed_s(self, rank: int) -> float:
+        return self._measured(rank, _os.computed_s)
+
+    def _starved_s(self, rank: int) -> float:
+        return self._measured(rank, _os.starved_s)
+
+    def _measured(self, rank: int, measure: Callable[[int], float]) -> float:
+        process = self.processes[rank]
+        known = process.pid is not None and not process.is_far and rank not in self._ended
+        return measure(process.pid or 0) if known else 0.0
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
@@ -332,7 +377,7 @@ class World:
             self._look_at(rank)
             self._tell(rank, Ask.COLLECTIVES)
         able = [rank for rank in ranks if not self._is_stopped(rank)]
-        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S))
+        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S, self._starved_s))
         self._await_collectives([rank for rank in able if stacks[rank]])
         # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
         # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
@@ -343,11 +388,11 @@ class World:
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}) if silent else {})
 
     def _await_collectives(self, ranks: Sequence[int]) -> None:
-        end = time.monotonic() + _ANSWER_S
-        while (left := end - time.monotonic()) > 0:
-            if all(rank in self._collectives or rank in self._ended for rank in ranks):
+        patience = Patience(_ANSWER_S, time.monotonic(), _MORE_S)
+        while missing := [rank for rank in ranks if rank not in self._collectives and rank not in self._ended]:
+            if patience.is_over(time.monotonic(), sum(map(self._starved_s, missing))):
                 return
-            self.pump(left)
+            self.pump(max(0.0, patience.look_s - time.monotonic()))
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
@@ -393,16 +438,25 @@ class World:
                 connection.close()
 
 
-def read_stacks(pipes: Mapping[int, int], most_s: float = _STACKS_S) -> dict[int, str]:
-    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``."""
+def read_stacks(
+    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
+) -> dict[int, str]:
+    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``.
+
+    If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
+    """
     texts = dict.fromkeys(pipes, b"")
-    end = time.monotonic() + most_s
+    patience = Patience(most_s, time.monotonic(), _MORE_S if starved_s else 0.0)
     with selectors.DefaultSelector() as ready:
         for rank, pipe in pipes.items():
             ready.register(pipe, selectors.EVENT_READ, rank)
-        while ready.get_map() and (left := end - time.monotonic()) > 0:
-            events = ready.select(min(left, _QUIET_S) if all(texts.values()) else left)
-            if not events:
+        while ready.get_map():
+            silent = [rank for rank, text in texts.items() if not text]
+            if patience.is_over(time.monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
+                break
+            left = max(0.0, patience.look_s - time.monotonic())
+            events = ready.select(left if silent else min(left, _QUIET_S))
+            if not events and not silent:
                 break
             for key, _ in events:
                 part = os.read(key.fd, 1 << 16)

@@ -7,14 +7,20 @@ what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from signal import SIGABRT
 
 from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.patience import MORE_S, Patience
 from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
 
 __all__ = ["Act", "Limits", "Step", "Watch"]
+
+# How much longer than their grace peers get that wait for a core, and a rank that is being aborted, in seconds. The
+# latter says its last words meanwhile.
+_STARVED_S, _ABORTING_S = 5.0, 25.0
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,9 @@ class Limits:
     Attributes:
         test_s: from the start until every rank has ended.
         grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
-            tell how.
-        exit_s: from the receipt of the last rank until the last process has ended.
+            tell how. Those that wait for a core get a little more, and one that is being aborted until its end.
+        exit_s: from the receipt of the last rank until the last process has ended. Ranks that still compute then get
+            more; see :class:`~torch_ext.world.patience.Patience`.
         hang_s: from the last progress until a provable hang is ended; 0: it is not looked for.
         endless_s: a wait counts as endless if its own limit is at least so far away. By default it must lie past
             ``test_s``; where a test may take for ever, no limit would.
@@ -65,6 +72,8 @@ class Watch:
         keep: the ranks live on after this test: it is over when each has handed in a receipt or ended.
         ticket: the run of the test; a receipt about another one counts for nothing.
         pids: the process of each rank; a receipt from another one counts for nothing.
+        computed_s: for how many seconds the process of a rank has computed; asked where one is slow to end.
+        starved_s: for how many seconds the threads of a rank have waited for a core.
     """
 
     def __init__(
@@ -77,6 +86,8 @@ class Watch:
         keep: bool = False,
         ticket: Ticket = NO_TICKET,
         pids: Sequence[int] = (),
+        computed_s: Callable[[int], float] = lambda rank: 0.0,
+        starved_s: Callable[[int], float] = lambda rank: 0.0,
     ) -> None:
         self._ticket = ticket
         self._pids = tuple(pids) or (0,) * world_size
@@ -90,6 +101,12 @@ class Watch:
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: dict[int, Ending] = {}
         self._released = False
+        self._computed_s = computed_s
+        self._starved_s = starved_s
+        self._aborting: set[int] = set()
+        self._leaving: Patience | None = None  # once all are released
+        self._grace: Patience | None = None  # once one has failed
+        self._dying: Patience | None = None  # once only those are waited for that are being aborted
         # A hang is seen at the second of two looks, so that looking four times in this span leaves time to tell of it.
         self._look_every_s = limits.hang_s / 4 or float("inf")
         self._next_look_s = started_s + self._look_every_s
@@ -113,6 +130,10 @@ class Watch:
     def left(self, rank: int) -> None:
         """Rank ``rank`` is about to end as the harness ends it."""
         self._left.add(rank)
+
+    def aborting(self, rank: int) -> None:
+        """Rank ``rank`` is being ended by SIGABRT."""
+        self._aborting.add(rank)
 
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """The process of ``rank`` ended."""
@@ -149,13 +170,20 @@ class Watch:
             if waiting:
                 steps.append(Step(Act.RELEASE, waiting))
             self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
+            # Whoever watches the whole test gives it little more than its limit.
+            more_s = min(MORE_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
+            self._leaving = Patience(self._deadline_s - now_s, now_s, more_s)
         if self._trouble():
-            self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED)
+            if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
+                self._leaving, self._deadline_s = None, float("inf")  # nobody is only slow any more
+            if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
+                starved_s = sum(map(self._starved_s, self._alive()))
+                self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
         unsettled = self._unsettled()
         answered = all(self._answered.get(rank) == self._look for rank in unsettled)
         if unsettled and answered and self._stalled.issuperset(unsettled):
             self._bring_forward(now_s, Ending.HUNG)
-        if now_s >= self._deadline_s and not self.done:
+        if now_s >= self._deadline_s and not self.done and not self._may_go_on_ending(now_s):
             steps += self._stop_the_living()
             self._deadline_s = self._next_look_s = float("inf")
         elif now_s >= self._next_look_s:
@@ -165,6 +193,23 @@ class Watch:
                 self._looked_s = now_s
                 steps.append(Step(Act.LOOK, unsettled))
         return steps
+
+    def _may_go_on_ending(self, now_s: float) -> bool:
+        """Whether the ranks that have not ended in time are slow, and do not hang."""
+        alive = self._alive()
+        aborting = [rank for rank in alive if rank in self._aborting]
+        patience, computed_s = None, 0.0
+        if self._deadline_ending is Ending.TIMED_OUT and self._leaving is not None:
+            patience, computed_s = self._leaving, sum(map(self._computed_s, alive))
+        elif self._deadline_ending is Ending.STOPPED and aborting:
+            self._dying = patience = self._dying or Patience(0.0, now_s, _ABORTING_S)
+            computed_s = sum(self._computed_s(rank) + self._starved_s(rank) for rank in aborting)
+        elif self._deadline_ending is Ending.STOPPED and self._grace is not None:
+            patience, computed_s = self._grace, sum(map(self._starved_s, alive))
+        if patience is None or patience.is_over(now_s, computed_s):
+            return False
+        self._deadline_s = patience.look_s
+        return True
 
     def _forget_looks(self) -> None:
         """Something has happened, of which the others may be about to take notice."""
@@ -179,9 +224,11 @@ class Watch:
         """Return what became of each rank. Call it when :attr:`done`."""
         return [self._outcome(rank) for rank in range(self._world_size)]
 
-    def _bring_forward(self, deadline_s: float, ending: Ending) -> None:
+    def _bring_forward(self, deadline_s: float, ending: Ending) -> bool:
         if deadline_s < self._deadline_s:
             self._deadline_s, self._deadline_ending = deadline_s, ending
+            return True
+        return False
 
     def _alive(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self._ended]
@@ -222,7 +269,9 @@ class Watch:
     def _ending(self, rank: int, code: int, receipt: Receipt | None) -> Ending:
         if receipt is not None and receipt.said is Said.FAILED:
             return Ending.FAILED
-        if rank in self._stopped:
+        # One that was stopped just after it had ended by itself, as it should, was not stopped.
+        left = code == 0 and receipt is not None and rank in self._left and rank in self._ended
+        if rank in self._stopped and not left and not (code == -SIGABRT and rank in self._aborting):
             return self._stopped[rank]
         if code < 0:
             return Ending.KILLED

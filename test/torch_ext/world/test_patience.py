@@ -26,6 +26,16 @@ def test_process_that_computes_gets_half_a_minute_more() -> None:
         assert end_s(Patience(7, now_s=0), share) == 37
 
 
+def test_where_it_is_known_how_much_it_had_computed_an_idle_process_is_given_up_at_its_limit() -> None:
+    assert end_s(Patience(7, now_s=0, computed_s=0.0), share=0) == 7
+    assert end_s(Patience(7, now_s=0, computed_s=0.0), share=0.06) == 37
+
+
+def test_a_smaller_sum_is_the_end_of_one_of_several_processes_and_so_progress() -> None:
+    patience = Patience(7, now_s=0)
+    assert [patience.is_over(now_s, computed_s) for now_s, computed_s in ((7, 5), (8, 2), (9, 2))] == [0, 0, 1]
+
+
 def test_nothing_is_given_up_before_its_limit() -> None:
     patience = Patience(7, now_s=100)
     assert not any(patience.is_over(now_s, computed_s=0) for now_s in (100, 103, 106.9))

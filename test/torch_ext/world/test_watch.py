@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -88,9 +89,120 @@ def test_process_that_hangs_after_its_receipt_times_out_though_it_passed() -> No
     watch = Watch(1, LIMITS, 0.0)
     watch.received(0, receipt())
     watch.advance(1.0)
-    assert watch.advance(16.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-    watch.ended(0, -9, 16.1)
+    assert watch.advance(16.0) == []  # it is looked at twice, whether it computes
+    assert watch.deadline_s == 17.0
+    assert watch.advance(17.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.ended(0, -9, 17.1)
     assert endings(watch) == [Ending.TIMED_OUT]
+
+
+def leave(computed: Callable[[int, float], float], released_s: float = 1.0, ends: Mapping[int, float] = {}) -> float:
+    """Return when two ranks that have passed are stopped; ``computed`` tells for how long each has until some time."""
+    now_s = released_s
+    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: computed(rank, now_s))
+    for rank in (0, 1):
+        watch.received(rank, receipt())
+    assert watch.advance(now_s) == [Step(Act.RELEASE, (0, 1))]
+    while True:
+        now_s = watch.deadline_s
+        for rank, end_s in ends.items():
+            if now_s >= end_s:
+                watch.ended(rank, 0, end_s)
+        alive = tuple(rank for rank in (0, 1) if now_s < ends.get(rank, 1e9))
+        steps = watch.advance(now_s)
+        if steps:
+            assert steps == [Step(Act.INSPECT, alive), Step(Act.STOP, alive)]
+            return now_s
+
+
+def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> None:
+    assert leave(lambda rank, now_s: 0.0) == 17.0
+    assert leave(lambda rank, now_s: 0.1 * now_s * rank) == 46.0
+    assert leave(lambda rank, now_s: 0.1 * min(now_s, 21.0)) == 22.0
+
+
+def test_one_rank_that_ends_meanwhile_is_progress_of_the_other() -> None:
+    assert leave(lambda rank, now_s: 5.0, ends={1: 16.5}) == 18.0
+
+
+def test_ranks_that_leave_late_get_no_more_than_whoever_watches_the_test_waits_for() -> None:
+    for released_s in (40.0, 50.0, 59.0):
+        assert leave(lambda rank, now_s: now_s, released_s) == LIMITS.test_s + LIMITS.exit_s
+
+
+def test_trouble_while_leaving_ends_patience() -> None:
+    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now_s)
+    for rank in (0, 1):
+        watch.received(rank, receipt())
+    for now_s in (1.0, 16.0, 17.0):
+        assert [step.act for step in watch.advance(now_s)] == [Act.RELEASE][: now_s == 1.0]
+    watch.ended(1, -11, 17.1)
+    now_s = 17.1
+    watch.advance(now_s)
+    now_s = 18.2
+    assert watch.advance(now_s) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.ended(0, -9, 18.3)
+    assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
+
+
+def stopped_s(watch: Watch, now: list[float]) -> float:
+    """Let time pass until the watch stops rank 0; return when."""
+    while True:
+        now[0] = max(now[0], watch.deadline_s)
+        steps = watch.advance(now[0])
+        if steps:
+            assert steps == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+            return now[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "end_s"), [(0.0, 6.0), (0.04, 6.0), (0.3, 11.0)], ids=["has what it needs", "nearly", "waits for a core"]
+)
+def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float, end_s: float) -> None:
+    now = [5.0]
+    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now[0], starved_s=lambda rank: share * now[0])
+    watch.ended(1, -11, 5.0)
+    assert watch.advance(5.0) == []
+    assert stopped_s(watch, now) == end_s
+    watch.ended(0, -9, end_s)
+    assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
+
+
+@pytest.mark.parametrize(("computes", "end_s"), [(True, 31.0), (False, 7.0)])
+def test_rank_that_is_being_aborted_is_let_die_while_it_computes(computes: bool, end_s: float) -> None:
+    """Its peer has seen the connection close already."""
+    now = [5.0]
+    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now[0] * computes)
+    watch.received(1, receipt(Said.FAILED))
+    watch.ended(1, 10, 5.0)
+    watch.aborting(0)
+    assert watch.advance(5.0) == []
+    assert stopped_s(watch, now) == end_s
+
+
+@pytest.mark.parametrize(("code", "ending"), [(-6, Ending.KILLED), (-9, Ending.STOPPED)])
+def test_rank_that_aborted_just_before_it_was_stopped_was_killed_by_that(code: int, ending: Ending) -> None:
+    now = [5.0]
+    watch = Watch(2, LIMITS, 0.0)
+    watch.ended(1, 3, 5.0)
+    watch.aborting(0)
+    watch.advance(5.0)
+    assert stopped_s(watch, now) == 7.0
+    watch.ended(0, code, 7.1)
+    assert endings(watch) == [ending, Ending.EXITED]
+
+
+def test_rank_that_had_ended_by_itself_when_it_was_stopped_has_passed() -> None:
+    watch = Watch(2, LIMITS, 0.0)
+    for rank in (0, 1):
+        watch.received(rank, receipt())
+    watch.advance(1.0)
+    watch.left(0)
+    watch.advance(16.0)
+    assert watch.advance(17.0)[-1] == Step(Act.STOP, (0, 1))
+    watch.ended(0, 0, 16.9)
+    watch.ended(1, 0, 17.1)  # without a farewell
+    assert endings(watch) == [Ending.PASSED, Ending.TIMED_OUT]
 
 
 def test_death_after_a_passing_receipt_is_a_death() -> None:
