@@ -112,12 +112,7 @@ def forget(channel: Channel) -> None:
     if own.given is channel:
         own.given = None
     if channel in own.loaded.values():
-        own.loaded = {}
-        for zygote in own.zygotes:
-            zygote.close()
-        if own.root is not None:
-            own.root.close()
-        own.root, own.zygotes = None, []
+        _end_root(own)
 
 
 def _fork(own: _Zygotes) -> Channel:
@@ -170,7 +165,7 @@ def _load(own: _Zygotes, module: str) -> Channel:
     if own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
         own.root = RootZygote(main, scratch.folder(), os.environ)
-        atexit.register(own.root.close)
+        atexit.register(_end_root, own)
     own.root.wait_ready()
     if module == "__main__":
         own.loaded[module] = own.root.channel
@@ -204,3 +199,12 @@ def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
         channel.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+
+
+def _end_root(own: _Zygotes) -> None:
+    if own.owner == os.getpid():
+        for zygote in own.zygotes:
+            zygote.close()
+        if own.root is not None:
+            own.root.close()
+        own.root, own.zygotes, own.loaded = None, [], {}

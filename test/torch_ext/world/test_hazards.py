@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +107,29 @@ def test_what_the_parent_half_ran_is_no_hazard(run: Run) -> None:
 def test_nothing_outlives_the_run(run: Run, suite: Suite) -> None:
     assert suite.survivors() == {}
     assert suite.files_left() == []
+
+
+ALONE = """
+class TestAlone(Case):
+    def test_alone(self):
+        pass
+"""
+WITH_A_THREAD = """
+import threading, time, unittest
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+import test_suite
+unittest.main(test_suite, argv=["alone"])
+"""
+
+
+def test_process_that_could_not_fork_closes_its_lines_when_it_ends(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, ALONE)
+    try:
+        command = ["-W", "always::ResourceWarning", "-c", WITH_A_THREAD]
+        run = suite.finish(suite.start(command), lambda run: None)
+        assert run.code == 0, run
+        assert "a fresh interpreter loads test_suite" in run.err, run
+        assert "unclosed" not in run.err, run
+        assert suite.survivors() == {}
+    finally:
+        suite.end_survivors()
