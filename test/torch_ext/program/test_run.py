@@ -211,6 +211,35 @@ def test_a_silent_fake_is_an_error_if_asked_for(tmp_path: Path) -> None:
     assert ended.code == 1
 
 
+_MAKES_GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+torch.accelerator.set_device_index(dist.get_rank())
+"""
+_GATHERS = "found = [None, None]; dist.all_gather_object(found, dist.get_rank()); assert found == [0, 1]; "
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "dist.all_reduce(torch.empty(0, device='sim'))",
+        "other = 1 - dist.get_rank(); none = torch.empty(0, device='sim'); [dist.send, dist.recv][other](none, other)",
+        _GATHERS,
+        _GATHERS + "dist.destroy_process_group()",
+    ],
+)
+def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program: str, tmp_path: Path) -> None:
+    ended = run("-n 2 --strict", _MAKES_GROUP + program, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("also", ["", _GATHERS])
+def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also: str, tmp_path: Path) -> None:
+    ended = run("-n 2 --strict", _MAKES_GROUP + also + "dist.all_reduce(torch.ones(3))", folder=tmp_path)
+    assert "error: no tensor ever lay on any simulated device: all computed on the host." in ended.err
+    assert ended.code == 1
+
+
 def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     program = """
         import time
