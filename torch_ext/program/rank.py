@@ -28,6 +28,7 @@ from torch_ext.program import usage
 from torch_ext.program.ending import finalize
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Facts, Program
+from torch_ext.program.variables import mark_worker
 from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
 from torch_ext.world.notes import add_note
@@ -53,6 +54,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     own = world_rank.this_rank()
     pid, line = os.getpid(), os.fstat(facts.fileno())
     os.environ.update(variables)
+    mark_worker()
     _become_main_process()
     races = _prepare(program)
     error = _raised_by(program)

@@ -265,7 +265,7 @@ def test_flex_attention_that_needs_more_than_the_output_is_refused_in_words() ->
     query, key, value, bias = _attended("sim")
     with pytest.raises(Exception, match="flex_attention on sim is compiled for its output alone"):
         _attend(query, key, value, bias, return_lse=True)
-    with pytest.raises(Exception, match="Leave torch.compile out"):
+    with pytest.raises(Exception, match=r"Leave torch\.compile out"):
         _attend(query.requires_grad_(), key, value, bias)
     with torch.no_grad():
         assert _attend(query, key, value, bias).shape == query.shape
