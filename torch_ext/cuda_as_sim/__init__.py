@@ -5,6 +5,7 @@
 ``loader``   which files are rewritten, and how they are imported or compiled; ``ahead`` installs it in a zygote
 ``table``    what each name of ``torch.cuda`` means, and what is CUDA's alone; ``cuda`` looks names up in it
 ``methods``  ``Tensor.cuda()`` and its like
+``visible``  which devices a program chooses by ``CUDA_VISIBLE_DEVICES``
 ``runtime``  what rewritten files import; it brings torch and the device
 
 Only files that are asked for are rewritten. Torch itself is not, and goes on to see an accelerator that is not CUDA.

@@ -19,6 +19,7 @@ from torch.nn.parallel import comm
 from torch_ext.cuda_as_sim import legacy
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
 from torch_ext.cuda_as_sim.words import DEVICE, LEGACY_KINDS
+from torch_ext.sim import _native
 
 __all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "OF_SUBMODULES", "REFUSED", "SUBMODULES"]
 
@@ -123,7 +124,7 @@ def _properties(device: Any = None) -> _Properties:
     sim = torch.get_device_module(DEVICE)
     found = sim.get_device_properties(device)
     with sim.device(device):
-        index = sim.current_device()
+        index = _native.index_among_all(sim.current_device())
     return _Properties(_device_name(device), found.total_memory, uuid.UUID(int=index), pci_device_id=index)
 
 

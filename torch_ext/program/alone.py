@@ -18,7 +18,7 @@ def look(owner: int, *, cuda_as_sim: bool) -> None:
     """
     if os.getpid() != owner:
         return
-    told = Facts(0, usage.groups_made(), usage.allocations())
+    told = Facts(0, usage.groups_made(), usage.uses_of_device())
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     strict = variables.is_strict()
     facts = [told if number == rank else None for number in range(size)]

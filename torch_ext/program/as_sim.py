@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch_ext.cuda_as_sim import loader, spawned
+from torch_ext.cuda_as_sim import loader, spawned, visible
 from torch_ext.cuda_as_sim.words import environment_as_sim, words_as_sim
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Program
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     packages = packages_asked_for()
     root = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     os.environ.update(environment_as_sim(os.environ))
+    visible.hide()
     spawned.install([root], (loader.HELPERS, *packages))
     import torch_ext.cuda_as_sim.runtime  # noqa: F401  # replaces Tensor.cuda and its like
 

@@ -35,11 +35,17 @@ def load() -> None:
     asked = variables.wanted()
     if not asked:
         return
+    if asked == variables.ON_AS_CUDA:
+        from torch_ext.cuda_as_sim import visible
+
+        visible.record_at_start()
     program = _program()
     if program and asked == variables.ON_AS_CUDA:
         from torch_ext.program.interpreter_line import run_again
 
         run_again(_AGAIN)
+    if asked == variables.ON_AS_CUDA:
+        visible.hide()
     if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", ranks)
     import torch_ext.sim  # noqa: F401  # registers the device

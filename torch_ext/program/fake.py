@@ -39,7 +39,7 @@ the name "cuda", run it with --cuda-as-sim.'
             sentences.append(f"none of the {len(facts)} ranks made a process group: each ran by itself.")
         else:
             sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
-    host = [rank for rank, each in told.items() if not each.allocations]
+    host = [rank for rank, each in told.items() if not each.uses]
     if host:
         where = "any simulated device" if len(host) == len(facts) else f"the simulated device of {ranks_phrase(host)}"
         it = "it" if len(host) == 1 else "all" if len(host) == len(facts) else "they"

@@ -28,6 +28,7 @@ from torch_ext.program import usage
 from torch_ext.program.ending import finalize
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Facts, Program
+from torch_ext.program.variables import mark_worker
 from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
 from torch_ext.world.notes import add_note
@@ -53,6 +54,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     own = world_rank.this_rank()
     pid, line = os.getpid(), os.fstat(facts.fileno())
     os.environ.update(variables)
+    mark_worker()
     _become_main_process()
     races = _prepare(program)
     error = _raised_by(program)
@@ -62,7 +64,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     code = code_of(error)
     with contextlib.suppress(OSError):
         if os.path.samestat(os.fstat(facts.fileno()), line):  # and not a file of the program's own by now
-            facts.send(Facts(code, usage.groups_made(), usage.allocations()))
+            facts.send(Facts(code, usage.groups_made(), usage.uses_of_device()))
             facts.close()
     if not code:
         with contextlib.suppress(OSError):  # the program has closed what it did not know; it may have become a daemon
@@ -117,8 +119,9 @@ def _prepare(program: Program) -> Any:
     from torch_ext.sim import _module, races
 
     if program.cuda_as_sim:
-        from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda and its like
+        from torch_ext.cuda_as_sim import loader, runtime, spawned, visible  # noqa: F401  # replaces Tensor.cuda
 
+        visible.record()
         root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
         spawned.install([root], (loader.HELPERS, *program.packages))
     if program.memory_bytes is not None:

@@ -41,9 +41,9 @@ class Facts:
     Attributes:
         exit_code: with which the program ends its process.
         groups: how many process groups it has made.
-        allocations: how often memory of a simulated device was allocated.
+        uses: how often it has used a simulated device, see :func:`usage.uses_of_device`.
     """
 
     exit_code: int
     groups: int
-    allocations: int
+    uses: int

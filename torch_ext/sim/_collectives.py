@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -45,11 +46,17 @@ _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_numb
 # Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 _groups_made = 0
+_objects_moved = 0
 
 
 def groups_made() -> int:
     """Return how many groups this process has made, of any backend, those that are destroyed included."""
     return _groups_made
+
+
+def objects_moved() -> int:
+    """Return how many objects this process has given to other ranks or got from them, by collectives of objects."""
+    return _objects_moved
 
 
 def register() -> None:
@@ -61,6 +68,7 @@ def register() -> None:
     _sparse_reduction.install()
     _pair_with_gloo()
     _complete_groups()
+    _count_objects()
 
 
 def _pair_with_gloo() -> None:
@@ -105,6 +113,23 @@ def _complete_groups() -> None:
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
     for name in (_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,):
         setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
+
+
+def _count_objects() -> None:
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        original = getattr(c10d, name, None)
+        if original is not None:
+            setattr(c10d, name, _counting(original))
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        global _objects_moved
+        _objects_moved += 1
+        return original(*args, **kwargs)
+
+    return counted
 
 
 def _names_device(backend: Any) -> bool:

@@ -21,6 +21,7 @@ which types intermediate values have. :func:`_generate_cpp` answers both for ``s
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.virtualized import V
 
+from torch_ext.compat.inductor import lower_cpu
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
@@ -134,19 +136,27 @@ def _generate_cpp() -> None:
         module.get_current_backend = backend  # type: ignore[attr-defined]
 
 
-def _refuse_flex_attention() -> None:
-    """Inductor takes any device but the host for a GPU, and its template for the host has no backward."""
+def _lower_flex_attention() -> None:
+    """Inductor takes any device but the host for a GPU. Its template for the host has no backward, nor what that needs:
+    the sums and maxima of the scores.
+    """
     flex: Any = torch.ops.higher_order.flex_attention
     lower = lowering.lowerings.get(flex)
     if lower is None:
         return
 
-    def lower_flex_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
-        if query.get_device().type == NAME:
+    def lower_flex_attention(
+        query: Any, key: Any, value: Any, subgraph: Any, block_mask: Any, scale: Any, options: Any, *others: Any
+    ) -> Any:
+        if query.get_device().type != NAME:
+            return lower(query, key, value, subgraph, block_mask, scale, options, *others)
+        if any(user.target is operator.getitem and user.args[1] for user in V.graph.current_node.users):
             raise NotImplementedError(
-                "flex_attention on sim runs as it is, without torch.compile: leave that out, for this call at least."
+                "flex_attention on sim is compiled for its output alone, as on cpu: without gradients, return_lse and "
+                "return_aux. Leave torch.compile out, for this call at least, or call it under torch.no_grad()."
             )
-        return lower(query, *args, **kwargs)
+        options = {**options, "OUTPUT_LOGSUMEXP": False}
+        return lower_cpu(query, key, value, subgraph, block_mask, scale, options, *others)
 
     lowering.lowerings[flex] = lower_flex_attention
 
@@ -186,6 +196,6 @@ def _tag_cache() -> None:
 
 register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
-_refuse_flex_attention()
+_lower_flex_attention()
 _tell_of_host_code()
 _tag_cache()

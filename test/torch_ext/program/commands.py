@@ -15,7 +15,18 @@ from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
 
-__all__ = ["EXAMPLE", "MARK", "Ended", "alive_with", "launched", "run", "serving", "start", "torchrun"]
+__all__ = [
+    "EXAMPLE",
+    "MARK",
+    "Ended",
+    "alive_with",
+    "launched",
+    "run",
+    "serving",
+    "start",
+    "torchrun",
+    "with_entry_point",
+]
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
@@ -100,12 +111,17 @@ def torchrun(*words: str, folder: Path, **more: str) -> Ended:
 
 def launched(launcher: str, *words: str, folder: Path, **more: str) -> Ended:
     """Run the module ``launcher``, with our entry point installed beside what there is."""
+    environment = _environment({**with_entry_point(folder), **more})
+    command = [sys.executable, "-m", launcher, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def with_entry_point(folder: Path) -> dict[str, str]:
+    """Install our entry point in ``folder``; return what a process needs in its environment to find it."""
     installed = folder / "installed"
     information = installed / "entry_of_torch_ext-0.dist-info"
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: entry_of_torch_ext\nVersion: 0\n")
     (information / "entry_points.txt").write_text("[torch.backends]\nours = torch_ext.program.autoload:load\n")
-    environment = _environment({"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{installed}", **more})
-    command = [sys.executable, "-m", launcher, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{installed}"}

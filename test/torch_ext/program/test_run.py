@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start
+from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start, with_entry_point
 from torch_ext.program.options import parse
 from torch_ext.program.report import failure
 from torch_ext.program.supervise import main
@@ -209,6 +209,47 @@ def test_a_silent_fake_is_an_error_if_asked_for(tmp_path: Path) -> None:
     assert "error: none of the 2 ranks made a process group" in ended.err
     assert "error: no tensor ever lay on any simulated device" in ended.err
     assert ended.code == 1
+
+
+_MAKES_GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+torch.accelerator.set_device_index(dist.get_rank())
+"""
+_GATHERS = "found = [None, None]; dist.all_gather_object(found, dist.get_rank()); assert found == [0, 1]; "
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "dist.all_reduce(torch.empty(0, device='sim'))",
+        "other = 1 - dist.get_rank(); none = torch.empty(0, device='sim'); [dist.send, dist.recv][other](none, other)",
+        _GATHERS,
+        _GATHERS + "dist.destroy_process_group()",
+    ],
+)
+def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program: str, tmp_path: Path) -> None:
+    ended = run("-n 2 --strict", _MAKES_GROUP + program, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("also", ["", _GATHERS])
+def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also: str, tmp_path: Path) -> None:
+    ended = run("-n 2 --strict", _MAKES_GROUP + also + "dist.all_reduce(torch.ones(3))", folder=tmp_path)
+    assert "error: no tensor ever lay on any simulated device: all computed on the host." in ended.err
+    assert ended.code == 1
+
+
+def test_what_a_rank_starts_is_asked_for_no_part_in_the_job(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("import torch\n")
+    started = "import subprocess, sys; subprocess.run([sys.executable, 'helper.py'], check=True); "
+    ended = run(
+        "-n 2 --strict",
+        _MAKES_GROUP + started + "dist.all_reduce(torch.ones(1, device='sim'))",
+        folder=tmp_path,
+        **with_entry_point(tmp_path),
+    )
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
 
 
 def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:

@@ -210,12 +210,65 @@ def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
         torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
 
 
-def test_flex_attention_is_refused_in_words() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
+# Torch's template for the host needs them.
+_vectors = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="Inductor compiles flex_attention for AVX2 alone"
+)
 
-    query = torch.ones(1, 1, 16, 16, device="sim")
-    with pytest.raises(Exception, match="flex_attention on sim runs as it is, without torch"):
-        torch.compile(flex_attention)(query, query, query)
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, **kwargs: Any) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[h] * (j - i)
+
+    mask = create_block_mask(causal, None, None, query.size(2), key.size(2), device=query.device)
+    return torch.compile(flex_attention)(query, key, value, score_mod=near, block_mask=mask, **kwargs)
+
+
+def _attended(device: str) -> list[Tensor]:
+    """Query, key, value and a bias."""
+    made = [torch.randn(1, 2, 256, 16) for _ in range(3)]
+    return [each.to(device) for each in (*made, torch.tensor([0.1, 0.3]))]
+
+
+@_vectors
+def test_flex_attention_is_that_of_the_host() -> None:
+    inputs = _attended("cpu")
+    on_host, (out, code) = _attend(*inputs), run_and_get_code(_attend, *(each.to("sim:1") for each in inputs))
+    assert out.device == torch.device("sim:1")
+    assert torch.equal(out.cpu(), on_host)
+    assert any("flex" in text and "run_generated" in text for text in code)
+
+
+@_vectors
+def test_a_race_with_compiled_flex_attention_is_found() -> None:
+    query, key, value, bias = _attended("sim")
+    with torch.no_grad():
+        _attend(query, key, value, bias)  # compiles
+        sim.synchronize()
+        with (
+            pytest.raises(RaceError, match="what cpp_fused_flex_attention_0 reads"),
+            races.check(),
+            torch.Stream("sim"),
+        ):
+            value.fill_(2)
+            with sim.stream(sim.default_stream()):
+                _attend(query, key, value, bias)
+
+
+@_vectors
+def test_flex_attention_that_needs_more_than_the_output_is_refused_in_words() -> None:
+    query, key, value, bias = _attended("sim")
+    with pytest.raises(Exception, match="flex_attention on sim is compiled for its output alone"):
+        _attend(query, key, value, bias, return_lse=True)
+    with pytest.raises(Exception, match=r"Leave torch\.compile out"):
+        _attend(query.requires_grad_(), key, value, bias)
+    with torch.no_grad():
+        assert _attend(query, key, value, bias).shape == query.shape
 
 
 def test_host_tensors_are_compiled_as_before() -> None:

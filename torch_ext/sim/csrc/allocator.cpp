@@ -137,6 +137,11 @@ void free_on_device(void* data) {
 }
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
+  // Said before the first use, it must not fix the devices: the program may choose them yet.
+  if (!is_initialized() && !is_in_bad_fork() && device >= 0 && device < device_count()) {
+    pools()[static_cast<size_t>(device)]->set_limit(nbytes);
+    return;
+  }
   pool_of(device).set_limit(nbytes);
 }
 

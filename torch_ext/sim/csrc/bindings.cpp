@@ -34,6 +34,9 @@ PYBIND11_MODULE(_native, m) {
 
   m.def("request_devices", &request_devices);
   m.def("device_count", [] { return static_cast<int>(device_count()); });
+  m.def("index_among_all", [](int index) {
+    return static_cast<int>(index_among_all(checked_index(static_cast<c10::DeviceIndex>(index))));
+  });
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int index) { set_current_device(checked_index(static_cast<c10::DeviceIndex>(index))); });
   m.def("check_index", [](int index) { checked_index(static_cast<c10::DeviceIndex>(index)); });

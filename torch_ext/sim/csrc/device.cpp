@@ -3,8 +3,10 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 
 namespace torch_ext::sim {
@@ -12,6 +14,9 @@ namespace {
 
 constexpr const char* kCountVariable = "TORCH_EXT_SIM_DEVICES";
 constexpr c10::DeviceIndex kDefaultCount = 4;
+constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
+// Set where such a choice counts.
+constexpr const char* kVisibleOutside = "TORCH_EXT_SIM_VISIBLE_OUTSIDE";
 
 thread_local c10::DeviceIndex current = 0;
 std::atomic<bool> initialized{false};
@@ -30,6 +35,56 @@ int count_from_environment() noexcept {
   return usable ? static_cast<int>(value) : 0;
 }
 
+// See Note [Visible devices].
+struct Devices {
+  int all = 0;
+  int visible = 0;
+  std::array<c10::DeviceIndex, kMaxDevices> among_all{}; // of each visible one
+};
+
+// The value by which the program chose its devices; null if it did not.
+const char* choice_of_program() noexcept {
+  return std::getenv(kVisibleOutside) == nullptr ? nullptr : std::getenv(kVisible);
+}
+
+// As CUDA reads it: numbers between commas, up to the first that names no device; none at all if one is named twice.
+void choose(Devices& devices, const char* text) noexcept {
+  std::array<bool, kMaxDevices> named{};
+  while (true) {
+    char* end = nullptr;
+    const long number = std::strtol(text, &end, 10);
+    if (end == text || number < 0 || number >= devices.all) {
+      return;
+    }
+    if (named[static_cast<size_t>(number)]) {
+      devices.visible = 0;
+      return;
+    }
+    named[static_cast<size_t>(number)] = true;
+    devices.among_all[static_cast<size_t>(devices.visible++)] = static_cast<c10::DeviceIndex>(number);
+    text = end + std::strcspn(end, ",");
+    if (*text++ == '\0') {
+      return;
+    }
+  }
+}
+
+Devices devices_from_environment() noexcept {
+  Devices devices;
+  devices.all = count_from_environment();
+  if (const char* choice = choice_of_program()) {
+    choose(devices, choice);
+    return devices;
+  }
+  devices.visible = devices.all;
+  for (size_t index = 0; index < kMaxDevices; ++index) {
+    devices.among_all[index] = static_cast<c10::DeviceIndex>(index);
+  }
+  return devices;
+}
+
+Devices frozen; // valid once frozen_count says so
+
 void mark_child() noexcept {
   bad_fork = initialized.load();
 }
@@ -44,20 +99,35 @@ void initialize_slow() {
   if (initialized) {
     return;
   }
-  const int count = count_from_environment();
+  const Devices devices = devices_from_environment();
   TORCH_CHECK_VALUE(
-      count > 0, kCountVariable, "=", std::getenv(kCountVariable), ": expected a whole number of devices from 1 to ",
-      static_cast<int>(kMaxDevices), ".");
+      devices.all > 0, kCountVariable, "=", std::getenv(kCountVariable),
+      ": expected a whole number of devices from 1 to ", static_cast<int>(kMaxDevices), ".");
+  TORCH_CHECK(
+      devices.visible > 0, "sim error: no device is visible: the program set ", kVisible, "='", std::getenv(kVisible),
+      "', which names none of the ", devices.all, " devices 0 to ", devices.all - 1, ".");
   pthread_atfork(nullptr, nullptr, mark_child);
-  frozen_count = count;
+  frozen = devices;
+  frozen_count = devices.visible;
   initialized = true;
 }
 
 } // namespace
 
 c10::DeviceIndex device_count() noexcept {
-  const int frozen = frozen_count.load(std::memory_order_relaxed);
-  return static_cast<c10::DeviceIndex>(frozen >= 0 ? frozen : count_from_environment());
+  const int known = frozen_count.load(std::memory_order_relaxed);
+  return static_cast<c10::DeviceIndex>(known >= 0 ? known : devices_from_environment().visible);
+}
+
+c10::DeviceIndex device_count_of_all() noexcept {
+  const bool is_known = frozen_count.load(std::memory_order_acquire) >= 0;
+  return static_cast<c10::DeviceIndex>(is_known ? frozen.all : count_from_environment());
+}
+
+c10::DeviceIndex index_among_all(c10::DeviceIndex index) noexcept {
+  const bool is_known = frozen_count.load(std::memory_order_acquire) >= 0;
+  const auto slot = static_cast<size_t>(index);
+  return is_known ? frozen.among_all[slot] : devices_from_environment().among_all[slot];
 }
 
 void request_devices(int count) {
@@ -83,10 +153,12 @@ c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   }
   ensure_initialized();
   const int count = device_count();
+  const int hidden = device_count_of_all() - count;
   TORCH_CHECK(
       index >= 0 && index < count, "sim error: invalid device ordinal: got sim:", static_cast<int>(index),
-      ", expected one of the ", count, " devices sim:0 to sim:", count - 1, ". Set ", kCountVariable,
-      " before the first use to have more.");
+      ", expected one of the ", count, " devices sim:0 to sim:", count - 1, ". ",
+      hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
+                 : c10::str("Set ", kCountVariable, " before the first use to have more."));
   return index;
 }
 

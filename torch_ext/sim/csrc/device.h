@@ -8,6 +8,13 @@
 //
 // Threading: the current device is per thread. Loading the library starts no thread and initialises nothing; the first
 // use of a device freezes the device count and marks the process, so that a fork of it knows (see is_in_bad_fork).
+//
+// Note [Visible devices]
+// A program that runs with CUDA meaning the device may choose its devices as on a GPU: it sets CUDA_VISIBLE_DEVICES
+// before their first use, and counts those that the value names from 0. Everything in the process goes by that count;
+// only what ranks compare, and what identifies a device, goes by the numbers that all processes of a job share. The
+// choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set, and a value that was there before the program began is then
+// hidden from us by cuda_as_sim/visible.py: it was meant for GPUs, and must not hide devices that are none.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,9 +24,16 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
-// The number of devices: TORCH_EXT_SIM_DEVICES if it is set (0 if that is not a number from 1 to kMaxDevices),
-// otherwise as many as were requested, and at least 4.
+// The number of devices that the program sees, which is that of all unless it chose some: TORCH_EXT_SIM_DEVICES if it
+// is set (0 if that is not a number from 1 to kMaxDevices), otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count() noexcept;
+
+// The number of devices that are simulated, those that the program does not see included. device_count() is the number
+// of those that it sees.
+c10::DeviceIndex device_count_of_all() noexcept;
+
+// The number by which all processes of a job know the device `index`, which must exist. See Note [Visible devices].
+c10::DeviceIndex index_among_all(c10::DeviceIndex index) noexcept;
 
 // Asks for at least `count` devices. Has no effect if TORCH_EXT_SIM_DEVICES is set or a device has been used.
 void request_devices(int count);

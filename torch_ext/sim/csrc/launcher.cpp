@@ -27,6 +27,8 @@
 namespace torch_ext::sim {
 namespace {
 
+std::atomic<uint64_t> operations_on_devices{0};
+
 struct Groups {
   std::mutex mutex;
   std::set<std::shared_ptr<Underway>> alive;
@@ -227,6 +229,10 @@ std::optional<c10::DeviceIndex> Launcher::device_of(const Operation& operation) 
   return has_tensors ? std::make_optional(device->index()) : std::nullopt;
 }
 
+uint64_t operations_launched_on_devices() noexcept {
+  return operations_on_devices;
+}
+
 WorkPtr Launcher::launch(Operation operation) {
   TORCH_CHECK(
       !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
@@ -240,9 +246,12 @@ WorkPtr Launcher::launch(Operation operation) {
   const Told told(operation);
   std::vector<TransferPtr> transfers;
   for (auto& call : operation.calls) {
-    // A process that sees one device only cannot tell it from its peers' by a number.
-    call.device = named.has_value() && device_count() > 1 ? device : -1;
+    // A process that has one device only cannot tell it from its peers' by a number.
+    call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
     transfers.push_back(transport_->start(call));
+  }
+  if (named.has_value()) {
+    ++operations_on_devices;
   }
   if (is_collective && !coalescing_) {
     ++sequence_;

@@ -31,6 +31,9 @@ struct Operation {
   std::vector<Call> calls;
 };
 
+// How many operations with device tensors, be they empty, this process has started, in all groups. Any thread.
+uint64_t operations_launched_on_devices() noexcept;
+
 // A backend without its operations. One thread at a time drives it; `abort` may be called from any.
 class Launcher : public c10d::Backend {
  public:

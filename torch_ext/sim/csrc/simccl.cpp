@@ -447,6 +447,7 @@ void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
   set_settle(settle_collectives);
   m.def("set_gloo_factory", [](const py::function& factory) { set_gloo_factory(factory); });
+  m.def("operations_launched_on_devices", &operations_launched_on_devices);
   bind_seams(m);
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")

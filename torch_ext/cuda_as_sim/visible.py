@@ -1,0 +1,64 @@
+"""``CUDA_VISIBLE_DEVICES``, as far as a program chooses its simulated devices by it. The standard library only.
+
+Note [A value from outside]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What a user has in the environment is for GPUs, and must not hide simulated devices; what the program puts there chooses
+among them, be it the same text. So a value from outside is taken from the process's environment, where the native half
+looks, before the program begins. ``os.environ`` keeps it, for the program to read. What the value was is told once in a
+job: the processes that the job starts find it in their environment, and so know theirs from one that a script has
+exported for them. See also Note [Visible devices] in sim/csrc/device.h.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["VISIBLE", "hide", "record", "record_at_start"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OUTSIDE = "TORCH_EXT_SIM_VISIBLE_OUTSIDE"  # "=" and the value; empty if there was none
+
+
+def record() -> None:
+    """Have the value that there is now hide nothing, and any that is set from now on choose devices."""
+    _record(os.environ.get(VISIBLE))
+    hide()
+
+
+def record_at_start() -> None:
+    """Record the value that this process was started with, unless what started it has recorded one already."""
+    if _OUTSIDE not in os.environ:
+        _record(_outside(_environment_at_start()))
+
+
+def hide() -> None:
+    """Have a value that is the recorded one hide nothing. Called before the program begins."""
+    if os.environ.get(_OUTSIDE) == f"={os.environ.get(VISIBLE)}":
+        os.unsetenv(VISIBLE)
+
+
+def _record(outside: str | None) -> None:
+    os.environ[_OUTSIDE] = "" if outside is None else f"={outside}"
+
+
+def _environment_at_start() -> Mapping[str, str]:
+    """The program may have changed its own since, before it imported torch."""
+    with suppress(OSError):
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+        return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
+    return os.environ
+
+
+def _outside(variables: Mapping[str, str]) -> str | None:
+    """Return the value that ``variables`` has for other reasons than to show one of several local ranks its device.
+
+    >>> _outside({"CUDA_VISIBLE_DEVICES": "0"})
+    '0'
+    >>> _outside({"CUDA_VISIBLE_DEVICES": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})  # a script's, for this rank
+    """
+    found = variables.get(VISIBLE)
+    is_one_of_several = variables.get("LOCAL_WORLD_SIZE", "1") != "1"
+    return None if is_one_of_several and found == variables.get("LOCAL_RANK") else found
