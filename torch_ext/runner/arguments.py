@@ -228,6 +228,12 @@ def _upstream_places(settings: Mapping[str, Setting], typed: Sequence[str], incl
         path = Path(each).resolve()
         if not path.exists():
             raise _Mistake(f"got --upstream {each}, which does not exist; give test files of a PyTorch checkout")
+        if not each:
+            raise _Mistake("got an empty --upstream, as from a variable that is not set; give test files or folders")
+        if not path.is_dir() and (not path.is_file() or path.suffix != ".py"):
+            raise _Mistake(f"got --upstream {each}, which is no Python file; give test files or folders of them")
+        if not path.is_dir() and "." in path.stem:
+            raise _Mistake(f"got --upstream {each}, whose name has one dot too many to import it; rename the file")
         folders.append(path if path.is_dir() else path.parent)
     return {**places, "root": Path(os.path.commonpath(folders))}
 

@@ -171,6 +171,14 @@ def _upstream_files(options: Options) -> list[TestFile]:
         [path] if path.is_file() else [file.path for file in find_test_files(path, like=_UPSTREAMS)] for path in paths
     ]
     for path, files in zip(options.upstream, found, strict=True):
+        for file in [file for file in files if not file.is_file() or "." in file.stem]:
+            why = (
+                "its name has one dot too many to import it"
+                if file.is_file()
+                else "it is no file, or a link to nothing"
+            )
+            _complain(f"warning: {file} is left out: {why}")
+            files.remove(file)
         if not files:
             raise SelectionError(f"nothing selected: no {' or '.join(_UPSTREAMS)} below {path}")
     return [

@@ -73,7 +73,10 @@ def read(path: Path) -> tuple[Difference, ...]:
         OSError: the file cannot be read.
         ValueError: it is no such list; the message names the entry and what is wrong with it.
     """
-    entries = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON in UTF-8: {error}") from None
     if not isinstance(entries, list):
         raise ValueError(f"{path}: expected a list of entries")
     return tuple(_entry(each, f"{path}, entry {number}") for number, each in enumerate(entries, 1))

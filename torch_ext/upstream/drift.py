@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch_ext.upstream.export.modules import Definition, Module, Tree, members_of, signature
-from torch_ext.upstream.export.trees import OURS, THEIRS, installed_tree, our_tree, project_root, tree_at
+from torch_ext.upstream.export.trees import OURS, THEIRS, installed_tree, our_tree, project_root, upstream_at
 
 __all__ = ["Entry", "as_json", "as_text", "compare", "compare_whole", "counterparts", "drift"]
 
@@ -55,10 +55,12 @@ def drift(against: str = "installed") -> list[Entry]:
     Raises:
         CheckoutError: there is no such checkout.
     """
-    theirs = installed_tree() if against == "installed" else tree_at(Path(against))
+    theirs = installed_tree() if against == "installed" else upstream_at(Path(against))
     ours, names = our_tree(theirs), counterparts(project_root(), theirs)
     found = [entry for name in names for entry in compare(name, ours, theirs)]
     installed = installed_tree()
+    gone = [name for name in counterparts(project_root(), installed) if name not in names]
+    found += [Entry(name, "(the module)", NEW) for name in gone]
     return found + [entry for name in _TAKEN_WHOLE for entry in compare_whole(name, installed, theirs)]
 
 

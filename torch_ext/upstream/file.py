@@ -10,6 +10,7 @@ Some files cannot be imported without the variables that upstream's own runner s
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -92,8 +93,14 @@ def _set_variables() -> None:
 
 def _prepare() -> None:
     path = Path(sys.argv[0])
+    if (known := sys.modules.get(path.stem)) is not None:
+        raise ImportError(f"{path.name} has the name of a module that is loaded already, {known!r}: rename the file")
     if path.is_file():
-        source = path.read_text(encoding="utf-8")
+        try:
+            source = importlib.util.decode_source(path.read_bytes())
+            ast.parse(source)
+        except (OSError, SyntaxError, ValueError):
+            return  # the import, which comes next, says what is wrong and where
         accelerator.request_devices(max(1, min(_MOST, devices_wanted(source))))
         devices.count_again()
         if _BACKEND in source and needs_a_backend(source):

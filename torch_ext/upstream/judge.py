@@ -10,9 +10,9 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import SetupError, TestName, TestResult
+from torch_ext.runner.results import SetupError, Status, TestName, TestResult
 from torch_ext.upstream.differences import BUILT_IN, Differences, read
-from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION
+from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, advised
 from torch_ext.upstream.releases import Releases
 
 __all__ = ["Judge"]
@@ -34,7 +34,9 @@ class Judge:
     """
 
     def __init__(self, paths: Iterable[Path], lists: Sequence[str], surroundings: Mapping[str, str]) -> None:
-        self._releases = Releases(paths, cuda_as_sim=surroundings.get("cuda_as_sim") == "true")
+        self._paths = tuple(paths)
+        self._cuda_as_sim = surroundings.get("cuda_as_sim") == "true"
+        self._releases = Releases(self._paths, cuda_as_sim=self._cuda_as_sim)
         self.told = self._releases.told
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
@@ -51,9 +53,19 @@ class Judge:
     def judged(self, result: TestResult) -> TestResult:
         """Return what counts in the place of ``result``."""
         judged = self._releases.judged(self._differences.judged(result))
-        if judged.reason == WITH_THE_OPTION and (known := self._with_the_option.known(result.test)):
+        known = self._with_the_option.known(result.test)
+        if judged.reason == WITH_THE_OPTION and known:
             return replace(judged, reason=f"{ASKS_BY_NAME}, and with --cuda-as-sim it is a {known}")
+        if judged.status is Status.SKIPPED and not self._cuda_as_sim and not known:
+            return replace(judged, reason=advised(judged.reason, self._source_of(result.test)))
         return judged
+
+    def _source_of(self, test: TestName) -> str:
+        path = next((path for path in self._paths if path.as_posix().endswith(f"/{test.file}")), None)
+        try:
+            return path.read_text(encoding="utf-8", errors="replace") if path is not None else ""
+        except OSError:
+            return ""
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
         """Return a failure for each known difference that no longer is one."""

@@ -6,11 +6,16 @@ import re
 
 from torch_ext.runner.results import Problem, Raised, RanksFailed
 
-__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "errors", "reason_of"]
+__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of"]
 
 ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
+
+# What our harness says of a test that --cuda-as-sim has run: the torch has no NCCL, or the file counts CUDA devices.
+_NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
+_NO_RANKS = re.compile(r"^no rank was started, because the test's world_size is 0$", re.MULTILINE)
+_COUNTS_CUDA = re.compile(r"\bcuda\.device_count\b")
 
 # Errors that a build without CUDA raises wherever it is asked for.
 _NAMES_CUDA = (
@@ -38,6 +43,25 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
         return _TRITON
     # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
     return WITH_THE_OPTION if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
+
+
+def advised(skip: str, source: str) -> str:
+    """Return why a test of a file was skipped, with the advice of ``--cuda-as-sim`` where that has the test run.
+
+    >>> advised("This torch is built without NCCL.", "")
+    'This torch is built without NCCL: --cuda-as-sim has it mean the simulated one'
+    >>> told = "no rank was started, because the test's world_size is 0"
+    >>> advised(told, "world_size = 0") == told
+    True
+    >>> advised(told, "world_size = torch.cuda.device_count()").removeprefix(told)
+    ', as there is no CUDA device: --cuda-as-sim has CUDA mean the simulated accelerator'
+    """
+    if _NO_NCCL.search(skip):
+        return _NO_NCCL.sub("This torch is built without NCCL: --cuda-as-sim has it mean the simulated one", skip)
+    if _COUNTS_CUDA.search(source) and (found := _NO_RANKS.search(skip)):
+        more = ", as there is no CUDA device: --cuda-as-sim has CUDA mean the simulated accelerator"
+        return skip[: found.end()] + more + skip[found.end() :]
+    return skip
 
 
 def errors(problem: Problem) -> list[str]:

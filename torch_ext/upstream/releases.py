@@ -44,7 +44,7 @@ def release_of_checkout(path: Path) -> str:
     for folder in path.parents:
         file = folder / "version.txt"
         if file.is_file() and (folder / "torch").is_dir():
-            return file.read_text(encoding="utf-8").strip()
+            return file.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 

@@ -122,7 +122,7 @@ def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["drift", "--against", str(tmp_path)]) == 0
     assert "  missing brand_new" in capsys.readouterr().out
     assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2
-    assert "is no git repository" in capsys.readouterr().err
+    assert "nothing is no folder; give a git checkout of PyTorch" in capsys.readouterr().err
 
 
 def test_a_module_that_we_take_whole_is_compared_with_a_checkouts() -> None:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_ext.upstream.export import spelled
+from torch_ext.upstream.export.git import CheckoutError, git
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import Definition, Module, Tree
-from torch_ext.upstream.export.trees import CheckoutError, our_tree_at, path_of
+from torch_ext.upstream.export.trees import our_tree_at, path_of
 from torch_ext.upstream.export.write import formatted_piece
 
 __all__ = ["add", "module_at"]
@@ -30,23 +31,63 @@ def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
     Raises:
         CheckoutError: there is no such file, folder or revision.
     """
+    root = root.resolve()
     for each in asked:
-        if each.endswith(".."):
-            _add_since(linker, each.removesuffix(".."), root)
+        revision, dots, end = each.partition("..")
+        if dots and revision and not revision.endswith("/"):
+            if end:
+                raise CheckoutError(f"got {each}; give {revision}.., whose other end is what lies in {root}")
+            _add_since(linker, revision, root)
             continue
-        path, _, name = each.partition("::")
-        place = (root / path) if (root / path).exists() else Path(path).resolve()
-        if not place.exists() or not place.is_relative_to(root):
-            raise CheckoutError(f"{path} is no file, folder or REV.. of {root}")
-        if name:
+        path, mark, name = each.partition("::")
+        place = _place(path, root) if path else None
+        if place is None:
+            raise CheckoutError(f"{path!r} is no file, folder or REV.. of {root}")
+        if mark and (not name or place.is_dir()):
+            raise CheckoutError(f"got {each}; FILE::NAME wants a file, and a name that it defines")
+        if place.is_dir():
+            _add_folder(linker, place, root)
+        elif place.suffix != ".py":
+            raise CheckoutError(f"{path} is no Python file; tests and helpers go upstream, and nothing else")
+        elif name:
             _add_one(linker, module_at(place, root), name)
-        elif place.is_dir():
-            for file in sorted(place.rglob("*.py")):
-                module = module_at(file, root)
-                if file.name != "__init__.py" and not _stays(linker, module):
-                    linker.add_file(module)
         else:
-            linker.add_file(module_at(place, root))
+            _add_file(linker, place, root)
+
+
+def _place(path: str, root: Path) -> Path | None:
+    """Return the file or folder of ``root`` that ``path`` names, from there or from where the command runs."""
+    for place in ((root / path).resolve(), Path(path).resolve()):
+        if place.exists() and place.is_relative_to(root):
+            return place
+    return None
+
+
+def _add_file(linker: Linker, place: Path, root: Path) -> None:
+    name = module_at(place, root)
+    if not _goes(place, root) and not spelled.advice_for(name):
+        linker.problems.append(f"{place.relative_to(root)}: only what lies below {' and '.join(_GO)} goes upstream")
+    elif (module := linker.ours.module(name)) is not None and not module.tree.body:
+        linker.problems.append(f"{place.relative_to(root)} is empty; write a test first")
+    else:
+        linker.add_file(name)
+
+
+def _add_folder(linker: Linker, place: Path, root: Path) -> None:
+    if not _goes(place, root):
+        raise CheckoutError(f"{place}: only what lies below {' and '.join(_GO)} goes upstream; give a part of it")
+    files = [file for file in sorted(place.rglob("*.py")) if file.name != "__init__.py"]
+    if not files:
+        linker.problems.append(f"{place.relative_to(root)} holds no Python file")
+    for file in files:
+        if not file.is_file():
+            linker.problems.append(f"{file.relative_to(root)} is no file, or a link to nothing; delete it")
+        elif not _stays(linker, module_at(file, root)):
+            _add_file(linker, file, root)
+
+
+def _goes(place: Path, root: Path) -> bool:
+    return any(place.is_relative_to(root / folder) for folder in _GO)
 
 
 def _stays(linker: Linker, name: str) -> bool:
@@ -77,12 +118,27 @@ def _add_one(linker: Linker, module: str, name: str) -> None:
 
 def _add_since(linker: Linker, revision: str, root: Path) -> None:
     old = our_tree_at(revision, linker.theirs, root)
-    for path in _changed_files(root, revision):
+    changed, deleted = _changed_files(root, revision), _deleted_files(root, revision)
+    if not changed and not deleted:
+        linker.problems.append(f"nothing below {' and '.join(_GO)} changed since {revision}")
+    for path in deleted:
         name = module_at(root / path, root)
-        now, before = linker.ours.module(name), old.module(name)
-        if now is None or path.endswith("__init__.py"):
+        place = linker.places.place(name)
+        # What was in a room behind upstream's front door may have moved to another one.
+        alone = place.endswith(name.removeprefix("torch_ext."))
+        if alone and not spelled.advice_for(name) and linker.theirs.module(place) is not None:
+            linker.problems.append(
+                f"{path} is gone since {revision}, and upstream has {path_of(place)}.py. A deletion does not "
+                f"go by itself: name the files that are to go in the place of {revision}.., and delete it there by hand"
+            )
+    for path in changed:
+        name = module_at(root / path, root)
+        if path.endswith("__init__.py"):
             continue
-        if advice := spelled.advice_for(name):
+        now, before = linker.ours.module(name), old.module(name)
+        if now is None:
+            linker.problems.append(f"{path} is no file, or a link to nothing; delete it")
+        elif advice := spelled.advice_for(name):
             linker.problems.append(f"{path}: {advice}")
         elif before is None or linker.theirs.module(linker.places.place(name)) is None:
             linker.add_file(name)
@@ -91,14 +147,21 @@ def _add_since(linker: Linker, revision: str, root: Path) -> None:
 
 
 def _changed_files(root: Path, revision: str) -> list[str]:
-    def git(*command: str) -> list[str]:
-        done = subprocess.run(["git", "-C", str(root), *command, "--", *_GO], capture_output=True, text=True)
-        if done.returncode:
-            raise CheckoutError(f"git {command[0]} {revision}: {done.stderr.strip()}")
-        return [line for line in done.stdout.splitlines() if line.endswith(".py")]
+    new = _files(root, "ls-files", "-z", "--others", "--exclude-standard")
+    return sorted({*_files(root, *_DIFF, "--diff-filter=d", revision), *new})
 
-    new = git("ls-files", "--others", "--exclude-standard")
-    return sorted({*git("diff", "--name-only", "--diff-filter=d", revision), *new})
+
+def _deleted_files(root: Path, revision: str) -> list[str]:
+    gone = _files(root, *_DIFF, "--diff-filter=D", revision)
+    return sorted(path for path in set(gone) if not path.endswith("__init__.py"))
+
+
+def _files(root: Path, *command: str) -> list[str]:
+    return [path for path in git(root, *command, "--", *_GO).split("\0") if path.endswith(".py")]
+
+
+# Names as they are: git quotes those that are not ASCII unless it ends them with a zero.
+_DIFF = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "--relative", "-z")
 
 
 def _add_changes(linker: Linker, old: Tree, before: Module, now: Module) -> None:

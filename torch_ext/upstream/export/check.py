@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ext.upstream.export.git import git, root_of
 from torch_ext.upstream.export.trees import project_root
 
 __all__ = ["Run", "apply_to_copy", "import_in_copy", "run_in_copy"]
@@ -93,20 +94,15 @@ def apply_to_copy(checkout: Path, mail: str, folder: Path) -> Path:
     """Clone ``checkout`` into ``folder``, apply the patch with ``git am`` and return the clone.
 
     Raises:
-        ValueError: it does not apply.
+        CheckoutError: it does not apply.
     """
     copy = folder / "copy"
-    _git(["clone", "--quiet", "--shared", "--no-tags", str(checkout.resolve()), str(copy)], folder)
+    plain = ("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null")  # whatever a person has set
+    git(folder, *plain, "clone", "--quiet", "--shared", "--no-tags", str(root_of(checkout).resolve()), str(copy))
     file = folder / "change.patch"
     file.write_text(mail, encoding="utf-8")
-    _git(["-c", "user.name=check", "-c", "user.email=check@localhost", "am", "--quiet", str(file)], copy)
+    git(copy, *plain, "-c", "user.name=check", "-c", "user.email=check@localhost", "am", "--quiet", str(file))
     return copy
-
-
-def _git(command: Sequence[str], where: Path) -> None:
-    done = subprocess.run(["git", *command], cwd=where, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"git {command[0]} failed: {done.stderr.strip()}{done.stdout.strip()}")
 
 
 def run_in_copy(copy: Path, file: str, device: str, tests: Sequence[str] = (), timeout_s: float = 1800) -> Run:

@@ -11,7 +11,7 @@ from torch_ext.upstream.export import change, check, lint, patch
 from torch_ext.upstream.export.cover import cover
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.pieces import Target
-from torch_ext.upstream.export.trees import file_at, our_tree, project_root, tree_at
+from torch_ext.upstream.export.trees import file_at, our_tree, project_root, upstream_at
 from torch_ext.upstream.export.write import text_of
 
 __all__ = ["Request", "Result", "export"]
@@ -51,11 +51,13 @@ def export(request: Request, say: Callable[[str], None] = lambda line: None) -> 
     """Make the patch that ``request`` asks for.
 
     Raises:
-        CheckoutError: the checkout, a path or a revision is not there.
+        CheckoutError: the checkout, a path or a revision is not there, or the branch is there already.
         NoAuthorError: git does not know who runs this.
     """
-    author, root = patch.author_of(request.onto), project_root()
-    theirs = tree_at(request.onto)
+    root, theirs = project_root(), upstream_at(request.onto)
+    author = patch.author_of(request.onto)
+    if request.branch:
+        patch.check_branch(request.onto, request.branch)
     ours = our_tree(theirs)
     linker = Linker(ours, theirs)
     change.add(linker, request.what, root)

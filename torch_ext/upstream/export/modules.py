@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeGuard
 
+from torch_ext.upstream.export.git import CheckoutError
+
 __all__ = ["Definition", "Import", "Module", "Tree", "bound_names", "is_typing_block", "members_of", "signature"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -102,7 +104,12 @@ class Module:
         """What ``__all__`` lists, or None."""
         listed = self.definitions.get("__all__")
         value = getattr(listed.node, "value", None) if listed else None
-        return list(ast.literal_eval(value)) if isinstance(value, (ast.List, ast.Tuple)) else None
+        if not isinstance(value, (ast.List, ast.Tuple)):
+            return None
+        try:
+            return list(ast.literal_eval(value))
+        except ValueError:  # put together out of other lists
+            return None
 
     def _define(self, statement: ast.stmt) -> None:
         for name in bound_names(statement):
@@ -139,16 +146,28 @@ class Tree:
 
     Args:
         read: returns the text of a module and whether it is a package, or None if there is no such module.
+        called: returns what a module's file is called in a message.
     """
 
-    def __init__(self, read: Callable[[str], tuple[str, bool] | None]) -> None:
+    def __init__(
+        self, read: Callable[[str], tuple[str, bool] | None], called: Callable[[str], str] = lambda name: name
+    ) -> None:
         self.read = read
+        self.called = called
         self._modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> Module | None:
+        """Return the module ``name``, or None if it is not in this tree.
+
+        Raises:
+            CheckoutError: its file is no Python.
+        """
         if name not in self._modules:
             found = self.read(name)
-            self._modules[name] = Module(name, *found) if found else None
+            try:
+                self._modules[name] = Module(name, *found) if found else None
+            except (SyntaxError, ValueError) as error:
+                raise CheckoutError(f"{self.called(name)}{_what_is_wrong(error)}") from None
         return self._modules[name]
 
     def find(self, module: str, name: str) -> tuple[Module, Definition] | None:
@@ -175,6 +194,15 @@ class Tree:
             return list(here.all)
         starred = [name for star in here.stars for name in self.public_names(star)]
         return [*here.definitions, *starred]
+
+
+def _what_is_wrong(error: SyntaxError | ValueError) -> str:
+    if not isinstance(error, SyntaxError):
+        return f" is no Python ({error}); mend it first"
+    line = f", line {error.lineno}" if error.lineno else ""
+    if (error.text or "").startswith(("<<<<<<< ", "||||||| ", "=======", ">>>>>>> ")):
+        return f"{line}: a merge left a conflict here; resolve it first"
+    return f"{line}: this is no Python ({error.msg}); mend it first"
 
 
 def bound_names(statement: ast.stmt) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Author", "NoAuthorError", "author_of", "commit_on_branch", "mailbox"]
+from torch_ext.upstream.export.git import CheckoutError, git, ran
+
+__all__ = ["Author", "NoAuthorError", "author_of", "check_branch", "commit_on_branch", "mailbox"]
 
 
 class NoAuthorError(ValueError):
@@ -41,8 +42,7 @@ def author_of(checkout: Path) -> Author:
 
 
 def _config(checkout: Path, key: str) -> str:
-    done = subprocess.run(["git", "-C", str(checkout), "config", "--get", key], capture_output=True, text=True)
-    return done.stdout
+    return ran(checkout, "config", "--get", key).stdout.decode(errors="replace")
 
 
 def mailbox(checkout: Path, files: Mapping[str, str], message: str, author: Author) -> str:
@@ -55,25 +55,39 @@ def mailbox(checkout: Path, files: Mapping[str, str], message: str, author: Auth
         author: see :func:`author_of`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        objects = _git(checkout, ["rev-parse", "--path-format=absolute", "--git-path", "objects"]).strip()
+        objects = git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
         environment = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}
         commit = _commit(checkout, files, message, author, environment)
         # What a person's settings may say otherwise, and git am would stumble over.
         options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
         options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
-        return _git(checkout, ["format-patch", "-1", *options, commit], environment)
+        utf8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8")
+        return git(checkout, *utf8, "format-patch", "-1", *options, commit, environment=environment)
+
+
+def check_branch(checkout: Path, branch: str) -> None:
+    """Raise an error unless ``branch`` can be made in ``checkout``.
+
+    Raises:
+        CheckoutError: there is such a branch already, or git refuses its name.
+    """
+    if branch.startswith("-") or ran(checkout, "check-ref-format", f"refs/heads/{branch}").returncode:
+        raise CheckoutError(f"got --branch {branch}, which git does not take for a name; give another one")
+    if not ran(checkout, "show-ref", "--verify", "--quiet", f"refs/heads/{branch}").returncode:
+        raise CheckoutError(
+            f"{checkout} has a branch {branch} already; give another name, or delete it with git branch -D {branch}"
+        )
 
 
 def commit_on_branch(checkout: Path, files: Mapping[str, str], message: str, author: Author, branch: str) -> str:
     """Commit the change on a new branch that starts at ``HEAD``, and return the commit.
 
     Raises:
-        ValueError: there is such a branch already, or git refuses its name.
+        CheckoutError: there is such a branch already, or git refuses its name.
     """
+    check_branch(checkout, branch)
     commit = _commit(checkout, files, message, author, {})
-    done = subprocess.run(["git", "-C", str(checkout), "branch", branch, commit], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(done.stderr.strip())
+    git(checkout, "update-ref", f"refs/heads/{branch}", commit, "")  # that is: where there is none
     return commit
 
 
@@ -87,21 +101,11 @@ def _commit(checkout: Path, files: Mapping[str, str], message: str, author: Auth
             "GIT_COMMITTER_NAME": author.name,
             "GIT_COMMITTER_EMAIL": author.email,
         }
-        _git(checkout, ["read-tree", "HEAD"], environment)
+        git(checkout, "read-tree", "HEAD", environment=environment)
         for path, text in files.items():
-            blob = _git(checkout, ["hash-object", "-w", "--stdin"], environment, text).strip()
-            _git(checkout, ["update-index", "--add", "--cacheinfo", f"100644,{blob},{path}"], environment)
-        tree = _git(checkout, ["write-tree"], environment).strip()
-        return _git(checkout, ["commit-tree", tree, "-p", "HEAD"], environment, message).strip()
-
-
-def _git(checkout: Path, command: list[str], environment: Mapping[str, str] | None = None, text: str = "") -> str:
-    done = subprocess.run(
-        ["git", "-C", str(checkout), *command],
-        input=text.encode(),
-        capture_output=True,
-        env={**os.environ, **(environment or {})},
-    )
-    if done.returncode:
-        raise ValueError(f"git {command[0]}: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode()
+            blob = git(checkout, "hash-object", "-w", "--stdin", text=text, environment=environment).strip()
+            known = git(checkout, "ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0]
+            change = f"{known or '100644'},{blob},{path}"
+            git(checkout, "update-index", "--add", "--cacheinfo", change, environment=environment)
+        tree = git(checkout, "write-tree", environment=environment).strip()
+        return git(checkout, "commit-tree", tree, "-p", "HEAD", text=message, environment=environment).strip()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
-import subprocess
-from collections.abc import Callable
+import os
+import sys
 from functools import cache
 from pathlib import Path
 
+from torch_ext.upstream.export.git import CheckoutError, commit_of, ran
 from torch_ext.upstream.export.modules import Tree
 
 __all__ = [
@@ -19,13 +21,10 @@ __all__ = [
     "path_of",
     "project_root",
     "tree_at",
+    "upstream_at",
 ]
 
 OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
-
-
-class CheckoutError(ValueError):
-    """A folder is not what it should be: a git checkout of PyTorch, or of this project."""
 
 
 def project_root() -> Path:
@@ -49,37 +48,63 @@ def path_of(module: str) -> str:
 
 def our_tree(theirs: Tree | None = None, root: Path | None = None) -> Tree:
     """Return the modules of this project, as they are on disk, and those of torch as ``theirs`` has them."""
-    return _with_torch(lambda name: _from_disk(root or project_root(), path_of(name)), theirs)
+    return _with_torch(_disk_tree(root or project_root()), theirs)
 
 
 def our_tree_at(revision: str, theirs: Tree | None = None, root: Path | None = None) -> Tree:
     """Return the modules of this project as they were in ``revision``."""
-    return _with_torch(tree_at(root or project_root(), revision).read, theirs)
+    return _with_torch(tree_at(root or project_root(), revision), theirs)
 
 
-def _with_torch(read: Callable[[str], tuple[str, bool] | None], theirs: Tree | None) -> Tree:
-    def either(name: str) -> tuple[str, bool] | None:
-        if name.split(".")[0] != "torch":
-            return read(name)
-        return theirs.read(name) if theirs is not None else None
+def _with_torch(ours: Tree, theirs: Tree | None) -> Tree:
+    def of(name: str) -> Tree | None:
+        return theirs if name.split(".")[0] == "torch" else ours
 
-    return Tree(either)
+    def read(name: str) -> tuple[str, bool] | None:
+        tree = of(name)
+        return tree.read(name) if tree is not None else None
+
+    return Tree(read, lambda name: (of(name) or ours).called(name))
 
 
 def installed_tree() -> Tree:
     """Return the modules of the installed torch, without importing it."""
-    found = importlib.util.find_spec("torch")
+    # Not the folder that the command runs in, which comes first and may be a checkout of PyTorch.
+    here = os.getcwd()
+    elsewhere = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    found = importlib.machinery.PathFinder.find_spec("torch", elsewhere) or importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise CheckoutError("torch is not installed")
-    site = Path(found.origin).parents[1]
-    return Tree(lambda name: _from_disk(site, path_of(name)))
+    return _disk_tree(Path(found.origin).parents[1])
 
 
-def _from_disk(root: Path, path: str) -> tuple[str, bool] | None:
-    for file, package in ((root / f"{path}.py", False), (root / path / "__init__.py", True)):
-        if file.is_file():
-            return file.read_text(encoding="utf-8"), package
-    return None
+def _disk_tree(root: Path) -> Tree:
+    def called(name: str) -> str:
+        return str(root / f"{path_of(name)}.py")
+
+    def read(name: str) -> tuple[str, bool] | None:
+        path = path_of(name)
+        for file, package in ((root / f"{path}.py", False), (root / path / "__init__.py", True)):
+            if file.is_file():
+                return _decoded(_bytes_of(file).replace(b"\r\n", b"\n"), str(file)), package
+        return None
+
+    return Tree(read, called)
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckoutError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _decoded(text: bytes, called: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = text[: error.start].count(b"\n") + 1
+        raise CheckoutError(f"{called}, line {line}: this is no UTF-8 text; save the file as UTF-8") from None
 
 
 def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
@@ -88,16 +113,35 @@ def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
     Raises:
         CheckoutError: there is no such repository or revision.
     """
-    commit = _commit(checkout, revision)
+    commit = commit_of(checkout, revision)
+
+    def called(name: str) -> str:
+        return _called(checkout, f"{path_of(name)}.py", revision)
 
     def read(name: str) -> tuple[str, bool] | None:
         for path, package in ((f"{path_of(name)}.py", False), (f"{path_of(name)}/__init__.py", True)):
             text = _show(checkout, path, commit)
             if text is not None:
-                return text, package
+                return _decoded(text, _called(checkout, path, revision)), package
         return None
 
-    return Tree(read)
+    return Tree(read, called)
+
+
+def upstream_at(checkout: Path) -> Tree:
+    """Return the modules of a PyTorch checkout at its ``HEAD``.
+
+    Raises:
+        CheckoutError: it is none.
+    """
+    tree = tree_at(checkout)
+    if ran(checkout, "cat-file", "-e", f"HEAD:{path_of(THEIRS)}").returncode:
+        raise CheckoutError(f"{checkout} has no {path_of(THEIRS)} in its HEAD; give a git checkout of PyTorch")
+    return tree
+
+
+def _called(checkout: Path, path: str, revision: str) -> str:
+    return f"{path} of {checkout} in {revision}"
 
 
 def file_at(checkout: Path, path: str, revision: str = "HEAD") -> str | None:
@@ -106,18 +150,11 @@ def file_at(checkout: Path, path: str, revision: str = "HEAD") -> str | None:
     Raises:
         CheckoutError: there is no such repository or revision.
     """
-    return _show(checkout, path, _commit(checkout, revision))
-
-
-def _commit(checkout: Path, revision: str) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
-    known = subprocess.run(command, capture_output=True, text=True)
-    if known.returncode:
-        raise CheckoutError(f"{checkout} is no git repository with a commit {revision}")
-    return known.stdout.strip()
+    text = _show(checkout, path, commit_of(checkout, revision))
+    return None if text is None else _decoded(text, _called(checkout, path, revision))
 
 
 @cache
-def _show(checkout: Path, path: str, commit: str) -> str | None:
-    shown = subprocess.run(["git", "-C", str(checkout), "show", f"{commit}:{path}"], capture_output=True)
-    return shown.stdout.decode("utf-8") if shown.returncode == 0 else None
+def _show(checkout: Path, path: str, commit: str) -> bytes | None:
+    shown = ran(checkout, "show", f"{commit}:{path}")
+    return shown.stdout if shown.returncode == 0 else None

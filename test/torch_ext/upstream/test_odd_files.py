@@ -1,0 +1,102 @@
+"""Files and folders that are not what ``--upstream`` wants: one sentence each, and the rest still runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_ext.runner.cli import main
+from torch_ext.upstream.differences import read
+from torch_ext.upstream.releases import release_of_checkout
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PASSES = (
+    'import unittest\n\nclass TestA(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(len("é"), 1)\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("", "got an empty --upstream, as from a variable that is not set"),
+        ("nowhere.py", "nowhere.py, which does not exist"),
+        ("README.md", "README.md, which is no Python file; give test files or folders of them"),
+        ("/dev/null", "/dev/null, which is no Python file; give test files or folders of them"),
+        ("test_a.b.py", "test_a.b.py, whose name has one dot too many to import it; rename the file"),
+    ],
+)
+def test_a_path_that_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("README.md", "test_a.b.py"):
+        Path(file).touch()
+    assert main(["--upstream", name]) == 2
+    shown = capfd.readouterr()
+    assert sentence in shown.err and "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
+    (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "torch").mkdir()
+    folder = tmp_path / "tests, ä"
+    folder.mkdir()
+    (folder / "test_latin.py").write_bytes(f"# coding: latin-1\n{PASSES}".encode("latin-1"))
+    (folder / "test_syntax.py").write_text("def f(:\n")
+    (folder / "test_zero.py").write_bytes(b"x\0")
+    (folder / "test_dotted.x.py").write_text(PASSES)
+    (folder / "test_link.py").symlink_to("nowhere.py")
+    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--upstream", str(folder), "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done
+    assert "1 passed, 2 failed, 0 skipped" in done.stdout
+    assert f'File "{folder}/test_syntax.py", line 1' in done.stdout
+    assert "upstream/file.py" not in done.stdout + done.stderr
+    assert f"{folder}/test_link.py is left out: it is no file, or a link to nothing" in done.stderr
+    assert f"{folder}/test_dotted.x.py is left out: its name has one dot too many to import it" in done.stderr
+
+
+def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sys.py").write_text(PASSES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--upstream", "sys.py", "--device", "cpu"]) == 1
+    assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
+
+
+def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
+    assert release_of_checkout(tmp_path / "test_a.py")
+    differences = tmp_path / "differences.json"
+    for text in (b"{", b"\xff"):
+        differences.write_bytes(text)
+        with pytest.raises(ValueError, match=r"differences\.json is no JSON in UTF-8"):
+            read(differences)
+
+
+def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
+    from torch_ext.runner.results import Status, TestName, TestResult
+    from torch_ext.upstream.judge import Judge
+
+    no_ranks = "no rank was started, because the test's world_size is 0"
+    counts, constant = tmp_path / "test_counts.py", tmp_path / "test_constant.py"
+    counts.write_text("WORLD_SIZE = torch.cuda.device_count()\n")
+    constant.write_text("WORLD_SIZE = 0\n")
+
+    def told(file: Path, reason: str, **surroundings: str) -> str:
+        judge = Judge([counts, constant], [], surroundings)
+        return judge.judged(TestResult(TestName(file.name, "T", "test"), Status.SKIPPED, 0.0, reason=reason)).reason
+
+    assert "--cuda-as-sim" in told(counts, no_ranks)
+    assert told(constant, no_ranks) == no_ranks
+    assert told(counts, no_ranks, cuda_as_sim="true") == no_ranks
+    assert "--cuda-as-sim" in told(constant, "This torch is built without NCCL.")
+    assert told(counts, "CUDA out of luck") == "CUDA out of luck"
