@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from torch._inductor import config as _config
     from torch._inductor.codegen.common import get_scheduling_for_device as get_scheduling_for_device
     from torch._inductor.codegen.common import init_backend_registration as init_backend_registration
-    from torch._inductor.kernel.flex.flex_cpu import lower_cpu as lower_cpu
     from torch._inductor.utils import is_gpu as is_gpu
     from torch.utils._triton import has_triton as has_triton
 
@@ -23,10 +22,6 @@ __getattr__ = lazy_names(
         "get_scheduling_for_device": ("torch._inductor.codegen.common:get_scheduling_for_device",),
         "has_triton": ("torch.utils._triton:has_triton",),
         "init_backend_registration": ("torch._inductor.codegen.common:init_backend_registration",),
-        "lower_cpu": (
-            "torch._inductor.kernel.flex.flex_cpu:lower_cpu",
-            "torch._inductor.kernel.flex_attention:lower_cpu",
-        ),
         "is_gpu": ("torch._inductor.utils:is_gpu",),
     },
 )

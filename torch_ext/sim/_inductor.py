@@ -34,9 +34,9 @@ from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
+from torch._inductor.kernel.flex.flex_cpu import lower_cpu
 from torch._inductor.virtualized import V
 
-from torch_ext.compat.inductor import lower_cpu
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
