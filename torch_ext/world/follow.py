@@ -148,7 +148,7 @@ class World:
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
-        self._callbacks.watch(process._channel, lambda: self._on_rank(process))
+        self._callbacks.watch(process._channel, lambda: self._on_ready(process))
         if process._capture.live is not None:
             self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
 
@@ -211,6 +211,12 @@ class World:
         while not process._channel.closed and process._channel.poll():
             self._on_rank(process)
         self._on_output(process)
+
+    def _on_ready(self, process: RankProcess) -> None:
+        # What was there may have been read with the rank's end, in the same round. Nothing more may ever come, and the
+        # channel may stay open: the rank may have left a process behind that has it.
+        if process._channel.poll():
+            self._on_rank(process)
 
     def _on_rank(self, process: RankProcess) -> None:
         try:

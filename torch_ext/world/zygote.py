@@ -144,6 +144,7 @@ class Zygote:
         self._groups: dict[int, _ChildGroup] = {}  # by descriptor of the group's channel
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
+        self._in_transit: list[int] = []  # descriptors of the request at hand, for children that are not forked yet
         self._forks = 0
         self._copies = 0
         self._gathered = gathered or not settings.huge_pages()
@@ -196,6 +197,7 @@ class Zygote:
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]))
+        self._in_transit = list(descriptors)
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
@@ -207,8 +209,10 @@ class Zygote:
                 child.order_channel.send(order, own)
             child.order_channel.close()
             close_all(own)
+            self._in_transit = [descriptor for descriptor in self._in_transit if descriptor not in own]
             group.indices[child.pid] = group.members[child.pid] = index
             self._owners[child.pid] = group
+        self._in_transit = []
         self._groups[group.channel.fileno()] = group
         self._watch(group.channel, self._on_group)
         group.tell(Started(tuple(group.indices), why))
@@ -258,7 +262,10 @@ class Zygote:
         return self._adopt(pid, ours)
 
     def _forget(self) -> None:
-        """In a child: close the zygote's descriptors, so that no child keeps a channel open that its holder closed."""
+        """In a child: close the zygote's descriptors and those of other children, so that no child keeps a channel open
+        that its holder closed.
+        """
+        close_all(self._in_transit)
         for file in self._callbacks.files:
             if isinstance(file, Channel):
                 file.close()

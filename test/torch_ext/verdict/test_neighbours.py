@@ -87,12 +87,17 @@ ADDRESSES = """
 import socket
 
 
-def listening():
-    # The addresses at which this process listens.
+def what_is_open():
     held = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             held.add(os.readlink(f"/proc/self/fd/{number}"))
+    return held
+
+
+def listening():
+    # The addresses at which this process listens.
+    held = what_is_open()
     with open("/proc/self/net/tcp") as stream:
         rows = [line.split() for line in stream][1:]
     return {
@@ -103,6 +108,10 @@ def listening():
 
 
 def check_addresses(case):
+    note(
+        f"pipes.{type(case).__name__}.{case._testMethodName}.{case.rank}",
+        " ".join(name for name in what_is_open() if name.startswith("pipe:")),
+    )
     case.check()
     own = os.environ["TORCH_EXT_ADDRESS"]
     dist.barrier(dist.new_group())
@@ -138,11 +147,19 @@ def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> Non
     with programs(tmp_path, ADDRESSES) as suite:
         run = suite.run()
         assert run.code == 0, run
+        check_pipes(tmp_path)
         told = {path.name: path.read_text() for path in tmp_path.glob("Test*.test_*")}
         worlds = ("TestFresh.test_first", "TestFresh.test_second", "TestStanding.test_first")
         pairs = [{told[f"{world}.{rank}"] for rank in (0, 1)} for world in worlds]
         assert [len(pair) for pair in pairs] == [1, 1, 1], told
         assert "127.0.0.1" not in set.union(*pairs)
+
+
+def check_pipes(folder: Path) -> None:
+    """A rank that holds what its peer was given keeps that open when the peer is gone, and nobody sees its end."""
+    for world in ("TestFresh.test_first", "TestFresh.test_second", "TestStanding.test_first"):
+        first, second = (set((folder / f"pipes.{world}.{rank}").read_text().split()) for rank in (0, 1))
+        assert first and second and not first & second, (world, first, second)
 
 
 def test_ranks_with_interpreters_of_their_own_listen_there_too(tmp_path: Path) -> None:
