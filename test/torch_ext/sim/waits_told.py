@@ -51,7 +51,7 @@ class Page:
             ]
             until_ns, thread = struct.unpack_from("=qi", self._page, start + 328)
             if since and changes % 2 == 0:
-                found.append(Entry(peer, number, *texts, until_ns * 1e-9, thread))
+                found.append(Entry(peer, number, *texts, until_ns / 1e9, thread))
         return found
 
     def only_entry(self, waiting: threading.Thread) -> Entry:
