@@ -5,6 +5,8 @@ pytest-xdist, and adds ``--long``.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,18 @@ def _asked_for(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
+    parser.addoption("--served", action="store_true", help="let runs use what `torch_ext serve` keeps warm")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run pytest and look at what it prints.
     os.environ.pop("PYTEST_ADDOPTS", None)
+    # And expect each run to be on its own.
+    if not config.getoption("served"):
+        runtime = tempfile.mkdtemp(prefix="runtime-")
+        config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
+        os.environ["XDG_RUNTIME_DIR"] = runtime
     # Else the first question after the device would register it, for all tests that follow in the process.
     if not _asked_for(config):
         os.environ.setdefault("TORCH_EXT_DEVICE", "cpu")

@@ -6,8 +6,7 @@
 ``rank``        what happens in a rank before and after the program; ``main_module`` runs the program as ``__main__``;
                 ``usage`` says what the rank used
 ``store``       the store that ranks meet at, as an agent of torchrun has it
-``warm``        which zygote starts the ranks: one of the run's own, or one that ``serve`` has kept warm, which is found
-                at its ``address``, and stale when a file has changed that it has ``loaded``
+``zygote``      which zygote starts the ranks: one of the run's own, or one that ``serve`` has kept warm
 ``autoload``    the entry point by which torchrun's own workers run on ``sim``; ``interpreter_line`` starts one of them
                 anew, as ``as_sim``; ``alone`` says what a worker never used
 ``doctor``, ``demo``  the commands of that name; ``demo_training`` is the program that is shown

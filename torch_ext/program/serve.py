@@ -1,8 +1,8 @@
-"""``torch_ext serve``: keeps a zygote warm for the runs that follow. Loads no torch itself.
+"""``torch_ext serve``: keeps a zygote warm for the runs that follow, of programs and of tests. Loads no torch itself.
 
 It stays in the foreground, serves its user alone (see Note [A zygote for its user alone]) and ends by itself when
 nothing has run for a while. Ranks that it starts have the environment, folder and umask of their own command, but the
-limits, the control group and the priority of this one.
+limits, the control group and the priority of this one. A run of tests brings its limits along; see ``warm/lent.py``.
 
 Note [A stale zygote]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -25,13 +25,15 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.program import address, variables
-from torch_ext.program.loaded import Files
+from torch_ext.program import variables
 from torch_ext.program.options import HOST
-from torch_ext.program.warm import Welcome, preparation, search_path
+from torch_ext.program.zygote import preparation
+from torch_ext.warm import address
+from torch_ext.warm.connect import Welcome, search_path
+from torch_ext.warm.loaded import Files
 from torch_ext.world import frames, notices, scratch
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
-from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 
 __all__ = ["main"]
 
@@ -45,7 +47,7 @@ class _EndError(BaseException):
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until nothing has run for a while, or until SIGINT or SIGTERM; return the exit code."""
-    parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for `torch_ext run`.")
+    parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs and tests.")
     parser.add_argument("--idle", type=_seconds, default=_IDLE_S, metavar="S", help="end after S idle seconds (900)")
     parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
     try:
@@ -89,7 +91,7 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     path = search_path()
     with contextlib.ExitStack() as held:
         listening = held.enter_context(address.listen(address.key_of(simulated, path, os.environ)))
-        root = RootZygote(preparation(simulated, path), scratch.folder(), os.environ)
+        root = start_root(preparation(simulated, path), scratch.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
         server = _Server(root, listening, held)

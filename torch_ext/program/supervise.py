@@ -17,7 +17,8 @@ from torch_ext.program import fake, rank, report, variables
 from torch_ext.program.options import Options, Output, parse
 from torch_ext.program.spec import Facts, Program
 from torch_ext.program.store import Store
-from torch_ext.program.warm import search_path, zygote_for
+from torch_ext.program.zygote import zygote_for
+from torch_ext.warm.connect import search_path
 from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.hosts import launcher_variables

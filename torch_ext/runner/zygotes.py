@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -12,11 +13,20 @@ from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
+from torch_ext.warm.root import lent_root
 from torch_ext.world import _os, provider
 from torch_ext.world.patience import Patience
 from torch_ext.world.phrases import own_message
 from torch_ext.world.protocol import ModuleOrder, Preparation
-from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
+from torch_ext.world.tree import (
+    LoadError,
+    ModuleZygote,
+    RootZygote,
+    ZygoteClient,
+    ZygoteCopy,
+    ZygoteDiedError,
+    start_root,
+)
 
 __all__ = ["RunZygotes"]
 
@@ -28,6 +38,8 @@ _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
 # says little of an import on a busy machine, which would cost the file all its tests.
 _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
+# What asks for the simulated device, or leaves it to the machine.
+_SIMULATED = ("", "sim")
 
 
 class RunZygotes:
@@ -51,6 +63,7 @@ class RunZygotes:
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
         self.copies = False
         self._root: RootZygote | None = None
+        self._held = contextlib.ExitStack()  # what a root needs that another process has lent
         self._of_files: dict[str, ModuleZygote] = {}
         self._copies: dict[tuple[str, str], ZygoteCopy] = {}
 
@@ -77,8 +90,8 @@ class RunZygotes:
         self._of_files[file.name] = root.load(order, self.limit_s)
 
     def _ready_root(self, file: TestFile) -> RootZygote:
-        root = self._root or self._start_root(file)
         try:
+            root = self._root or self._start_root(file)
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
@@ -91,9 +104,16 @@ class RunZygotes:
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
         preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preparation = Preparation(tuple(path), preload)
         with held():
-            self._root = RootZygote(Preparation(tuple(path), preload), self._scratch, self._environment)
+            self._root = self._lent_root(preparation) or start_root(preparation, self._scratch, self._environment)
         return self._root
+
+    def _lent_root(self, preparation: Preparation) -> RootZygote | None:
+        if self._options.cuda_as_sim:  # what rewrites the files comes before torch
+            return None
+        simulated = self._environment.get("TORCH_EXT_DEVICE", "") in _SIMULATED
+        return lent_root(preparation, self._scratch, self._environment, simulated, self._held)
 
     def root(self, file: TestFile) -> ZygoteClient:
         """Return the zygote of all others, which has loaded torch; of a file that was started by itself, the file's.
@@ -202,3 +222,4 @@ class RunZygotes:
         if self._root is not None:
             self._root.close()
             self._root = None
+        self._held.close()

@@ -34,6 +34,7 @@ __all__ = [
     "lead_process_group",
     "require_supported",
     "signal_name",
+    "stand_for",
     "starved_s",
     "tasks",
     "unnamed_file",
@@ -151,9 +152,18 @@ def tasks() -> int:
         return threading.active_count()
 
 
+_started_with: dict[str, str] | None = None
+
+
+def stand_for(environment: dict[str, str]) -> None:
+    """Have :func:`environment_at_start` return ``environment`` in this process and in those that it forks."""
+    global _started_with
+    _started_with = environment
+
+
 def environment_at_start() -> dict[str, str]:
     """Return the environment that this process's program was started with, whatever has been set since."""
-    return environment_of(os.getpid()) or dict(os.environ)
+    return dict(_started_with or environment_of(os.getpid()) or os.environ)
 
 
 def watch_exit(pid: int) -> int:

@@ -23,10 +23,10 @@ from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process, uncollected
-from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
+from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
 from torch_ext.world.zygote import Zygote
 
-__all__ = ["become_zygote", "load_module", "main", "serve_as_copy"]
+__all__ = ["become_zygote", "load_and_serve", "load_module", "main", "serve_as_copy"]
 
 frames.hide(r"/world/loading\.py", "load_module", outwards=True)
 frames.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
@@ -41,15 +41,20 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
     try:
-        _load_and_serve(command)
+        order, _ = command.receive()
+        # What a module prints while it is imported must not mix with the runner's own output.
+        os.dup2(2, 1)
+        load_and_serve(command, order)
     except ChannelClosedError:  # whoever started this process was interrupted, and is gone or needs it no more
         os._exit(0)
 
 
-def _load_and_serve(command: Channel) -> NoReturn:
-    order, _ = command.receive()
-    # What a module prints while it is imported must not mix with the runner's own output.
-    os.dup2(2, 1)
+def load_and_serve(command: Channel, order: RootOrder) -> NoReturn:
+    """Load what ``order`` says, tell whether that went well, and serve as the first zygote of a run.
+
+    Raises:
+        ChannelClosedError: the run is gone.
+    """
     try:
         load(order.preparation)
     except BaseException:

@@ -18,6 +18,7 @@ from -> to          messages
 client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`; on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
 client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
+zygote -> lent root :class:`LentOrder` as the payload of an :class:`Order`, answered likewise or by :class:`DoesNotFit`
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
@@ -46,11 +47,13 @@ __all__ = [
     "CopyOrder",
     "Dependencies",
     "Devices",
+    "DoesNotFit",
     "Ended",
     "Farewell",
     "HiddenFrames",
     "Inherited",
     "LeftBehind",
+    "LentOrder",
     "Loaded",
     "ModuleOrder",
     "NotLoaded",
@@ -101,12 +104,14 @@ class Start:
         environment: the children's environment. The zygote compares it with the one that it was started with.
         interpreter: give every child a fresh interpreter.
         spares: how many children to fork ahead of the next request.
+        outlive: closing the group channel leaves the children be. They end by themselves when they are not needed.
     """
 
     orders: tuple[Order, ...]
     environment: dict[str, str]
     interpreter: bool = False
     spares: int = 0
+    outlive: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,35 @@ class RootOrder:
 
     preparation: Preparation
     scratch: str = ""
+
+
+@dataclass(frozen=True)
+class LentOrder:
+    """What a child becomes that is to be the first zygote of a run, as if the run had started it. Descriptors: its
+    command channel, its stderr, and its working directory.
+
+    Attributes:
+        root: what it loads.
+        environment: the run's.
+        umask: likewise.
+        limits: the soft and the hard limit of each resource, by the number that :mod:`resource` knows it by.
+        cores: the cores that the run may use.
+        ignored: the signals that the run ignores, as under nohup.
+    """
+
+    root: RootOrder
+    environment: dict[str, str]
+    umask: int
+    limits: dict[int, tuple[int, int]]
+    cores: tuple[int, ...]
+    ignored: frozenset[int]
+
+
+@dataclass(frozen=True)
+class DoesNotFit:
+    """The child cannot be what the run would have started; ``why`` is the end of a sentence about it, for users."""
+
+    why: str
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch_ext.world.loading import become_zygote
 from torch_ext.world.notices import announce
 from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
-from torch_ext.world.tree import ModuleZygote, RootZygote
+from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
 
 __all__ = ["forget", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
 
@@ -164,7 +164,7 @@ def _alive(own: _Zygotes) -> bool:
 def _load(own: _Zygotes, module: str) -> Channel:
     if own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
-        own.root = RootZygote(main, scratch.folder(), os.environ)
+        own.root = start_root(main, scratch.folder(), os.environ)
         atexit.register(_end_root, own)
     own.root.wait_ready()
     if module == "__main__":

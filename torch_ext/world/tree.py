@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch_ext.world import _os, frames
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, readable
@@ -23,6 +23,7 @@ from torch_ext.world.protocol import (
     AddClient,
     Copy,
     Dependencies,
+    DoesNotFit,
     Ended,
     Loaded,
     ModuleOrder,
@@ -36,22 +37,26 @@ from torch_ext.world.protocol import (
 )
 
 __all__ = [
+    "ZYGOTE_ENVIRONMENT",
     "Child",
+    "DoesNotFitError",
     "HungImportError",
     "LeftWhileLoadingError",
     "LoadError",
     "ModuleZygote",
+    "RootProcess",
     "RootZygote",
     "ZygoteClient",
     "ZygoteCopy",
     "ZygoteDiedError",
+    "start_root",
 ]
 
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
 
 # Set in every zygote, whatever the user has: otherwise importing numpy starts threads, and asking torch for a GPU a
 # driver, which no child survives. Children get the user's values back. See Note [Fork safety].
-_ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 # What loads for a process that runs tests by itself, such as pytest, which nobody supervises.
@@ -68,6 +73,10 @@ class LoadError(RuntimeError):
 
 class LeftWhileLoadingError(LoadError):
     """A module asked not to be run while it was imported; the message says how, in words for users."""
+
+
+class DoesNotFitError(RuntimeError):
+    """What another process keeps warm cannot serve this run; the message says why, in words for users."""
 
 
 class HungImportError(LoadError):
@@ -167,14 +176,16 @@ class ZygoteClient:
         descriptors: Sequence[int],
         environment: Mapping[str, str],
         interpreter: bool = False,
+        outlive: bool = False,
     ) -> Child:
-        """Start a child that runs ``target(payload, descriptors)``.
+        """Start a child that runs ``target(payload, descriptors)``. With ``outlive`` it ends by itself.
 
         Raises:
             ZygoteDiedError: the zygote is gone.
         """
         order = Order(target, payload, len(descriptors))
-        return Child(self.channel, Start((order,), dict(environment), interpreter), descriptors, self.pid)
+        request = Start((order,), dict(environment), interpreter, outlive=outlive)
+        return Child(self.channel, request, descriptors, self.pid)
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
@@ -319,34 +330,70 @@ class ZygoteCopy(ZygoteClient):
         self.process.close()
 
 
-class RootZygote:
-    """The process that has loaded torch once for the whole run.
+class RootProcess(Protocol):
+    """What :class:`RootZygote` knows of its process."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative after a signal; None while it runs."""
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so within ``seconds``."""
+
+
+class _OwnProcess(subprocess.Popen[bytes]):
+    def ends_within(self, seconds: float) -> bool:
+        if self.poll() is not None:
+            return True
+        watch = _os.watch_exit(self.pid)
+        try:
+            return readable(watch, seconds)
+        finally:
+            os.close(watch)
+
+
+def start_root(preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> RootZygote:
+    """Start the process that loads torch once for a whole run.
 
     Args:
         preparation: its ``sys.path``, and what it imports before anything else.
         scratch: a folder that it removes when this process is gone, however that ends.
         environment: of the zygote; what it needs itself is added.
     """
+    _os.require_supported()
+    ours, theirs = channel_pair()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
+    process = _OwnProcess(
+        arguments,
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**environment, **ZYGOTE_ENVIRONMENT},
+    )
+    theirs.close()
+    ours.send(RootOrder(preparation, scratch))
+    return RootZygote(ours, process)
 
-    def __init__(self, preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> None:
-        _os.require_supported()
-        self.channel, theirs = channel_pair()
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        arguments = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            arguments,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**environment, **_ZYGOTE_ENVIRONMENT},
-        )
-        theirs.close()
-        self.channel.send(RootOrder(preparation, scratch))
+
+class RootZygote:
+    """The process that has loaded torch once for the whole run, seen from whoever is its first client."""
+
+    def __init__(self, channel: Channel, process: RootProcess) -> None:
+        self.channel = channel
+        self.process = process
         self._ready = False
 
     def wait_ready(self) -> None:
         """Wait until the modules are imported.
 
         Raises:
+            DoesNotFitError: it is a child of a zygote that does not fit.
             LoadError: one of them cannot be.
             ZygoteDiedError: the process ended.
         """
@@ -360,6 +407,8 @@ class RootZygote:
             ) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
+        if isinstance(message, DoesNotFit):
+            raise DoesNotFitError(message.why)
         if not isinstance(message, Loaded):
             raise AssertionError(f"unexpected message {message!r}")
         frames.add(message.hidden_frames)
@@ -385,14 +434,10 @@ class RootZygote:
         self.process.wait()
 
     def _wait_for_end(self) -> None:
-        watch = _os.watch_exit(self.process.pid)
         end_s = time.monotonic() + _END_S
-        try:
-            while not readable(watch, _SILENCE_S):
-                if time.monotonic() > end_s or _os.is_stopped(self.process.pid):
-                    self._kill()
-        finally:
-            os.close(watch)
+        while not self.process.ends_within(_SILENCE_S):
+            if time.monotonic() > end_s or _os.is_stopped(self.process.pid):
+                self._kill()
 
     def _kill(self) -> None:
         if self.process.poll() is None:

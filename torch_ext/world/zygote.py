@@ -101,6 +101,7 @@ def _read_sources() -> None:
 @dataclass
 class _ChildGroup:
     channel: Channel
+    outlive: bool
     indices: dict[int, int] = field(default_factory=dict)  # pid -> index, children not yet reaped
     members: dict[int, int] = field(default_factory=dict)  # pid -> index, all of them
 
@@ -196,7 +197,7 @@ class Zygote:
         self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
-        group = _ChildGroup(Channel.from_descriptor(descriptors[0]))
+        group = _ChildGroup(Channel.from_descriptor(descriptors[0]), request.outlive)
         self._in_transit = list(descriptors)
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
@@ -320,7 +321,7 @@ class Zygote:
         del self._groups[group.channel.fileno()]
         self._callbacks.unwatch(group.channel)
         group.channel.close()
-        for pid in group.indices:
+        for pid in () if group.outlive else group.indices:
             _os.end_process(pid)
 
     def _on_exit(self, pid: int, watch: int) -> None:

@@ -26,14 +26,28 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat"}),
+    "torch_ext.warm": frozenset({"torch_ext.world"}),
     "torch_ext.runner": frozenset(
-        {"torch_ext.world", "torch_ext.cache", "torch_ext.compat.untested_torch", "torch_ext.cuda_as_sim.words"}
+        {
+            "torch_ext.world",
+            "torch_ext.warm",
+            "torch_ext.cache",
+            "torch_ext.compat.untested_torch",
+            "torch_ext.cuda_as_sim.words",
+        }
     ),
     "torch_ext.upstream": frozenset(
         {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
     ),
     "torch_ext.program": frozenset(
-        {"torch_ext.world", "torch_ext.cache", "torch_ext.compat", "torch_ext.cuda_as_sim", "torch_ext.sim"}
+        {
+            "torch_ext.world",
+            "torch_ext.warm",
+            "torch_ext.cache",
+            "torch_ext.compat",
+            "torch_ext.cuda_as_sim",
+            "torch_ext.sim",
+        }
     ),
     "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command"}),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
@@ -204,7 +218,10 @@ def ours(loaded: set[str]) -> set[str]:
         (["torch_ext.world.start"], {"torch_ext.world"}),
         (["torch_ext.world.provider"], {"torch_ext.world"}),
         (ROOMS["torch_ext.world"], {"torch_ext.world"}),
-        (ROOMS["torch_ext.runner"], {"torch_ext.runner", "torch_ext.world", "torch_ext.cache", "torch_ext.compat"}),
+        (
+            ROOMS["torch_ext.runner"],
+            {"torch_ext.runner", "torch_ext.warm", "torch_ext.world", "torch_ext.cache", "torch_ext.compat"},
+        ),
     ],
     ids=["package", "cli", "tree", "start", "provider", "world", "runner"],
 )

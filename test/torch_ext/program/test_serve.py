@@ -18,7 +18,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import Ended, run, serving, start
-from torch_ext.program import address, warm
+from torch_ext.warm import address, connect
 from torch_ext.world import _os
 
 _LIMIT_S = 120.0
@@ -127,9 +127,9 @@ def test_another_server_is_refused_and_another_command_told_why(
     (about,) = server.folder().glob("*.json")
     key = json.loads(about.read_text(encoding="utf-8"))
     with contextlib.ExitStack() as held:
-        assert warm._connect(key, held) is not None
-        assert warm._connect({**key, "OMP_NUM_THREADS": "3"}, held) is None
-        assert warm._connect({**key, "the device": True}, held) is None
+        assert connect.connect(key, held) is not None
+        assert connect.connect({**key, "OMP_NUM_THREADS": "3"}, held) is None
+        assert connect.connect({**key, "the device": True}, held) is None
     told = "the zygote of `torch_ext serve` is not used: it differs in OMP_NUM_THREADS"
     assert capfd.readouterr().err == f"torch_ext: {told}\n", "the other device is another matter"
 
@@ -195,7 +195,7 @@ def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, mo
     found = []
     for folder in (tmp_path, CHECKOUT):
         monkeypatch.chdir(folder)
-        found.append(address.socket_name(address.key_of(False, warm.search_path(), {})))
+        found.append(address.socket_name(address.key_of(False, connect.search_path(), {})))
     assert found[0] == found[1]
-    assert found[0] != address.socket_name(address.key_of(True, warm.search_path(), {}))
-    assert found[0] != address.socket_name(address.key_of(False, warm.search_path(), {"OMP_NUM_THREADS": "1"}))
+    assert found[0] != address.socket_name(address.key_of(True, connect.search_path(), {}))
+    assert found[0] != address.socket_name(address.key_of(False, connect.search_path(), {"OMP_NUM_THREADS": "1"}))

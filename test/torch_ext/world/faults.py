@@ -18,7 +18,7 @@ from collections.abc import Callable
 __all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes"]
 
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
-MARK = "TORCH_EXT_TEST_MARK"
+MARK = "MARK_OF_A_TEST"
 
 
 def _raise() -> None:

@@ -31,7 +31,7 @@ class Files:
     def __init__(self, zygote: ZygoteClient) -> None:
         ours, theirs = channel_pair()
         try:
-            child = zygote.start("torch_ext.program.loaded:tell", None, [theirs.fileno()], os.environ)
+            child = zygote.start("torch_ext.warm.loaded:tell", None, [theirs.fileno()], os.environ)
         finally:
             theirs.close()
         try:

@@ -1,5 +1,5 @@
-"""Which zygote starts the ranks of a program: one that ``torch_ext serve`` keeps warm, or one of this command's own.
-Runs in the process that the user has started, which loads no torch.
+"""How a command gets a channel to the zygote that ``torch_ext serve`` keeps warm. Runs in the process that the user has
+started, which loads no torch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,17 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ext.program import address
-from torch_ext.world import frames, notices, scratch
+from torch_ext.warm import address
+from torch_ext.world import frames, notices
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.follow import ZygoteLostError
-from torch_ext.world.protocol import HiddenFrames, Preparation
-from torch_ext.world.tree import RootZygote, ZygoteClient, ZygoteDiedError
+from torch_ext.world.protocol import HiddenFrames
+from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["Welcome", "preparation", "search_path", "zygote_for"]
+__all__ = ["Welcome", "connect", "search_path"]
 
-# Of these torch._dynamo is what every optimizer loads at its first step, in each rank anew unless its zygote has it.
-_ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
-_SIMULATED = ("torch_ext.sim",)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
 # What may come of a message of another version of this package.
@@ -44,11 +39,6 @@ class Welcome:
     zygote_pid: int
 
 
-def preparation(simulated: bool, path: tuple[str, ...]) -> Preparation:
-    """Return what a zygote of programs loads."""
-    return Preparation(path, (*_ALWAYS, *(_SIMULATED if simulated else ())))
-
-
 def search_path() -> tuple[str, ...]:
     """Return ``sys.path`` without the entry that belongs to this command; this package is found behind all others."""
     entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
@@ -58,30 +48,8 @@ def search_path() -> tuple[str, ...]:
     return tuple(path if root in path else [*path, root])
 
 
-@contextlib.contextmanager
-def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Iterator[ZygoteClient]:
-    """A zygote that has loaded torch, and the simulator if it is wanted, until the block is left.
-
-    Raises:
-        LoadError: one of the two cannot be loaded.
-        ZygoteDiedError: the process ended meanwhile.
-    """
-    with contextlib.ExitStack() as held:
-        found = _connect(address.key_of(simulated, path, environment), held)
-        if found is None:
-            root = RootZygote(preparation(simulated, path), scratch.folder(), environment)
-            held.callback(root.close)
-            root.wait_ready()
-            yield ZygoteClient(root.channel, root.process.pid)
-            return
-        try:
-            yield found
-        except (ZygoteDiedError, ZygoteLostError) as error:
-            raise ZygoteDiedError("`torch_ext serve`, which had started the ranks, has ended") from error
-
-
-def _connect(key: address.Key, held: contextlib.ExitStack) -> ZygoteClient | None:
-    """Return a warm zygote that fits; None if nobody serves one."""
+def connect(key: address.Key, held: contextlib.ExitStack) -> ZygoteClient | None:
+    """Return a warm zygote that fits, with a line that ``held`` keeps open; None if nobody serves one."""
     with contextlib.suppress(OSError, ChannelClosedError, *_MISREAD):
         connected = socket.socket(socket.AF_UNIX)
         line = Channel(connected)

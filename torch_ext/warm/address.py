@@ -42,7 +42,17 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ABOUT = ".json"  # beside the socket: the key, in a file that its server holds locked
 # Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
-_READ_LATER = ("PYTHONPATH",)  # the search path says what came of it
+# Of these, some are not: the search path says what came of the first, and the world reads the others on use.
+_READ_LATER = frozenset(
+    {
+        "PYTHONPATH", "TORCH_EXT_ADDRESS", "TORCH_EXT_CACHE", "TORCH_EXT_DEVICE", "TORCH_EXT_HANG_AFTER",
+        "TORCH_EXT_HOST", "TORCH_EXT_HOST_ADDRESS", "TORCH_EXT_OPTIONS", "TORCH_EXT_OWNER", "TORCH_EXT_REUSE",
+        "TORCH_EXT_SCHEDULE", "TORCH_EXT_SHOW_OUTPUT", "TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_EXT_SIM_DEVICES",
+        "TORCH_EXT_SIM_REDUCE", "TORCH_EXT_SIM_TRANSPORT", "TORCH_EXT_SPARES", "TORCH_EXT_START_METHOD",
+        "TORCH_EXT_TEARDOWN", "TORCH_EXT_THREADS", "TORCH_EXT_THREAD_ORIGIN", "TORCH_EXT_TIMEOUT",
+        "TORCH_EXT_TOLD_VERSION", "TORCH_EXT_TRIAL_FORK", "TORCH_EXT_WAIT_PAGE",
+    }
+)  # fmt: skip
 
 
 def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
