@@ -1,4 +1,4 @@
-"""Commands that start in the root of a checkout that nobody has built: its ``torch`` does not hide the installed one."""
+"""Commands that start in the root of a checkout that nobody has built find the installed torch, and not its sources."""
 
 from __future__ import annotations
 
