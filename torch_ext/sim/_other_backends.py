@@ -69,9 +69,7 @@ def serve_gloo(
     name, description = group.group_name, group.group_desc
     store = c10d.PrefixStore(f"{NAME}/", store)
     backend = make(store, group.rank(), ranks, options._timeout)
-    if (
-        dist.get_debug_level() == dist.DebugLevel.DETAIL
-    ):  # gloo's own half is behind one, which compares the ranks' calls
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch wraps gloo's own half, to compare the ranks' calls
         backend = c10d._create_process_group_wrapper(
             backend, group.group_name, store, group.rank(), group.size(), options._timeout
         )
