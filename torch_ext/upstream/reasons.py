@@ -17,6 +17,11 @@ _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
 _NO_RANKS = re.compile(r"^no rank was started, because the test's world_size is 0$", re.MULTILINE)
 # What upstream's helpers say where Inductor has no Triton for a GPU.
 _NEEDS_TRITON = re.compile(r"^(?:requires (?:gpu|triton)\b|Inductor\+gpu needs triton\b)", re.IGNORECASE)
+# What upstream's files say themselves where they find no CUDA, in one line.
+_WANTS_CUDA = re.compile(
+    r"\A(?:(?:no|CUDA|multi-?GPU)\b[^\n]*\b(?:unavailable|not (?:available|supported)|found)"
+    r"|(?:no supported device|[Rr]equires|[Nn]eeds)\b[^\n]*\b(?:cuda|CUDA)\b[^\n]*)\.?\Z"
+)
 _NAMES_CUDA_ITSELF = re.compile(r"\bcuda\b|\bTEST_(?:CUDA|MULTIGPU)\b")
 _COUNTS_CUDA = re.compile(r"\bcuda\.device_count\b")
 
@@ -72,6 +77,8 @@ def advised(skip: str, source: str) -> str:
     """
     if skip == WITHOUT_TESTS and _NAMES_CUDA_ITSELF.search(source):
         return f"{skip}, and asks whether there is CUDA: --cuda-as-sim has it mean the simulated accelerator"
+    if _WANTS_CUDA.search(skip) and _NAMES_CUDA_ITSELF.search(source):
+        return f"{skip.rstrip('.')}: --cuda-as-sim has CUDA mean the simulated accelerator"
     if _NO_NCCL.search(skip):
         return _NO_NCCL.sub("This torch is built without NCCL: --cuda-as-sim has it mean the simulated one", skip)
     if _COUNTS_CUDA.search(source) and (found := _NO_RANKS.search(skip)):

@@ -112,6 +112,14 @@ def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
     assert told(counts, no_ranks, cuda_as_sim="true") == no_ranks
     assert "--cuda-as-sim" in told(constant, "This torch is built without NCCL.")
     assert told(counts, "CUDA out of luck") == "CUDA out of luck"
+    for skip in (
+        "CUDA unavailable",
+        "multi-GPU not supported",
+        "no supported device (cuda, xla) found",
+        "Requires CUDA",
+    ):
+        assert told(counts, skip) == f"{skip}: --cuda-as-sim has CUDA mean the simulated accelerator"
+        assert told(constant, skip) == told(counts, skip, cuda_as_sim="true") == skip
     for skip in ("requires gpu", "requires gpu and triton", "Inductor+gpu needs triton and recent GPU arch"):
         assert told(counts, skip, cuda_as_sim="true") == f"needs Triton, which has no compiler for this device: {skip}"
     assert told(constant, "requires GPUs") == "requires GPUs"
