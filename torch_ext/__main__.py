@@ -18,6 +18,8 @@ import os
 import signal
 import sys
 
+from torch_ext.unbuilt import look_there_last
+
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
@@ -39,6 +41,7 @@ def main() -> int:
 
     ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
+    look_there_last()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         _open_standard_streams()

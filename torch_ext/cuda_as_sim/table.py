@@ -53,7 +53,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
-    **dict.fromkeys((f"{kind}Storage" for kind in LEGACY_KINDS), _TYPES),
+    **dict.fromkeys((f"{kind}Storage" for kind in (*LEGACY_KINDS, "ComplexDouble", "ComplexFloat")), _TYPES),
     **dict.fromkeys(
         ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
          "green_contexts"), _DRIVER),
@@ -160,6 +160,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "reset_max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
     "version": _version,
     "is_nccl_available": lambda: True,
+    "amp_definitely_not_available": lambda: False,
     "range": _nvtx_range,
     "profile": contextlib.nullcontext,
 }

@@ -31,7 +31,16 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
 from torch_ext.runner.options import Options, default_root
-from torch_ext.runner.results import Needs, OutputError, SetupError, Status, TestName, TestResult, import_failure
+from torch_ext.runner.results import (
+    WITHOUT_TESTS,
+    Needs,
+    OutputError,
+    SetupError,
+    Status,
+    TestName,
+    TestResult,
+    import_failure,
+)
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import SelectionError, fitting_tests, select_files, select_tests
 
@@ -228,6 +237,9 @@ def _select_and_run_with(
     fitting = [test for test in selected.tests if keywords(test)]
     tests = _said(choice.choose, fitting, collected)
     failures = [import_failure(name, broken[name].error, broken[name].left) for name in selected.broken]
+    if options.upstream and not options.narrowed:
+        empty = [one.file.name for one in collected if not one.tests and not one.error]
+        failures += [import_failure(name, "", WITHOUT_TESTS) for name in empty]
     if not tests and not failures:
         why = choice.why_none() if fitting else why_nothing(options, wanted, selected.tests)
         return _usage_error(f"nothing selected: {why}")

@@ -129,6 +129,12 @@ class Options:
             return not self.show_output and (not self.upstream or self.slots is not None)
         return self.jobs != 1
 
+    @property
+    def narrowed(self) -> bool:
+        """Whether anything but the files themselves says which tests run."""
+        by_name = self.include or self.exclude or self.keywords
+        return bool(by_name or self.changed or self.last_failed or self.shard or self.history)
+
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the run: the user's, with what the command line adds."""
         environment = dict(os.environ)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
 
 __all__ = [
+    "WITHOUT_TESTS",
     "Began",
     "Died",
     "Needs",
@@ -225,6 +226,10 @@ class TestResult:
 
 # Takes what happens in a run, as it happens.
 Sink = Callable[[Began | Over | TestResult | Tick], None]
+
+
+# Why a file of upstream's has no result: it has ``TestCase = object`` where there is no CUDA, or is no test file.
+WITHOUT_TESTS = "the file defines no test here"
 
 
 def import_failure(file: str, error: str, left: str = "") -> TestResult:

@@ -113,6 +113,7 @@ def _complete_groups() -> None:
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
     for name in (_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,):
         setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
+    setattr(dist.ProcessGroup, "barrier", _barrier_on_device(dist.ProcessGroup.barrier))  # noqa: B010 - as above
 
 
 def _count_objects() -> None:
@@ -149,6 +150,28 @@ def _of_simccl(name: str, original: Any) -> Any:
 
     method.__name__ = name
     return method
+
+
+def _barrier_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a group's method ``barrier``, which meets on the device if the group has ``simccl``, as it does for NCCL.
+
+    Torch's asks for the host's backend there, which a group need not have. ``dist.barrier`` says the device itself.
+    """
+
+    @functools.wraps(original)
+    def barrier(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if not _has_simccl(self):
+            return original(self, *args, **kwargs)
+        given = (*args, *kwargs.values())
+        options: Any = next((each for each in given if isinstance(each, c10d.BarrierOptions)), c10d.BarrierOptions())
+        for each in given:
+            if isinstance(each, timedelta):
+                options.timeout = each
+        if options.device is None:
+            options.device = torch.device(NAME, torch.accelerator.current_device_index())
+        return original(self, options)
+
+    return barrier
 
 
 def _life() -> str:

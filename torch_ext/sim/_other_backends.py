@@ -67,7 +67,12 @@ def serve_gloo(
     options = gloo.options
     ranks = list(options.global_ranks_in_group) or list(range(group.size()))
     name, description = group.group_name, group.group_desc
-    backend = make(c10d.PrefixStore(f"{NAME}/", store), group.rank(), ranks, options._timeout)
+    store = c10d.PrefixStore(f"{NAME}/", store)
+    backend = make(store, group.rank(), ranks, options._timeout)
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch wraps gloo's own half, to compare the ranks' calls
+        backend = c10d._create_process_group_wrapper(
+            backend, group.group_name, store, group.rank(), group.size(), options._timeout
+        )
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)  # that is, of its backends
     group._set_group_desc(description)

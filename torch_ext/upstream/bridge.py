@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_ext.compat.testing import keep_upstream, upstream_module
-from torch_ext.upstream import devices
+from torch_ext.upstream import devices, later
 
 __all__ = ["REPLACED"]
 
@@ -54,4 +54,5 @@ def _resolve_through(ours: ModuleType, name: str) -> None:
 for _name in REPLACED:
     _replace(_name)
 
+later.install()
 devices.install()

@@ -4,7 +4,9 @@ A file that reads the device count while it is imported decides then which tests
 accelerator whose devices are simulated has as many as anybody asks for, so what the file asks for later is read off its
 source first.
 
-Some files cannot be imported without the variables that upstream's own runner sets. Those that it sets are these.
+Some files cannot be imported without the variables that upstream's own runner sets. Those that it sets are these. It
+also starts files in the checkout's ``test``, and so does this where programs that a test starts would find an unbuilt
+torch.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch_ext import accelerator
+from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import scratch
 
@@ -91,8 +94,17 @@ def _set_variables() -> None:
     os.environ.setdefault("TEMP_DIR", scratch.folder())
 
 
+def _leave_unbuilt_checkout(path: Path) -> None:
+    """Leave the root of a checkout that nobody has built: ``python -c "import torch"`` fails there."""
+    here = Path.cwd()
+    if has_unbuilt_torch(here):
+        tests = here / "test"
+        os.chdir(tests if tests.is_dir() else path.parent)
+
+
 def _prepare() -> None:
     path = Path(sys.argv[0])
+    _leave_unbuilt_checkout(path)
     if (known := sys.modules.get(path.stem)) is not None:
         raise ImportError(f"{path.name} has the name of a module that is loaded already, {known!r}: rename the file")
     if path.is_file():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch_ext.runner.results import SetupError, Status, TestName, TestResult
 from torch_ext.upstream.differences import BUILT_IN, Differences, read
-from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, advised
+from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, advised, told
 from torch_ext.upstream.releases import Releases
 
 __all__ = ["Judge"]
@@ -56,9 +56,12 @@ class Judge:
         known = self._with_the_option.known(result.test)
         if judged.reason == WITH_THE_OPTION and known:
             return replace(judged, reason=f"{ASKS_BY_NAME}, and with --cuda-as-sim it is a {known}")
-        if judged.status is Status.SKIPPED and not self._cuda_as_sim and not known:
-            return replace(judged, reason=advised(judged.reason, self._source_of(result.test)))
-        return judged
+        if judged.status is not Status.SKIPPED:
+            return judged
+        reason = told(judged.reason)
+        if not self._cuda_as_sim and not known:
+            reason = advised(reason, self._source_of(result.test))
+        return replace(judged, reason=reason)
 
     def _source_of(self, test: TestName) -> str:
         path = next((path for path in self._paths if path.as_posix().endswith(f"/{test.file}")), None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from torch_ext.runner.results import Problem, Raised, RanksFailed
+from torch_ext.runner.results import WITHOUT_TESTS, Problem, Raised, RanksFailed
 
-__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of"]
+__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of", "told"]
 
 ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
@@ -15,6 +15,14 @@ _TRITON = "needs Triton, which has no compiler for this device"
 # What our harness says of a test that --cuda-as-sim has run: the torch has no NCCL, or the file counts CUDA devices.
 _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
 _NO_RANKS = re.compile(r"^no rank was started, because the test's world_size is 0$", re.MULTILINE)
+# What upstream's helpers say where Inductor has no Triton for a GPU.
+_NEEDS_TRITON = re.compile(r"^(?:requires (?:gpu|triton)\b|Inductor\+gpu needs triton\b)", re.IGNORECASE)
+# What upstream's files say themselves where they find no CUDA, in one line.
+_WANTS_CUDA = re.compile(
+    r"\A(?:(?:no|CUDA|multi-?GPU)\b[^\n]*\b(?:unavailable|not (?:available|supported)|found)"
+    r"|(?:no supported device|[Rr]equires|[Nn]eeds)\b[^\n]*\b(?:cuda|CUDA)\b[^\n]*)\.?\Z"
+)
+_NAMES_CUDA_ITSELF = re.compile(r"\bcuda\b|\bTEST_(?:CUDA|MULTIGPU)\b")
 _COUNTS_CUDA = re.compile(r"\bcuda\.device_count\b")
 
 # Errors that a build without CUDA raises wherever it is asked for.
@@ -45,6 +53,17 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     return WITH_THE_OPTION if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
 
 
+def told(skip: str) -> str:
+    """Return why a test was skipped, in words where upstream's helpers have a few only.
+
+    >>> told("requires gpu")
+    'needs Triton, which has no compiler for this device: requires gpu'
+    >>> told("requires 4 GPUs")
+    'requires 4 GPUs'
+    """
+    return f"{_TRITON}: {skip}" if _NEEDS_TRITON.search(skip) else skip
+
+
 def advised(skip: str, source: str) -> str:
     """Return why a test of a file was skipped, with the advice of ``--cuda-as-sim`` where that has the test run.
 
@@ -56,6 +75,10 @@ def advised(skip: str, source: str) -> str:
     >>> advised(told, "world_size = torch.cuda.device_count()").removeprefix(told)
     ', as there is no CUDA device: --cuda-as-sim has CUDA mean the simulated accelerator'
     """
+    if skip == WITHOUT_TESTS and _NAMES_CUDA_ITSELF.search(source):
+        return f"{skip}, and asks whether there is CUDA: --cuda-as-sim has it mean the simulated accelerator"
+    if _WANTS_CUDA.search(skip) and _NAMES_CUDA_ITSELF.search(source):
+        return f"{skip.rstrip('.')}: --cuda-as-sim has CUDA mean the simulated accelerator"
     if _NO_NCCL.search(skip):
         return _NO_NCCL.sub("This torch is built without NCCL: --cuda-as-sim has it mean the simulated one", skip)
     if _COUNTS_CUDA.search(source) and (found := _NO_RANKS.search(skip)):

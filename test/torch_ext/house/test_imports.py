@@ -22,6 +22,7 @@ from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, p
 LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
     "torch_ext.cache": frozenset(),
+    "torch_ext.unbuilt": frozenset(),
     "torch_ext.sim": frozenset({"torch_ext.cache"}),
     "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
@@ -37,7 +38,7 @@ LAYERS: dict[str, frozenset[str]] = {
         }
     ),
     "torch_ext.upstream": frozenset(
-        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat"}
+        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat", "torch_ext.unbuilt"}
     ),
     "torch_ext.program": frozenset(
         {
@@ -49,7 +50,9 @@ LAYERS: dict[str, frozenset[str]] = {
             "torch_ext.sim",
         }
     ),
-    "torch_ext.__main__": frozenset({"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command"}),
+    "torch_ext.__main__": frozenset(
+        {"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command", "torch_ext.unbuilt"}
+    ),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),

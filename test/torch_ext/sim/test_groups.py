@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,22 @@ def _check_monitored_barrier(rank: int, world_size: int) -> None:
 
 def test_monitored_barrier_belongs_to_host_groups() -> None:
     ranks.run(2, _check_monitored_barrier)
+
+
+def _check_barrier(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="simccl")
+    group.barrier().wait()
+    group.barrier(timeout=timedelta(seconds=60)).wait()
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=60)
+    group.barrier(options).wait()
+    dist.group.WORLD.barrier().wait()  # type: ignore[union-attr]
+    dist.new_group(backend="gloo").barrier().wait()
+    assert group._get_backend(torch.device("sim"))._get_sequence_number_for_group() == 3
+
+
+def test_barrier_of_a_group_is_on_the_device() -> None:
+    ranks.run(2, _check_barrier)
 
 
 def _check_contract(rank: int, world_size: int) -> None:

@@ -60,6 +60,24 @@ def test_group_of_gloo_serves_device_tensors(config: str) -> None:
     ranks.run(2, _check_gloo, config, backend=config)
 
 
+def _check_detail(rank: int, world_size: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(backend="gloo")
+    x = _x(rank + 1.0)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [3.0] * 3
+    with pytest.raises(RuntimeError, match="Detected mismatch between collectives on ranks"):
+        if rank == 0:
+            dist.all_reduce(x, group=group)
+        else:
+            dist.reduce(x, 0, group=group)
+    ranks.leave()
+
+
+def test_detail_mode_finds_ranks_that_call_differently() -> None:
+    ranks.run(2, _check_detail, backend="gloo")
+
+
 def _check_sparse(rank: int, world_size: int) -> None:
     x = torch.tensor([rank == 0, rank == 1, True, False]).float().to_sparse().to("sim")
     dist.all_reduce(x)

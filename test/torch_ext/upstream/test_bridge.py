@@ -286,3 +286,39 @@ def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
     file.write_text(FILE)
     done = run("--upstream", str(file), "-i", "TestShards", "--start-method", "interpreter")
     assert "1 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
+
+
+NEWER = """
+import torch
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_fsdp import FSDP_DEVICES, FSDPTestContinuous
+from torch.testing._internal.common_utils import HardwareClassification, TestCase, requires_gpu
+
+
+class TestSharded(FSDPTestContinuous):
+    hw_classification = HardwareClassification.ACCELERATOR
+    world_size = 2
+
+    def test_device(self, device):
+        self.assertEqual(torch.ones(2, device=device).device.type, "sim")
+
+
+class TestGeneric(TestCase):
+    hw_classification = HardwareClassification.GENERIC
+
+    @requires_gpu
+    def test_accelerator(self):
+        self.assertTrue(torch.accelerator.is_available())
+
+
+instantiate_device_type_tests(TestSharded, globals(), only_for=FSDP_DEVICES, allow_xpu=True)
+"""
+
+
+def test_names_of_a_newer_harness_are_there(tmp_path: Path) -> None:
+    file = tmp_path / "test_newer.py"
+    file.write_text(NEWER)
+    done = run("--upstream", str(file), device="sim")
+    assert "2 passed, 0 failed, 0 skipped" in done.stdout, done
+    host = run("--upstream", str(file), device="cpu")
+    assert "0 passed, 0 failed, 1 skipped" in host.stdout and "1  requires an accelerator" in host.stdout, host

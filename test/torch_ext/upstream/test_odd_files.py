@@ -71,6 +71,18 @@ def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
+def test_a_file_without_tests_is_a_skip_that_says_so(tmp_path: Path) -> None:
+    for name, source in (("without", "import torch\nif torch.cuda.is_available():\n    pass\n"), ("plain", "x = 1\n")):
+        (tmp_path / f"test_{name}.py").write_text(source)
+    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--device", "cpu", "--upstream", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "0 passed, 0 failed, 2 skipped" in done.stdout, done
+    assert "1  the file defines no test here\n" in done.stdout
+    assert "1  the file defines no test here, and asks whether there is CUDA: --cuda-as-sim has it mean" in done.stdout
+    chosen = subprocess.run([*command, "-k", "test_a"], cwd=tmp_path, capture_output=True, text=True)
+    assert chosen.returncode == 2 and "nothing selected" in chosen.stderr
+
+
 def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
@@ -100,3 +112,14 @@ def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
     assert told(counts, no_ranks, cuda_as_sim="true") == no_ranks
     assert "--cuda-as-sim" in told(constant, "This torch is built without NCCL.")
     assert told(counts, "CUDA out of luck") == "CUDA out of luck"
+    for skip in (
+        "CUDA unavailable",
+        "multi-GPU not supported",
+        "no supported device (cuda, xla) found",
+        "Requires CUDA",
+    ):
+        assert told(counts, skip) == f"{skip}: --cuda-as-sim has CUDA mean the simulated accelerator"
+        assert told(constant, skip) == told(counts, skip, cuda_as_sim="true") == skip
+    for skip in ("requires gpu", "requires gpu and triton", "Inductor+gpu needs triton and recent GPU arch"):
+        assert told(counts, skip, cuda_as_sim="true") == f"needs Triton, which has no compiler for this device: {skip}"
+    assert told(constant, "requires GPUs") == "requires GPUs"

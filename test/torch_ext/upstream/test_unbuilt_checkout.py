@@ -1,0 +1,90 @@
+"""Commands that start in the root of a checkout that nobody has built find the installed torch, and not its sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_ext.unbuilt import has_unbuilt_torch
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+# What comes first says whose torch it is; what a test starts looks where the test runs.
+FILE = """
+import multiprocessing
+import subprocess
+import sys
+import unittest
+
+import torch
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+
+def import_torch():
+    import torch
+
+
+class TestRanks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_torch(self):
+        self.assertTrue(hasattr(torch, "ones"))
+
+
+class TestPrograms(unittest.TestCase):
+    def test_command(self):
+        done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_process(self):
+        process = multiprocessing.get_context("spawn").Process(target=import_torch)
+        process.start()
+        process.join()
+        self.assertEqual(process.exitcode, 0)
+"""
+
+
+def make_checkout(root: Path) -> Path:
+    (root / "torch" / "_C").mkdir(parents=True)
+    (root / "torch" / "__init__.py").write_text("raise ImportError('the sources of torch, not built')\n")
+    (root / "torch" / "_C" / "__init__.pyi").touch()
+    file = root / "test" / "distributed" / "test_a.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(FILE)
+    return file.relative_to(root)
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (("-m", "torch_ext"), (REPOSITORY,)),
+        (("-m", "torch_ext", "--start-method", "interpreter"), (REPOSITORY,)),
+        ((str(REPOSITORY / "run_test.py"),), (".", REPOSITORY)),
+    ],
+)
+def test_the_installed_torch_is_found(tmp_path: Path, command: tuple[str, ...], path: tuple[object, ...]) -> None:
+    file = make_checkout(tmp_path)
+    done = subprocess.run(
+        [sys.executable, *command, "--upstream", str(file), "--device", "cpu", "--junit", "report.xml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+    )
+    assert "3 passed, 0 failed, 0 skipped" in done.stdout, done
+    assert (tmp_path / "report.xml").is_file()  # where the command started, wherever its tests ran
+
+
+def test_a_checkout_that_was_built_in_place_is_taken(tmp_path: Path) -> None:
+    make_checkout(tmp_path)
+    assert has_unbuilt_torch(tmp_path)
+    (tmp_path / "torch" / "_C.cpython-312-x86_64-linux-gnu.so").touch()
+    assert not has_unbuilt_torch(tmp_path)
+    assert not has_unbuilt_torch(tmp_path / "test")
