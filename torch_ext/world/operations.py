@@ -34,8 +34,8 @@ _OPERATORS = "/torch/_ops.py"
 # Waiting in these is done for their caller.
 _OURS = ("/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py")
 _LOCKS = ("/threading.py", "/queue.py", "/torch_ext/sim/races/_threads.py", *_OURS)
-# Functions of these that only all ranks together can finish. The last is that of RPC, where the number of its workers is
-# known beforehand.
+# Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
+# workers beforehand.
 _NEEDS_EVERYONE = frozenset(
     {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
 )
