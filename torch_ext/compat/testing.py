@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ __all__ = [
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
     "around_threaded_collectives",
+    "compare_threaded_collectives",
     "complete_threaded_world",
     "keep_upstream",
     "prepare_for_threads",
@@ -95,6 +97,38 @@ def around_threaded_collectives(around: Callable[..., AbstractContextManager[Non
 
     collective.join = join
     return undo
+
+
+def compare_threaded_collectives() -> None:
+    """Have a rank of torch's threaded group fail that calls another collective than the rank that began it. Idempotent.
+
+    The group itself does for all ranks what the first one has called, whatever the others have.
+    """
+    group: Any = importlib.import_module(_THREADED).ProcessLocalGroup
+    start = group._start_coll.__func__
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def start_alike(cls: Any, collective: Any, pg: Any) -> Any:
+        here = importlib.import_module("torch").distributed.get_rank()
+        begun = start(cls, collective, pg)
+        if begun._collective is collective:
+            begun.begun_by = here
+        elif (called := _described(collective)) != (expected := _described(begun._collective)):
+            raise RuntimeError(
+                f"the ranks differ in a collective of group {pg.pg_name!r}: rank {here} called {called}, and rank "
+                f"{begun.begun_by} {expected}. Have all ranks of a group call the same collectives in the same order."
+            )
+        return begun
+
+    group._start_coll = classmethod(start_alike)
+
+
+def _described(collective: Any) -> str:
+    own = vars(collective)
+    known = [f"{name}={own[name]}" for name in ("src", "dst") if name in own]
+    return f"{type(collective).__name__}({', '.join(known)})"
 
 
 def _reads_and_writes(collective: Any, rank: int, data: Any) -> tuple[list[Any], list[Any]]:

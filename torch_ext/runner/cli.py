@@ -9,6 +9,7 @@ keyboard or by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. W
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import os
@@ -56,6 +57,14 @@ _BY_SIGNAL = 128
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
 # What PyTorch calls its test files; the second is `elastic`'s way.
+# What to do where the runner itself gets no more of something.
+_FEWER = "or run fewer classes at once (-j 1)"
+_EXHAUSTED = {
+    errno.EMFILE: f"let it open more files (ulimit -n), {_FEWER}",
+    errno.ENFILE: f"close programs that have many files open, {_FEWER}",
+    errno.EAGAIN: f"let it start more processes (ulimit -u), {_FEWER}",
+    errno.ENOMEM: f"give it more memory (ulimit -v), {_FEWER}",
+}
 _UPSTREAMS = ("test_*.py", "*_test.py")
 
 
@@ -108,6 +117,10 @@ def _exit_code(command: Callable[[], int]) -> int:
         _silence_stdout()
         _complain(f"error: {error}")
         return FAILED
+    except OSError as error:
+        if error.errno not in _EXHAUSTED:
+            raise
+        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {_EXHAUSTED[error.errno]}")
     finally:
         interrupts.give_back()
 

@@ -9,7 +9,9 @@ A rank that waits is rarely the one at fault. In this order:
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
    waits for its peer. These are the edges of a graph. Those that are waited for and wait for nobody are to blame. If
    there are none, the ranks are in a deadlock, and its cycle is shown.
-4. Where some ranks wait for others and the rest does something else, the rest is to blame.
+4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
+   when it ended has come, whatever it did then.
+5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
 
 A rank that holds the GIL or has been stopped cannot tell what it called; then the others' word counts.
 """
@@ -19,7 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_ext.world.collectives import Collective, Mismatch, first_mismatch, read_groups, read_record
+from torch_ext.world.collectives import (
+    Collective,
+    Mismatch,
+    first_mismatch,
+    read_groups,
+    read_record,
+    uneven_sizes,
+)
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
 
@@ -46,7 +55,8 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
         or _difference(records)
         or _waiting(outcomes, records)
         or first_mismatch(records)
-        or _elsewhere(outcomes)
+        or _elsewhere(outcomes, records)
+        or uneven_sizes(records)
     )
 
 
@@ -138,9 +148,10 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
     return Mismatch(f"a deadlock; its cycle: {'; '.join(steps)}", tuple(path))
 
 
-def _elsewhere(outcomes: Sequence[Outcome]) -> Mismatch | None:
+def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     waiting = [o for o in outcomes if any(wait.transport for wait in o.waits)]
-    others = [o for o in outcomes if o not in waiting and o.ending is not Ending.PASSED]
+    came = {rank for rank, record in records.items() if not all(each.finished for each in record)}
+    others = [o for o in outcomes if o not in waiting and o.rank not in came and o.ending is not Ending.PASSED]
     if not waiting or not others:
         return None
     where = next(wait.words for wait in waiting[0].waits if wait.transport)

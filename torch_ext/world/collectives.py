@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_ext.world.phrases import ranks_phrase
 
-__all__ = ["Collective", "Mismatch", "first_mismatch", "read_groups", "read_record"]
+__all__ = ["Collective", "Mismatch", "first_mismatch", "read_groups", "read_record", "uneven_sizes"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,25 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
     found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
     return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective that has not ended and to which ranks brought inputs of different sizes.
+
+    Only some backends take those, so nobody is to blame. Ranks without inputs, as those of a scatter, do not count.
+    """
+    for each in (each for record in records.values() for each in record if not each.finished):
+        sizes: dict[str, list[int]] = {}
+        for rank, record in records.items():
+            for other in record:
+                if (other.group, other.sequence, other.operation) == (each.group, each.sequence, each.operation):
+                    sizes.setdefault(other.shapes, []).append(rank)
+        sizes.pop("", None)
+        if len(sizes) > 1:
+            parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
+            called = f"#{each.sequence} {each.operation} in group {each.group}"
+            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it wants that", ())
+    return None
 
 
 def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:

@@ -77,6 +77,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     # In front, wherever it stood: another folder may have a module of the same name.
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
+    importing = os.getpid()
     try:
         recording = recorded() if order.record else contextlib.nullcontext(Record())
         # Noting the environment reads it, which is not to be recorded as the module's doing.
@@ -84,12 +85,29 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
             for name in (*order.first, order.name):
                 importlib.import_module(name)
     except BaseException as error:
+        if os.getpid() != importing:
+            _end_as_forked(error)
         command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)
+    if os.getpid() != importing:
+        _end_as_forked()
     depends = record.dependencies(_files_below((order.import_root, PACKAGE_ROOT)))
     command.send(Loaded(depends, frames.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
+
+
+def _end_as_forked(error: BaseException | None = None) -> NoReturn:
+    """End a process that the module has forked while it was imported: its tests are its parent's alone."""
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    if code and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    elif error is not None and not isinstance(error, SystemExit):
+        sys.stderr.write(_trace_of_import())
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code & 255 if isinstance(code, int) else int(code is not None))
 
 
 def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:

@@ -26,12 +26,21 @@ _WAITING_FILES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/rpc/api.py",
     "/torch/testing/_internal/distributed/multi_threaded_pg.py",
-    "/torch/_ops.py",
+    "/torch/distributed/rendezvous.py",
+    "/torch/distributed/rpc/backend_registry.py",
 )
+# It calls into everything that torch has; what of that waits is told by the object that is called.
+_OPERATORS = "/torch/_ops.py"
 # Waiting in these is done for their caller.
-_LOCKS = ("/threading.py", "/queue.py", "/torch_ext/compat/c10d.py")
-# Functions of these that only all ranks together can finish.
-_NEEDS_EVERYONE = frozenset({"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group"})
+_OURS = ("/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py")
+_LOCKS = ("/threading.py", "/queue.py", "/torch_ext/sim/races/_threads.py", *_OURS)
+# Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
+# workers beforehand.
+_NEEDS_EVERYONE = frozenset(
+    {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
+)
+# What such functions call their time limit.
+_LIMITS = ("timeout", "process_group_timeout")
 # Functions of these that wait for one peer, and the arguments that name it.
 _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
 # Methods by which a test waits itself, by the module of the object's type.
@@ -76,7 +85,7 @@ def operation_of(frame: FrameType) -> Operation:
     limit_s = stores.limit_of(frame)
     if limit_s is not None and frame.f_back is not None:
         return _in_store(frame, frame.f_back, limit_s, f"{position}:{frame.f_locals.get('began_s')}")
-    if frame.f_code.co_filename.endswith(_WAITING_FILES):
+    if frame.f_code.co_filename.endswith((*_WAITING_FILES, _OPERATORS)):
         return _in_torch(frame, position)
     call = _call_at(frame)
     receiver = _receiver(call, frame) if call is not None else None
@@ -93,19 +102,18 @@ def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str
         known_s = math.inf if operation.limit_s is None else operation.limit_s
         return replace(operation, limit_s=min(limit_s, known_s))
     call = _call_at(caller)
-    method = frame.f_locals["method"].__name__
-    what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else f"{method}() of a store"
+    what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
     return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:
     names, limit_s, inner = [], math.inf, frame
     outer: FrameType | None = frame
-    while outer is not None and "/torch/" in outer.f_code.co_filename:
+    while outer is not None and ("/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(_OURS)):
         names.append(outer.f_code.co_name)
-        limit_s = min(limit_s, _seconds(outer.f_locals.get("timeout")))
+        limit_s = min(limit_s, *(_seconds(outer.f_locals.get(name)) for name in _LIMITS))
         inner, outer = outer, outer.f_back
-    if frame.f_code.co_filename.endswith("/torch/_ops.py") and not _is_of_c10d(frame.f_locals.get("self")):
+    if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(frame.f_locals.get("self")):
         return Operation(Wait(_place(outer or frame)), None, position)
     peers = peers_waited_for(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
@@ -132,7 +140,7 @@ def waits_of_error(error: BaseException) -> tuple[Wait, ...]:
     """Return the operation of torch's that raised ``error``, if one did."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES[:3]):
+        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES):
             found = _in_torch(_innermost(trace), "")
             return (found.wait,) if found.wait.transport else ()
         trace = trace.tb_next
@@ -144,7 +152,7 @@ def _innermost(trace: TracebackType) -> FrameType:
     frame = trace.tb_frame
     while trace.tb_next is not None:
         trace = trace.tb_next
-        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES[:3]):
+        if trace.tb_frame.f_code.co_filename.endswith(_WAITING_FILES):
             frame = trace.tb_frame
     return frame
 

@@ -19,7 +19,7 @@ __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
-    r"|test termination event|\(process \d+\) (has )?ended\b",
+    r"|test termination event|\(process \d+\) (has )?ended\b|has destroyed the group and takes no part",
     re.IGNORECASE,
 )
 

@@ -181,7 +181,8 @@ class Watch:
                 self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
         unsettled = self._unsettled()
         answered = all(self._answered.get(rank) == self._look for rank in unsettled)
-        if unsettled and answered and self._stalled.issuperset(unsettled):
+        # Where one has failed or died, the others wait for it: they are stopped in their turn.
+        if unsettled and answered and self._stalled.issuperset(unsettled) and not self._trouble():
             self._bring_forward(now_s, Ending.HUNG)
         if now_s >= self._deadline_s and not self.done and not self._may_go_on_ending(now_s):
             steps += self._stop_the_living()

@@ -278,6 +278,7 @@ def test_base_classes_that_list_backends_take_the_one_under_test(tmp_path: Path)
     done = run("--upstream", str(folder), "-v", device="sim")
     assert "8 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "the file ends the program while it is imported: sys.exit(0) in line 4 of test_left.py" in done.stdout
+    assert "skipped as a whole in " in done.stdout and "failed as a whole" not in done.stdout
     assert done.returncode == 0
 
 

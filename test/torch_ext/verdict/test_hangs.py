@@ -108,6 +108,37 @@ class TestRpc(Ranks):
             rpc.rpc_sync("worker1", wait_for_ever)
         rpc.shutdown()
 """
+MEETING = """
+import socket
+from torch.distributed import rpc
+
+
+class TestMeeting(Ranks):
+    def setUp(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
+        super().setUp()
+
+    def test_server_of_a_group_has_no_client(self):
+        if self.rank == 0:
+            dist.init_process_group("gloo", init_method="env://", rank=self.rank, world_size=2)
+
+    def test_server_waits_for_its_clients(self):
+        if self.rank == 0:
+            dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=300))
+
+    def test_workers_of_rpc_do_not_come(self):
+        if self.rank == 0:
+            rpc.init_rpc("worker0", rank=0, world_size=2)
+
+    def test_worker_of_rpc_waits_elsewhere(self):
+        if self.rank == 0:
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{self.file_name}")
+            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+        else:
+            threading.Event().wait()
+"""
 LONG = """
 class TestLong(Ranks):
     world_size = 7
@@ -140,13 +171,34 @@ class TestLong(Ranks):
         elif self.rank % 2:
             store.wait(["key"])
         dist.barrier()
+
+
+class TestLate(Ranks):
+    def setUp(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
+        super().setUp()
+
+    def test_client_sleeps_and_tries_again(self):
+        if self.rank == 0:
+            time.sleep(9)
+        dist.init_process_group("gloo", init_method="env://", rank=self.rank, world_size=2)
+        dist.barrier()
 """
-KINDS = {"collectives": COLLECTIVES, "waits": WAITS, "threads": THREADS, "others": OTHERS, "long": LONG}
+KINDS = {
+    "collectives": COLLECTIVES,
+    "waits": WAITS,
+    "threads": THREADS,
+    "others": OTHERS,
+    "meeting": MEETING,
+    "long": "import socket\n" + LONG,
+}
 HANGS = [
     name
     for source in KINDS.values()
     for name in re.findall(r"def test_(\w+)", source)
-    if name not in ("only_takes_long", "class_next")
+    if name not in ("only_takes_long", "client_sleeps_and_tries_again", "class_next")
 ]
 
 
@@ -176,8 +228,9 @@ def test_hang_is_told_as_one(runs: Run, name: str) -> None:
     assert tells_of_a_hang(runs.text[f"test_{name}"]), runs.text[f"test_{name}"]
 
 
-def test_what_only_takes_long_is_no_hang(runs: Run) -> None:
-    assert runs.status.get("test_only_takes_long") == "passed", runs
+@pytest.mark.parametrize("name", ["only_takes_long", "client_sleeps_and_tries_again"])
+def test_what_only_takes_long_is_no_hang(runs: Run, name: str) -> None:
+    assert runs.status.get(f"test_{name}") == "passed", runs
 
 
 def test_ranks_of_a_class_start_again_after_a_hang(runs: Run) -> None:
@@ -190,10 +243,20 @@ def test_ranks_of_a_class_start_again_after_a_hang(runs: Run) -> None:
         ("one_passes_and_its_peer_waits", {1}),
         ("threads_lock_each_other_out", {1}),
         ("class_one_does_not_come", {1}),
+        ("server_of_a_group_has_no_client", {1}),
+        ("server_waits_for_its_clients", {1}),
+        ("workers_of_rpc_do_not_come", {1}),
+        ("worker_of_rpc_waits_elsewhere", {1}),
     ],
 )
 def test_hang_names_the_rank_that_keeps_the_others(runs: Run, name: str, ranks: set[int]) -> None:
     assert named_first(runs.text[f"test_{name}"]) == ranks, first_line(runs.text[f"test_{name}"])
+
+
+def test_hang_in_what_only_all_can_finish_names_the_call_of_the_test(runs: Run) -> None:
+    text = runs.text["test_server_of_a_group_has_no_client"]
+    assert "rank 0 waited in init_process_group() in test_server_of_a_group_has_no_client (test_suite.py" in text, text
+    assert "needs every rank; rank 1 never came" in text, text
 
 
 def test_deadlock_over_groups_is_shown_as_its_cycle(runs: Run) -> None:

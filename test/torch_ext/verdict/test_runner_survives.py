@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -46,6 +47,42 @@ def test_import_that_hangs_has_a_limit_and_blocks_no_other_file(importing: Progr
     assert run.status.get("test_next") == "passed", run
     assert run.code == 1
     importing.assert_nothing_left()
+
+
+FORKS = """
+class TestOfParent(Ranks):
+    def test_of_parent(self):
+        self.check()
+"""
+# What a child does that a file has forked while it was imported, and the status with which its parent sees it end.
+CHILDREN = {
+    "leaves": ("sys.exit(0)", 0),
+    "leaves_in_words": ("sys.exit('the child goes')", 1),
+    "leaves_with_a_code": ("sys.exit(7)", 7),
+    "raises": ("raise ValueError('in the child')", 1),
+    "skips": ("raise unittest.SkipTest('the child')", 1),
+    "goes_on": ("pass", 0),
+}
+
+
+def test_process_that_a_file_forks_while_it_is_imported_does_not_answer_for_it(tmp_path: Path) -> None:
+    statement = """
+child = os.fork()
+if child == 0:
+    {}
+else:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == {}, status
+"""
+    name, *names = CHILDREN
+    source = {name: statement.format(*what) + FORKS.replace("of_parent", name) for name, what in CHILDREN.items()}
+    with programs(tmp_path, source[name], f"test_{name}.py") as suite:
+        for other in names:
+            suite.add(f"test_{other}.py", source[other])
+        run = suite.run("--timeout", "20")
+        assert run.status == {f"test_{name}": "passed" for name in CHILDREN}, run
+        assert run.code == 0
+        suite.assert_nothing_left()
 
 
 def test_list_of_a_file_that_hangs_ends(importing: Programs) -> None:
@@ -409,6 +446,17 @@ def test_closed_stdout_is_told_in_a_sentence(plain: Programs) -> None:
 def test_full_disk_behind_stdout_is_told_in_a_sentence(plain: Programs) -> None:
     with open("/dev/full", "w") as full:
         one_sentence(plain.finish(plain.start_runner(stdout=full)))
+    plain.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [8, 14])
+def test_limit_of_open_files_is_told_in_a_sentence(plain: Programs, number: int) -> None:
+    """Too few for the runner itself; what a test gets too few of is that test's failure."""
+    few = (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    run = plain.finish(plain.start_runner(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few)))
+    assert run.code == 2, run
+    assert "Traceback" not in run.err, run
+    assert "Too many open files" in run.err and "ulimit -n" in run.err, run
     plain.assert_nothing_left()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import Programs, named_first, programs
+from test.torch_ext.verdict.programs import Programs, first_line, named_first, programs
 from test.torch_ext.world.suites import Run
 
 SOURCE = """
@@ -60,6 +60,20 @@ class TestThreadsOfThreads(Threads):
         threading.excepthook = hook
 
     def test_c_after_threads(self):
+        self.check()
+
+
+class TestThreadsDiffer(Threads):
+    def test_threads_call_different_collectives(self):
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.broadcast(torch.ones(3), 0)
+
+    def test_threads_name_different_roots(self):
+        dist.broadcast(torch.ones(3), self.rank)
+
+    def test_zz_after_differences(self):
         self.check()
 
 
@@ -164,6 +178,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 CLASSES = (
     "TestExpected",
     "TestThreadsOfThreads",
+    "TestThreadsDiffer",
     "TestHook",
     "TestChannels",
     "TestParent",
@@ -193,6 +208,21 @@ def test_exception_in_a_thread_fails_the_rank_that_started_it(runs: dict[str, Ru
     assert list(run.status.values()) == ["failed", "passed", "passed"], run
     assert named_first(run.text["test_a_thread_of_a_rank_fails"]) == {1}, run
     assert "ValueError: in a thread" in run.text["test_a_thread_of_a_rank_fails"], run
+
+
+@pytest.mark.parametrize(
+    ("what", "calls"),
+    [
+        ("call_different_collectives", {"AllReduce()", "Broadcast(src=0)"}),
+        ("name_different_roots", {"Broadcast(src=0)", "Broadcast(src=1)"}),
+    ],
+)
+def test_threads_whose_collectives_differ_fail(runs: dict[str, Run], what: str, calls: set[str]) -> None:
+    run = runs["TestThreadsDiffer"]
+    assert run.status[f"test_threads_{what}"] == "failed", run
+    line = first_line(run.text[f"test_threads_{what}"])
+    assert "the ranks differ in a collective of group '0'" in line and all(call in line for call in calls), run
+    assert run.status["test_zz_after_differences"] == "passed", run
 
 
 def test_hook_of_an_earlier_test_hides_no_exception_in_a_thread(runs: dict[str, Run]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from torch_ext.world.blame import find_blame
@@ -87,6 +88,16 @@ def test_inputs_that_only_the_root_has_are_no_difference() -> None:
     reduce = {**entry("0", 1), "input_sizes": [[4]]}
     blame = find_blame([hung(0, entry("0", 1)), hung(1, reduce)])
     assert blame is not None and blame.differ
+
+
+def test_a_rank_that_died_in_the_collective_has_come() -> None:
+    """gloo ends a process that is sent more than it expects; its peers see the connection close."""
+    gather, more = entry("0", 1, "all_gather"), {**entry("0", 1, "all_gather"), "input_sizes": [[400]]}
+    wait = Wait("all_gather_into_tensor() in test_a", transport=True)
+    died = replace(silent(0, Ending.KILLED), collectives=json.dumps([gather]))
+    blame = find_blame([died, hung(1, gather, waits=(wait,)), hung(2, more, waits=(wait,))])
+    assert blame is not None and blame.ranks == ()
+    assert "[3] Float by ranks 0, 1, [400] Float by rank 2; make the sizes equal" in blame.sentence
 
 
 def test_whoever_is_elsewhere_is_to_blame() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import operations, stall
+from torch_ext.world import operations, stall, stores
 from torch_ext.world.operations import Operation
 from torch_ext.world.protocol import Progress, Wait
 from torch_ext.world.stall import Task, judge_tasks
@@ -174,6 +174,50 @@ def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
         (functional, True),
     ):
         assert operations.operation_of(names["call"](operator)).wait.transport == transport
+
+
+@pytest.mark.parametrize("between", ["", "sim/races/_threads.py", "compat/testing.py", "compat/c10d.py"])
+def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> None:
+    """Functions of ours that torch's call, or that call torch's, are left out."""
+    names: dict[str, Any] = {"sys": sys}
+
+    def function(name: str, calls: str, file: str) -> None:
+        exec(compile(f"def {name}(): return {calls}()", file, "exec"), names)
+
+    inner = "wait" if between else "sys._getframe"
+    function("wait", "sys._getframe", f"/x/torch_ext/{between}")
+    function("join", inner, "/x/torch/testing/_internal/distributed/multi_threaded_pg.py")
+    function("outer_join", "join", f"/x/torch_ext/{'compat/testing.py' if between else 'compat/c10d.py'}")
+    function("all_reduce", "outer_join", "/x/torch/distributed/distributed_c10d.py")
+    function("test_body", "all_reduce", "/x/test_a.py")
+    wait = operations.operation_of(names["test_body"]()).wait
+    assert (wait.words, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "seconds"),
+    [
+        (("host", 0, 2, True, timedelta(seconds=40)), {}, 40.0),
+        (("host", 0), {"world_size": 2, "is_master": True, "timeout": timedelta(seconds=40)}, 40.0),
+        (("host", 0, 2, True), {"timeout": timedelta(0)}, INF),
+        (("host", 0, 2, True), {}, 300.0),
+        (("host", 0, 2, True), {"wait_for_workers": False}, None),
+        (("host", 0, 2, False, timedelta(seconds=40)), {}, None),
+        (("host", 0), {}, None),
+    ],
+)
+def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
+    args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float | None
+) -> None:
+    """A client sleeps between two tries to connect, longer and longer."""
+    found: list[operations.Operation] = []
+    make = stores._watched_server(lambda self, *args, **kwargs: found.append(operations.operation_of(sys._getframe(1))))
+    began_s = time.monotonic()
+    make(object(), *args, **kwargs)
+    limit_s = found[0].limit_s
+    assert limit_s is not None and found[0].wait.transport
+    assert "TCPStore() in test_only_a_server" in found[0].wait.words
+    assert limit_s == (0.0 if seconds is None else pytest.approx(began_s + seconds, abs=5))
 
 
 @pytest.mark.parametrize(

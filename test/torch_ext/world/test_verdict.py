@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
@@ -227,3 +230,19 @@ def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
     said = f"DistBackendError: simccl{told}"
     waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
     assert (judge([waited, failed(1, time_s=2.0)]).culprits, judge([waited, failed(1)]).victims) == ((1,), (0,))
+
+
+def test_a_peer_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
+    """On the host, gloo says that the connection was closed."""
+    said = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"
+    entry = {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 1,
+        "profiling_name": "simccl:barrier",
+        "state": "scheduled",
+    }
+    called = json.dumps({"entries": [entry], "groups": {"0": [0, 1]}})
+    receipt = Receipt(Said.FAILED, 1.0, said, said, transport=True)
+    waited = Outcome(0, Ending.FAILED, 1, 1.0, receipt, collectives=called)
+    verdict = judge([waited, replace(passed(1), collectives=json.dumps({"entries": [], "groups": {"0": [0, 1]}}))])
+    assert verdict.culprits == (1,) and verdict.summary.endswith("look at rank 1 first")

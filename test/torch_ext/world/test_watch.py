@@ -468,6 +468,19 @@ def test_a_rank_whose_test_is_over_does_not_keep_the_others_from_hanging() -> No
     assert look(watch, 4.0, r1=BLOCKED) == [Step(Act.INSPECT, (1,)), Step(Act.STOP, (1,))]
 
 
+def test_ranks_that_wait_for_one_that_died_are_stopped_and_do_not_hang() -> None:
+    """They get longer than their grace where they wait for a core, so that looks may prove what they wait for."""
+    watch = Watch(2, HANGS, 0.0, starved_s=lambda rank: now_s)
+    now_s = 0.5
+    watch.ended(1, -9, now_s)
+    for now_s in (0.6, 1.7, 2.7, 3.7, 4.7, 5.7):
+        assert look(watch, now_s, r0=BLOCKED) == []
+    now_s = 9.0
+    assert look(watch, now_s, r0=BLOCKED) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    watch.ended(0, -9, 9.1)
+    assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
+
+
 def test_without_a_limit_for_hangs_nobody_looks() -> None:
     watch = Watch(2, Limits(test_s=100.0), 0.0)
     assert watch.deadline_s == 100.0

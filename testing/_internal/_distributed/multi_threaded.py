@@ -19,6 +19,7 @@ from torch_ext.compat.testing import (
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
+    compare_threaded_collectives,
     complete_threaded_world,
 )
 from torch_ext.testing._internal._distributed import rank_threads
@@ -121,6 +122,7 @@ class MultiThreadedTestCase(TestCase):
         accelerator.request_devices(max(size, devices_asked_for(cls)))
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
+        compare_threaded_collectives()
         cls.global_store = c10d.HashStore()
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
@@ -199,6 +201,7 @@ def spawn_threads_and_init_comms(
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
+        compare_threaded_collectives()
         store, failures = c10d.HashStore(), MultiThreadedTestCase.exception_queue
         threads = rank_threads.start(
             world_size,

@@ -116,12 +116,15 @@ class TextReporter:
     def _ran(self) -> str:
         results = [one for one in self._progress.results if one.test.method or one.status is not Status.FLAKY]
         said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
-        for number, one, many in (
-            (sum(not result.test.cls for result in results), "file", "files"),
-            (sum(bool(result.test.cls) and not result.test.method for result in results), "class", "classes"),
-        ):
-            if number:
-                said.append(f"{number} {one if number == 1 else many} failed as a whole")
+        whole = [result for result in results if not result.test.method]
+        for what, become in (("failed", False), ("skipped", True)):
+            alike = [result for result in whole if (result.status is Status.SKIPPED) is become]
+            for number, one, many in (
+                (sum(not result.test.cls for result in alike), "file", "files"),
+                (sum(bool(result.test.cls) for result in alike), "class", "classes"),
+            ):
+                if number:
+                    said.append(f"{number} {one if number == 1 else many} {what} as a whole")
         return "; ".join(said)
 
     def _test_line(self, result: TestResult) -> None:
