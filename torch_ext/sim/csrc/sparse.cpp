@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
@@ -34,6 +35,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -187,6 +189,21 @@ at::Tensor& copy_compressed(at::Tensor& self, const at::Tensor& source, bool non
   return at::native::copy_sparse_compressed_(self, source, non_blocking);
 }
 
+// The operators whose result torch would make before it calls the kernel that fills it, in the layout of the first
+// argument whatever that of the result is, which a fallback does not prevent; the host has kernels of its own for them.
+std::vector<std::string> composed_over_compressed() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::vector<std::string> names;
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::SparseCsrCPU)) {
+    const auto op = dispatcher.findOp(name);
+    if (name.getNamespace() == "aten" && op.has_value() &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
+      names.push_back(toString(name));
+    }
+  }
+  return names;
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
@@ -229,10 +246,15 @@ TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
   m.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
   m.impl("values", TORCH_FN(at::native::values_sparse_csr));
   m.impl("copy_", TORCH_FN(copy_compressed));
+  for (const auto& name : composed_over_compressed()) {
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
+  }
 }
 
-// What makes sparse tensors of dense ones.
+// What makes sparse tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is asked for:
+// torch's own code makes it of other operators.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_embedding_bag_backward", TORCH_FN(at::native::_embedding_bag_backward_symint));
   for (const char* name :
        {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
         "sparse_mask"}) {
