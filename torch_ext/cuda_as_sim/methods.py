@@ -1,4 +1,7 @@
-"""``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach."""
+"""``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach.
+
+Nor does it reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ def install() -> None:
     setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         setattr(storage, "cuda", _storage_cuda)  # noqa: B010
+    marks = torch.autograd.profiler.emit_nvtx
+    setattr(marks, "__enter__", _begin_marks)  # noqa: B010
+    setattr(marks, "__exit__", _end_marks)  # noqa: B010
 
 
 def _device(which: Any) -> torch.device:
@@ -51,3 +57,12 @@ def _packed_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     """Return a copy in the memory of the simulated device."""
     return self.to(device=_device(device), non_blocking=non_blocking)
+
+
+def _begin_marks(self: Any) -> Any:
+    """Mark nothing: marks are hints to NVIDIA's tools, as those of ``torch.cuda.nvtx`` are."""
+    return self if self.enabled else None
+
+
+def _end_marks(self: Any, *error: Any) -> None:
+    """End what marked nothing."""

@@ -67,6 +67,8 @@ for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization, dist.P
 with torch.autograd.profiler.profile(use_cuda=True) as profile:
     x @ x
 assert profile.use_device == "cuda"
+with torch.autograd.profiler.emit_nvtx(record_shapes=True):
+    x @ x
 try:
     raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 except RuntimeError as error:

@@ -141,10 +141,11 @@ def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: 
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
 
-def test_what_cannot_be_compiled_is_said_in_one_line(tmp_path: Path) -> None:
-    ended = run("-n 1 --device cpu", "def f(:", folder=tmp_path)
+@pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
+def test_what_cannot_be_compiled_is_said_in_one_line(options: str, tmp_path: Path) -> None:
+    ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
     assert "rank 0 of 1 failed with SyntaxError: invalid syntax (program.py, line 1)" in ended.err
-    assert "torch_ext/" not in ended.err, "frames of ours say nothing"
+    assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
 
 
 def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Path) -> None:
