@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import os
 import signal
 import sys
@@ -77,6 +78,7 @@ def _exit_code(command: Callable[[], int]) -> int:
     _fill_standard_streams()
     if problem := _hostile_surroundings():
         return _usage_error(problem)
+    _spell_out_what_cannot_be_encoded()
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def interrupted() -> int:
@@ -119,6 +121,13 @@ def _fill_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+
+
+def _spell_out_what_cannot_be_encoded() -> None:
+    """A name or a line of output that the locale has no letters for is to be seen, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _silence_stdout() -> None:
