@@ -116,12 +116,12 @@ class TextReporter:
     def _ran(self) -> str:
         results = [one for one in self._progress.results if one.test.method or one.status is not Status.FLAKY]
         said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
-        for number, one, many in (
-            (sum(not result.test.cls for result in results), "file", "files"),
-            (sum(bool(result.test.cls) and not result.test.method for result in results), "class", "classes"),
-        ):
-            if number:
-                said.append(f"{number} {one if number == 1 else many} failed as a whole")
+        for one, many in (("file", "files"), ("class", "classes")):
+            of_kind = [each for each in results if not each.test.method and bool(each.test.cls) == (one == "class")]
+            for verb, skipped in (("failed", False), ("skipped", True)):
+                number = sum((each.status is Status.SKIPPED) == skipped for each in of_kind)
+                if number:
+                    said.append(f"{number} {one if number == 1 else many} {verb} as a whole")
         return "; ".join(said)
 
     def _test_line(self, result: TestResult) -> None:
