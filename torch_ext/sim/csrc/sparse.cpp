@@ -35,7 +35,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -189,19 +188,22 @@ at::Tensor& copy_compressed(at::Tensor& self, const at::Tensor& source, bool non
   return at::native::copy_sparse_compressed_(self, source, non_blocking);
 }
 
-// The operators whose result torch would make before it calls the kernel that fills it, in the layout of the first
-// argument whatever that of the result is, which a fallback does not prevent; the host has kernels of its own for them.
-std::vector<std::string> composed_over_compressed() {
+// Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes of
+// others for any device. A fallback does not come before such a composition, which does not know the layout: it returned
+// a sum that was not summed, and made results in the layout of the first argument whatever their own is.
+void run_composed_on_copies(torch::Library& m, c10::DispatchKey host, c10::DispatchKey here) {
   auto& dispatcher = c10::Dispatcher::singleton();
-  std::vector<std::string> names;
-  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::SparseCsrCPU)) {
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(host)) {
     const auto op = dispatcher.findOp(name);
-    if (name.getNamespace() == "aten" && op.has_value() &&
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
-      names.push_back(toString(name));
+    if (name.getNamespace() != "aten" || !op.has_value() || !op->hasKernelForDispatchKey(host) ||
+        op->hasKernelForDispatchKey(here)) {
+      continue;
+    }
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
     }
   }
-  return names;
 }
 
 } // namespace
@@ -232,6 +234,7 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("sparse_resize_and_clear_", TORCH_FN(at::native::sparse_resize_and_clear_));
   m.impl("copy_", TORCH_FN(at::native::copy_sparse_wrapper_));
   m.impl("copy_sparse_to_sparse_", TORCH_FN(at::native::copy_sparse_));
+  run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
@@ -246,9 +249,7 @@ TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
   m.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
   m.impl("values", TORCH_FN(at::native::values_sparse_csr));
   m.impl("copy_", TORCH_FN(copy_compressed));
-  for (const auto& name : composed_over_compressed()) {
-    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
-  }
+  run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SparseCsrPrivateUse1);
 }
 
 // What makes sparse tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is asked for:

@@ -42,6 +42,12 @@ _CALLS: dict[str, Callable[[str], torch.Tensor]] = {
     "cloned": lambda device: _coo(device).clone(),
     "product": lambda device: torch.sparse.mm(_coo(device), torch.ones(3, 2, device=device)),
     "transposed": lambda device: _coo(device).t(),
+    "summed": lambda device: _coo(device).sum(),
+    "product with a vector": lambda device: torch.mv(_coo(device), torch.ones(3, device=device)),
+    "of another shape": lambda device: _coo(device).unsqueeze(0),
+    "batched product": lambda device: torch.bmm(
+        torch.stack([_coo(device), _coo(device)]), torch.ones(2, 3, 1, device=device)
+    ),
     "compressed": _csr,
     "compressed, product": lambda device: _csr(device) @ torch.ones(3, 2, device=device),
     "compressed, product with a vector": lambda device: _csr(device) @ torch.ones(3, device=device),
