@@ -188,9 +188,9 @@ at::Tensor& copy_compressed(at::Tensor& self, const at::Tensor& source, bool non
   return at::native::copy_sparse_compressed_(self, source, non_blocking);
 }
 
-// Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes of
-// others for any device. A fallback does not come before such a composition, which does not know the layout: it returned
-// a sum that was not summed, and made results in the layout of the first argument whatever their own is.
+// Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes
+// of others for any device. A fallback does not come before such a composition, which does not know the layout: it
+// returned a sum that was not summed, and made results in the layout of the first argument whatever their own is.
 void run_composed_on_copies(torch::Library& m, c10::DispatchKey host, c10::DispatchKey here) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(host)) {
