@@ -1,7 +1,12 @@
-"""``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach."""
+"""``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach.
+
+Nor does it reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA, nor what a profiler is
+given: a program has ``ProfilerActivity`` under a name of its own, or leaves the profiling to a library.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +23,10 @@ def install() -> None:
     setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         setattr(storage, "cuda", _storage_cuda)  # noqa: B010
+    _let_profilers_see_the_device()
+    marks = torch.autograd.profiler.emit_nvtx
+    setattr(marks, "__enter__", _begin_marks)  # noqa: B010
+    setattr(marks, "__exit__", _end_marks)  # noqa: B010
 
 
 def _device(which: Any) -> torch.device:
@@ -51,3 +60,34 @@ def _packed_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     """Return a copy in the memory of the simulated device."""
     return self.to(device=_device(device), non_blocking=non_blocking)
+
+
+def _let_profilers_see_the_device() -> None:
+    """``ProfilerActivity.CUDA`` is the simulated device's, for every profiler that is made from now on."""
+    profiler: Any = torch.profiler.profile.__base__
+    original = profiler.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, activities: Any = None, **kwargs: Any) -> None:
+        told = None if activities is None else [_activity_as_sim(each) for each in activities]
+        original(self, *args, activities=told, **kwargs)
+
+    profiler.__init__ = __init__
+
+
+def _activity_as_sim(activity: Any) -> Any:
+    if isinstance(activity, dict):  # with a list of what to keep of each
+        return {_activity_as_sim(each): kept for each, kept in activity.items()}
+    kinds = torch.profiler.ProfilerActivity
+    return kinds.PrivateUse1 if activity == kinds.CUDA else activity
+
+
+def _begin_marks(self: Any) -> Any:
+    """Mark nothing: marks are hints to NVIDIA's tools, as those of ``torch.cuda.nvtx`` are."""
+    return self if self.enabled else None
+
+
+def _end_marks(self: Any, *error: Any) -> None:
+    """End what marked nothing."""

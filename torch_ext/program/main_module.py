@@ -19,6 +19,8 @@ __all__ = ["run_main"]
 
 frames.hide(r"/torch_ext/program/main_module\.py")
 frames.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
+frames.hide(r"/torch_ext/cuda_as_sim/loader\.py")
+frames.hide(r"/ast\.py", "parse")
 frames.hide(r"(?:<frozen runpy>|/runpy\.py)")
 frames.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
 

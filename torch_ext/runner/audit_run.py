@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,6 +10,7 @@ from torch_ext.runner.audit import Dependence, find_culprits, suspects
 from torch_ext.runner.executor import PlanRunner
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
+from torch_ext.runner.reporters.rerun import rerun_on_shared_ranks
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Plan
@@ -99,5 +99,4 @@ def _tell(dependence: Dependence, options: Options, out: StyledWriter) -> None:
         out.line(f"          {how} after {after}:")
         for culprit in culprits:
             out.line(("polluter" if dependence.passes_alone else "helper", "bold"), f"  {culprit.id}")
-    names = " ".join(shlex.quote(test.id) for test in (*culprits, victim))
-    out.line(f"rerun: {options.command} -j 1 --reuse class -i {names}")
+    out.line(f"rerun: {rerun_on_shared_ranks(options, (*culprits, victim))}")

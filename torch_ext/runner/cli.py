@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import importlib
+import io
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def _exit_code(command: Callable[[], int]) -> int:
     _fill_standard_streams()
     if problem := _hostile_surroundings():
         return _usage_error(problem)
+    _spell_out_what_cannot_be_encoded()
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def interrupted() -> int:
@@ -141,6 +143,13 @@ def _fill_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+
+
+def _spell_out_what_cannot_be_encoded() -> None:
+    """A name or a line of output that the locale has no letters for is to be seen, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _silence_stdout() -> None:

@@ -183,6 +183,26 @@ def _life() -> str:
     return f"{again}/" if again != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
 
 
+def _meet(
+    store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta, any_device: bool = False
+) -> _native.ProcessGroupSimCCL:
+    """Make the backend of the next group of ``ranks`` that has this name in ``store``.
+
+    A program that destroys its groups and makes them anew gets the same names in the same store. What the ranks of the
+    former group have left there must not be taken for that of the next, which some of them may not have begun to make.
+    """
+    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", store)
+    count = f"made by {ranks}"
+    made = store.add(count, 1)
+    again = (made - 1) // len(ranks)  # each rank has counted once for every group before this one
+    try:
+        mine = c10d.PrefixStore(f"{again}/", store) if again else store
+        return _native.ProcessGroupSimCCL(mine, rank, ranks, timeout, any_device=any_device)
+    except BaseException:
+        store.add(count, -1)
+        raise
+
+
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     """Make a group's backend. Torch calls this for every group that is not split from another."""
     timeout = options.timeout
@@ -190,13 +210,11 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
         timeout = timedelta(seconds=float(timeout))
     # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", options.store)
-    return _native.ProcessGroupSimCCL(store, options.group_rank, global_ranks, timeout)
+    return _meet(options.store, options.group_rank, global_ranks, timeout)
 
 
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
-    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", store)
-    return _native.ProcessGroupSimCCL(store, rank, ranks, timeout, any_device=True)
+    return _meet(store, rank, ranks, timeout, any_device=True)
 
 
 def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:

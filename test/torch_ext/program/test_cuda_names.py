@@ -67,6 +67,13 @@ for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization, dist.P
 with torch.autograd.profiler.profile(use_cuda=True) as profile:
     x @ x
 assert profile.use_device == "cuda"
+from torch.profiler import ProfilerActivity as Activity, profile as make_profiler
+for activities in ([Activity.CUDA], {Activity.CPU, getattr(Activity, "CUDA")}, None):
+    with make_profiler(activities=activities) as profile:
+        x @ x
+    assert any(event.device_time_total > 0 for event in profile.key_averages()), activities
+with torch.autograd.profiler.emit_nvtx(record_shapes=True):
+    x @ x
 try:
     raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 except RuntimeError as error:
@@ -125,7 +132,7 @@ if __name__ == "__main__":
 def test_what_training_code_asks_of_cuda_is_answered(tmp_path: Path) -> None:
     ended = run("-n 2 --cuda-as-sim --strict", NAMES, folder=tmp_path)
     assert ended.code == 0, ended.err
-    assert "NCCL support" not in ended.out + ended.err
+    assert "NCCL support" not in ended.out + ended.err and "CUDA is not available" not in ended.out + ended.err
 
 
 def test_children_that_are_spawned_use_the_simulated_device(tmp_path: Path) -> None:

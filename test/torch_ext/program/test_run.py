@@ -141,10 +141,37 @@ def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: 
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
 
-def test_what_cannot_be_compiled_is_said_in_one_line(tmp_path: Path) -> None:
-    ended = run("-n 1 --device cpu", "def f(:", folder=tmp_path)
+def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path) -> None:
+    """Their names and their store are the same, and a rank may come before others have destroyed the former ones."""
+    program = """
+        import time
+        import torch
+        import torch.distributed as dist
+
+        for number in range(4):
+            dist.init_process_group("nccl")
+            rank = dist.get_rank()
+            x = torch.full((1,), float(number + rank), device=f"cuda:{rank}")
+            dist.all_reduce(x)
+            assert x.item() == 3 * number + 3, x
+            group = dist.new_group([0, 1] if number % 2 else [0, 1, 2])
+            if rank < 2:
+                dist.all_reduce(x, group=group)
+                assert x.item() == (3 * number + 3) * 2, x
+            elif number % 2 == 0:
+                dist.all_reduce(torch.zeros_like(x), group=group)
+            time.sleep(0.2 * rank)
+            dist.destroy_process_group()
+    """
+    ended = run("-n 3 --cuda-as-sim", program, folder=tmp_path)
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
+def test_what_cannot_be_compiled_is_said_in_one_line(options: str, tmp_path: Path) -> None:
+    ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
     assert "rank 0 of 1 failed with SyntaxError: invalid syntax (program.py, line 1)" in ended.err
-    assert "torch_ext/" not in ended.err, "frames of ours say nothing"
+    assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
 
 
 def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Path) -> None:

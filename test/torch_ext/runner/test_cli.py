@@ -376,6 +376,20 @@ def test_a_closed_stderr_or_stdin_does_no_harm(root: Path) -> None:
         assert done.returncode == 0 and done.stdout.endswith("1 passed, 0 failed, 0 skipped\n")
 
 
+def test_what_the_locale_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
+    folder = tmp_path / "é"
+    folder.mkdir()
+    (folder / "test_ü.py").write_text(
+        "import unittest\nclass TestÄ(unittest.TestCase):\n    def test_ö(self): print('ß')\n"
+    )
+    for arguments in (["--show-output", "--device", "cpu"], ["--list"], ["--show-config"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch_ext", "--root", str(folder), *arguments], env={**os.environ,
+            "PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0 and "\\x" in done.stdout, done
+
+
 def test_a_cache_of_others_is_one_sentence_and_costs_only_time(
     command: Callable[..., int], executor: FakeExecutor, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,14 @@ def tags(case: ElementTree.Element) -> list[str]:
     return [child.tag for child in case]
 
 
+def test_a_file_that_skips_as_a_whole_is_not_said_to_have_failed(tmp_path: Path) -> None:
+    case = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n"
+    (tmp_path / "test_a.py").write_text(case)
+    (tmp_path / "test_b.py").write_text(f"{case}raise unittest.SkipTest('no cluster')\n")
+    done = run(tmp_path)
+    assert done.returncode == 0 and "Ran 1 test; 1 file skipped as a whole in " in done.stdout, done
+
+
 def test_the_text_and_the_exit_code(ran: Ran) -> None:
     assert ran.code == 1, ran.err
     assert ran.text[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"

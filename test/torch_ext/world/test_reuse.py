@@ -129,13 +129,14 @@ class TestB(Case):
 
 def test_the_audit_names_polluter_and_victim(tmp_path: Path) -> None:
     suite = Suite(tmp_path, POLLUTED)
-    run = suite.run("--audit-order")
+    run = suite.run("--audit-order", "--timeout", "60")
     assert run.code == 1, run
     name = "test_suite.py::TestA::"
     assert f"victim    {name}test_3_is_a_victim\n" in run.out, run
     assert f"passes on fresh ranks and fails after this:\npolluter  {name}test_1_pollutes\n" in run.out
-    rerun = f"-j 1 --reuse class -i {name}test_1_pollutes {name}test_3_is_a_victim\n"
-    assert rerun in run.out and "1 of 6 tests depend on the tests before them" in run.out
+    rerun = f"-j 1 --reuse class -i {name}test_1_pollutes {name}test_3_is_a_victim --root "
+    assert rerun in run.out and " --timeout 60\n" in run.out
+    assert "1 of 6 tests depend on the tests before them" in run.out
     assert suite.survivors() == {} and suite.files_left() == []
 
 

@@ -1,13 +1,14 @@
-"""The command that runs exactly one test again."""
+"""The command that runs exactly one test again, or some in this order."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import TestName
 
-__all__ = ["rerun_command"]
+__all__ = ["rerun_command", "rerun_on_shared_ranks"]
 
 
 def rerun_command(options: Options, test: TestName) -> str:
@@ -20,6 +21,18 @@ def rerun_command(options: Options, test: TestName) -> str:
     'python a/test_b.py TestC.test_d'
     """
     return " ".join([_start(options, test), *_conditions(options)])
+
+
+def rerun_on_shared_ranks(options: Options, tests: Iterable[TestName]) -> str:
+    """Return what to type to run ``tests`` one after another on the same ranks, under the same conditions.
+
+    >>> from pathlib import Path
+    >>> tests = [TestName("test_b.py", "TestC", "test_d"), TestName("test_b.py", "TestC", "test_e")]
+    >>> rerun_on_shared_ranks(Options(Path("a"), typed_root="a", device="cpu"), tests)
+    'python run_test.py -j 1 --reuse class -i test_b.py::TestC::test_d test_b.py::TestC::test_e --root a --device cpu'
+    """
+    names = shlex.join(test.id for test in tests)
+    return " ".join([f"{options.command} -j 1 --reuse class -i {names}", *_conditions(options)])
 
 
 def _start(options: Options, test: TestName) -> str:

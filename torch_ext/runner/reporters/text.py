@@ -116,15 +116,12 @@ class TextReporter:
     def _ran(self) -> str:
         results = [one for one in self._progress.results if one.test.method or one.status is not Status.FLAKY]
         said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
-        whole = [result for result in results if not result.test.method]
-        for what, become in (("failed", False), ("skipped", True)):
-            alike = [result for result in whole if (result.status is Status.SKIPPED) is become]
-            for number, one, many in (
-                (sum(not result.test.cls for result in alike), "file", "files"),
-                (sum(bool(result.test.cls) for result in alike), "class", "classes"),
-            ):
+        for one, many in (("file", "files"), ("class", "classes")):
+            of_kind = [each for each in results if not each.test.method and bool(each.test.cls) == (one == "class")]
+            for verb, skipped in (("failed", False), ("skipped", True)):
+                number = sum((each.status is Status.SKIPPED) == skipped for each in of_kind)
                 if number:
-                    said.append(f"{number} {one if number == 1 else many} {what} as a whole")
+                    said.append(f"{number} {one if number == 1 else many} {verb} as a whole")
         return "; ".join(said)
 
     def _test_line(self, result: TestResult) -> None:

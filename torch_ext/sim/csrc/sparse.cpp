@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
@@ -187,6 +188,24 @@ at::Tensor& copy_compressed(at::Tensor& self, const at::Tensor& source, bool non
   return at::native::copy_sparse_compressed_(self, source, non_blocking);
 }
 
+// Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes
+// of others for any device. A fallback does not come before such a composition, which does not know the layout: it
+// returned a sum that was not summed, and made results in the layout of the first argument whatever their own is.
+void run_composed_on_copies(torch::Library& m, c10::DispatchKey host, c10::DispatchKey here) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(host)) {
+    const auto op = dispatcher.findOp(name);
+    if (name.getNamespace() != "aten" || !op.has_value() || !op->hasKernelForDispatchKey(host) ||
+        op->hasKernelForDispatchKey(here)) {
+      continue;
+    }
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
+    }
+  }
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
@@ -215,6 +234,7 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("sparse_resize_and_clear_", TORCH_FN(at::native::sparse_resize_and_clear_));
   m.impl("copy_", TORCH_FN(at::native::copy_sparse_wrapper_));
   m.impl("copy_sparse_to_sparse_", TORCH_FN(at::native::copy_sparse_));
+  run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
@@ -229,10 +249,13 @@ TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
   m.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
   m.impl("values", TORCH_FN(at::native::values_sparse_csr));
   m.impl("copy_", TORCH_FN(copy_compressed));
+  run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SparseCsrPrivateUse1);
 }
 
-// What makes sparse tensors of dense ones.
+// What makes sparse tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is asked for:
+// torch's own code makes it of other operators.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_embedding_bag_backward", TORCH_FN(at::native::_embedding_bag_backward_symint));
   for (const char* name :
        {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
         "sparse_mask"}) {

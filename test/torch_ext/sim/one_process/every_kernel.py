@@ -61,6 +61,7 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     "aten::_to_sparse_bsc": lambda: (lambda x: _columns(ATEN._to_sparse_bsc(x, [1, 1])), (make(2, 2),)),
     "aten::_to_sparse_bsr": lambda: (lambda x: _rows(ATEN._to_sparse_bsr(x, [1, 1])), (make(2, 2),)),
     "aten::_to_sparse_csc": lambda: (lambda x: _columns(ATEN._to_sparse_csc(x)), (make(2, 2),)),
+    "aten::_embedding_bag_backward": lambda: (_of_bag, (make(1, 3),)),
     "aten::_to_sparse_csr": lambda: (lambda x: _rows(ATEN._to_sparse_csr(x)), (make(2, 2),)),
     "aten::addr": lambda: (ATEN.addr, (make(2, 3), make(2), make(3))),
     "aten::batch_norm_backward_elemt": lambda: (
@@ -144,6 +145,14 @@ WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ..
 
 def _coordinates(sparse: Tensor) -> list[Tensor]:
     return [sparse._indices(), sparse._values()]
+
+
+def _of_bag(grad: torch.Tensor) -> torch.Tensor:
+    rows, first, bags, size = (torch.tensor(each, device="sim") for each in ([0, 1], [0], [0, 0], [2]))
+    result: torch.Tensor = ATEN._embedding_bag_backward(
+        grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None
+    )
+    return result
 
 
 def _rows(sparse: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Operators whose results on ``sim`` are not those of ``cpu``, each with its reason. Data of test_ops.py.
 
-An entry of ``SPARSE_IF_ASKED`` or ``GPU_ONLY`` that no longer differs makes a test fail. The other lists allow a
-difference and do not demand it, because an operator may differ for some samples only.
+An entry of ``GPU_ONLY`` that no longer differs makes a test fail. The other lists allow a difference and do not demand
+it, because an operator may differ for some samples only.
 """
 
 from __future__ import annotations
@@ -66,9 +66,6 @@ ROUNDED: dict[str, Rounded] = {
     "nn.functional.linear_cross_entropy.chunked_none": Rounded(_BY_NAME, half=5e-2),
     "nn.functional.scaled_dot_product_attention": Rounded(_PATH, full=3e-5, half=3e-2),
 }
-
-# These raise NotImplementedError on sim for samples that ask for sparse gradients.
-SPARSE_IF_ASKED = frozenset({"nn.functional.embedding_bag"})
 
 # Arguments that are on the host for every accelerator.
 HOST_ARGUMENTS = frozenset({"tensor_split"})

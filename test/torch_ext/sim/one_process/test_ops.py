@@ -29,7 +29,6 @@ from test.torch_ext.sim.one_process.op_differences import (
     REFUSED_BY_HOST,
     ROUNDED,
     SINCE,
-    SPARSE_IF_ASKED,
     UNINITIALISED,
     Rounded,
 )
@@ -138,10 +137,6 @@ def _assert_same_result(op: Any, host: Result, device: Result) -> None:
         _assert_same(op, one, other, values=values)
 
 
-def _is_refused(op: Any, sample: Any) -> bool:
-    return _key(op) in SPARSE_IF_ASKED and bool(sample.kwargs.get("sparse", False))
-
-
 def _compare(op: Any, dtype: torch.dtype) -> int:
     """Compare all samples of one type and return how many there were."""
     compared = 0
@@ -158,10 +153,6 @@ def _compare(op: Any, dtype: torch.dtype) -> int:
             how["of_input_alone"] = True
             host = _call(op, sample, "cpu", **how)
         compared += 1
-        if grad and _is_refused(op, sample):
-            with pytest.raises(NotImplementedError, match=r"aten::.* sparse layout on the device sim"):
-                _call(op, sample, "sim", **how)
-            continue
         _assert_same_result(op, host, _call(op, sample, "sim", **how))
     return compared
 
@@ -195,7 +186,6 @@ def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_th
 
 def test_the_lists_of_differences_are_short_and_name_operators() -> None:
     keys = {_key(op) for op in op_db}
-    named = RANDOM | UNINITIALISED | ROUNDED.keys() | SPARSE_IF_ASKED | HOST_ARGUMENTS | GPU_ONLY
+    named = RANDOM | UNINITIALISED | ROUNDED.keys() | HOST_ARGUMENTS | GPU_ONLY
     named |= CONSTANT_ARGUMENTS | REFUSED_BY_HOST.keys()
     assert keys >= {key for key in named if torch.__version__ >= SINCE.get(key, (2, 11))}
-    assert len(SPARSE_IF_ASKED) <= len(keys) // 100  # 99 % of what runs on the host runs on the device

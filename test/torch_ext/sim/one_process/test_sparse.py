@@ -22,6 +22,10 @@ def _coo(device: str) -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor(_INDICES), torch.tensor(_VALUES), (2, 3), device=device)
 
 
+def _csr(device: str) -> torch.Tensor:
+    return torch.sparse_csr_tensor([0, 1, 2], [2, 0], [3.0, 9.0], (2, 3), device=device)
+
+
 _CALLS: dict[str, Callable[[str], torch.Tensor]] = {
     "made of lists": lambda device: torch.sparse_coo_tensor(torch.tensor(_INDICES), list(_VALUES), device=device),
     "of given size": _coo,
@@ -38,7 +42,22 @@ _CALLS: dict[str, Callable[[str], torch.Tensor]] = {
     "cloned": lambda device: _coo(device).clone(),
     "product": lambda device: torch.sparse.mm(_coo(device), torch.ones(3, 2, device=device)),
     "transposed": lambda device: _coo(device).t(),
-    "compressed": lambda device: torch.sparse_csr_tensor([0, 1, 2], [2, 0], [3.0, 9.0], device=device),
+    "summed": lambda device: _coo(device).sum(),
+    "product with a vector": lambda device: torch.mv(_coo(device), torch.ones(3, device=device)),
+    "of another shape": lambda device: _coo(device).unsqueeze(0),
+    "batched product": lambda device: torch.bmm(
+        torch.stack([_coo(device), _coo(device)]), torch.ones(2, 3, 1, device=device)
+    ),
+    "compressed": _csr,
+    "compressed, product": lambda device: _csr(device) @ torch.ones(3, 2, device=device),
+    "compressed, product with a vector": lambda device: _csr(device) @ torch.ones(3, device=device),
+    "compressed, product of two": lambda device: _csr(device) @ torch.eye(3, device=device).to_sparse_csr(),
+    "compressed, product and sum": lambda device: torch.addmm(
+        torch.ones(2, 2, device=device), _csr(device), torch.ones(3, 2, device=device)
+    ),
+    "compressed, sum": lambda device: _csr(device) + _csr(device),
+    "compressed, scaled": lambda device: _csr(device) * 2,
+    "compressed, sine": lambda device: _csr(device).sin(),
     "masked": lambda device: torch.ones(2, 3, device=device).sparse_mask(_coo(device).coalesce()),
 }
 
@@ -67,16 +86,19 @@ def test_in_place_changes_the_tensor_itself() -> None:
     assert sparse.mul_(2) is sparse and sparse.to_dense().sum().item() == 24
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
-def test_sparse_gradients_train_as_on_the_host(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_sparse_gradients_train_as_on_the_host(
+    optimizer: type[torch.optim.Optimizer], kind: type[nn.Embedding | nn.EmbeddingBag]
+) -> None:
     trained = []
     for device in ("cpu", "sim"):
         torch.manual_seed(0)
-        layer = nn.Embedding(5, 3, sparse=True).to(device)
+        layer = kind(5, 3, sparse=True).to(device)
         steps = optimizer(layer.parameters(), lr=0.1)  # type: ignore[call-arg]  # every optimizer takes it
         for _ in range(2):
             steps.zero_grad()
-            layer(torch.tensor([1, 2, 2], device=device)).square().sum().backward()
+            layer(torch.tensor([[1, 2, 2]], device=device)).square().sum().backward()
             assert layer.weight.grad is not None and layer.weight.grad.is_sparse
             steps.step()
         trained.append(layer.weight.detach().cpu())

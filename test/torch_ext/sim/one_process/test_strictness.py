@@ -70,13 +70,6 @@ def test_missing_operator_names_operator_and_device() -> None:
         torch.ops.aten._cudnn_init_dropout_state(0.5, True, 1, device="sim")
 
 
-def test_sparse_gradient_of_embedding_bag_is_refused() -> None:
-    weight = torch.eye(3, device="sim", requires_grad=True)
-    bag = nn.functional.embedding_bag(torch.tensor([[1]], device="sim"), weight, sparse=True)
-    with pytest.raises(NotImplementedError, match=r"aten::_embedding_bag_backward.* sparse layout on the device sim"):
-        bag.sum().backward()
-
-
 def test_sparse_tensor_of_the_host_is_no_operand() -> None:
     with pytest.raises(RuntimeError, match=r"same device, but 'aten::mm' got tensors on sim:0 and cpu"):
         torch.mm(torch.eye(3, device="sim").to_sparse(), torch.eye(3))
