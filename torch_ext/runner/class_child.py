@@ -26,9 +26,10 @@ from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassChild", "Zygotes"]
 
-# How much longer than the test's limit its parent half may take until it counts as hung itself, and how long what comes
-# before, between and after the tests of a class may take unless --timeout says so, in seconds.
-_MARGIN_S, _FIXTURE_S = 30.0, 300.0
+# How much longer than the test's limit its parent half, which ends the ranks at the limit, may take until it counts as
+# hung itself; the same for a test without ranks, whose limit only the supervisor knows; and how long what comes before,
+# between and after the tests of a class may take unless --timeout says so, in seconds.
+_MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 # Nobody else can tell that a process was stopped by a signal, so that is looked for much earlier than the margin ends.
 _STOPPED_S = 5.0
 # How long a zygote may take to end a child.
@@ -127,7 +128,10 @@ class ClassChild:
                     self._events.close()
                     continue
                 if isinstance(event, TestStarted):
-                    self._allow(event.timeout_s + _MARGIN_S, event.timeout_s + _STOPPED_S, more_s=0.0)
+                    if event.has_ranks:
+                        self._allow(event.timeout_s + _MARGIN_S, event.timeout_s + _STOPPED_S, more_s=0.0)
+                    else:
+                        self._allow(event.timeout_s + _ALONE_S)
                 elif isinstance(event, (TestEnded, ClassEnded, ClassLeft)):
                     self._allow(self._fixture_s)
                 return event

@@ -191,7 +191,7 @@ class _Result(unittest.TestResult):
         self._started_s = time.monotonic()
         self._status, self._problems, self._reasons = None, [], []
         rank_times.take()  # of a world that a fixture has started
-        self.tell(TestStarted(_method(test), timeout_of(test)))
+        self.tell(TestStarted(_method(test), timeout_of(test), hasattr(type(test), "world_size")))
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)

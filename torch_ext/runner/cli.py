@@ -57,7 +57,6 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _BY_SIGNAL = 128
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 OWN_TESTS = "torch_ext"
-# What PyTorch calls its test files; the second is `elastic`'s way.
 # What to do where the runner itself gets no more of something.
 _FEWER = "or run fewer classes at once (-j 1)"
 _EXHAUSTED = {
@@ -66,6 +65,7 @@ _EXHAUSTED = {
     errno.EAGAIN: f"let it start more processes (ulimit -u), {_FEWER}",
     errno.ENOMEM: f"give it more memory (ulimit -v), {_FEWER}",
 }
+# What PyTorch calls its test files; the second is `elastic`'s way.
 _UPSTREAMS = ("test_*.py", "*_test.py")
 
 

@@ -71,12 +71,13 @@ class ClassOrder:
 
 @dataclass(frozen=True)
 class TestStarted:
-    """A test has begun. Its own time limit is ``timeout_s`` seconds."""
+    """A test has begun. Its own time limit is ``timeout_s`` seconds. If it has ranks, the process ends them then."""
 
     __test__ = False
 
     method: str
     timeout_s: float
+    has_ranks: bool
 
 
 @dataclass(frozen=True)

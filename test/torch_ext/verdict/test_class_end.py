@@ -54,6 +54,14 @@ class TestEnd_{name}(unittest.TestCase):
     for name, statement in HANGS.items()
 )
 
+# Nobody but the supervisor knows the limit of such a test. It would end by itself before its limit and 30 s are over.
+WITHOUT_RANKS = """
+class TestWithoutRanks(unittest.TestCase):
+    def test_sleeps(self):
+        time.sleep(25)
+        note("slept")
+"""
+
 BEGINNING = """
 class TestBeginning(unittest.TestCase):
     @classmethod
@@ -108,6 +116,7 @@ def test_every_death_of_a_class_is_counted(run: Run, suite: Programs) -> None:
 def suite_that_hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     with programs(tmp_path_factory.mktemp("hanging"), HANGING) as suite:
         suite.add("test_begin.py", BEGINNING)
+        suite.add("test_without_ranks.py", WITHOUT_RANKS)
         suite.add("test_module.py", MODULE_END.format(statement="forever()"))
         yield suite
 
@@ -129,6 +138,13 @@ def hanging(suite_that_hangs: Programs) -> Run:
 def test_hang_around_the_tests_is_ended_within_the_limit_of_a_test(hanging: Run, cls: str, where: str) -> None:
     assert hanging.status.get(cls) == "failed", hanging
     assert where in hanging.text[cls]
+
+
+def test_a_test_without_ranks_ends_at_its_limit(hanging: Run, suite_that_hangs: Programs) -> None:
+    assert hanging.status.get("test_sleeps") == "failed", hanging
+    assert "hung until it was killed" in hanging.text["test_sleeps"]
+    assert "in test_sleeps" in hanging.text["test_sleeps"], "where it was"
+    assert not (suite_that_hangs.folder / "slept").exists()
 
 
 def test_classes_after_one_that_hung_run(hanging: Run, suite_that_hangs: Programs) -> None:
