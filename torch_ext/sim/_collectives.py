@@ -43,6 +43,8 @@ from torch_ext.sim._name import NAME
 BACKEND = "simccl"
 _PAIR = f"{NAME}:{BACKEND}"
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
+# Where the ranks of a group count, in its store.
+_MADE = "made"
 # Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
 _groups_made = 0
@@ -191,15 +193,16 @@ def _meet(
     A program that destroys its groups and makes them anew gets the same names in the same store. What the ranks of the
     former group have left there must not be taken for that of the next, which some of them may not have begun to make.
     """
-    store = c10d.PrefixStore(f"{BACKEND}/{_life()}", store)
-    count = f"made by {ranks}"
-    made = store.add(count, 1)
+    # Another group of the same name may have other ranks.
+    store = c10d.PrefixStore(f"{BACKEND}/{_life()}{ranks}/", store)
+    made = store.add(_MADE, 1)
     again = (made - 1) // len(ranks)  # each rank has counted once for every group before this one
     try:
-        mine = c10d.PrefixStore(f"{again}/", store) if again else store
-        return _native.ProcessGroupSimCCL(mine, rank, ranks, timeout, any_device=any_device)
+        return _native.ProcessGroupSimCCL(
+            c10d.PrefixStore(f"{again}/", store), rank, ranks, timeout, any_device=any_device
+        )
     except BaseException:
-        store.add(count, -1)
+        store.add(_MADE, -1)
         raise
 
 
