@@ -3,8 +3,10 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstring>
+#include <algorithm>
+#include <array>
 #include <string>
+#include <string_view>
 
 #include "fingerprint.h"
 
@@ -13,13 +15,18 @@ namespace {
 
 constexpr int kFramesAtMost = 60;
 
-// The folder that torch's own frames come from, with a slash at the end. Never freed.
-const std::string& torch_folder() {
-  static const auto* folder = [] {
-    auto path = pybind11::module_::import("torch").attr("__file__").cast<std::string>();
-    return new std::string(path.substr(0, path.rfind('/') + 1));
-  }();
-  return *folder;
+std::string folder_of(const char* package) {
+  auto path = pybind11::module_::import(package).attr("__file__").cast<std::string>();
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+// Whether a frame of `file` is torch's own, or one that the simulator has put between torch and its user.
+bool is_between(std::string_view file) {
+  // Never freed.
+  static const auto* folders = new std::array<std::string, 2>{folder_of("torch"), folder_of("torch_ext.sim")};
+  return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
+    return file.substr(0, folder.size()) == folder;
+  });
 }
 
 } // namespace
@@ -37,7 +44,7 @@ std::string site_of_call() {
     const char* file = PyUnicode_AsUTF8(code->co_filename);
     if (file == nullptr) {
       PyErr_Clear();
-    } else if (std::strncmp(file, torch_folder().c_str(), torch_folder().size()) != 0) {
+    } else if (!is_between(file)) {
       site = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     }
     Py_DECREF(code);
