@@ -40,12 +40,10 @@ def own_surroundings() -> tuple[int, dict[int, tuple[int, int]], tuple[int, ...]
     """Return this process's umask, limits, cores and ignored signals, as
     :class:`~torch_ext.world.protocol.LentOrder` has them.
     """
-    umask = os.umask(0)
-    os.umask(umask)
     resources = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
     limits = {number: resource.getrlimit(number) for number in resources}
     ignored = frozenset(int(number) for number in _inherited() if signal.getsignal(number) is signal.SIG_IGN)
-    return umask, limits, tuple(sorted(os.sched_getaffinity(0))), ignored
+    return _os.umask(), limits, tuple(sorted(os.sched_getaffinity(0))), ignored
 
 
 def _inherited() -> set[signal.Signals]:

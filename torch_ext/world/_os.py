@@ -37,6 +37,7 @@ __all__ = [
     "stand_for",
     "starved_s",
     "tasks",
+    "umask",
     "unnamed_file",
     "watch_exit",
 ]
@@ -233,6 +234,13 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def umask() -> int:
+    """Return this process's umask, which cannot be read without setting it."""
+    found = os.umask(0)
+    os.umask(found)
+    return found
 
 
 def unnamed_file() -> IO[bytes]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
-from torch_ext.world import loopback, settings
+from torch_ext.world import _os, loopback, settings
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.output import Capture, Live, open_capture
@@ -92,8 +92,7 @@ def _orders(
     ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket, address: str
 ) -> tuple[Order, ...]:
     environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
-    umask = os.umask(0)
-    os.umask(umask)
+    umask = _os.umask()
     threads = settings.threads_per_rank(len(tasks))
     return tuple(
         Order(
