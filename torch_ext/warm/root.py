@@ -49,12 +49,16 @@ def lent_root(
     warm = connect(address.key_of(simulated, search_path(), environment), held)
     if warm is None:
         return None
-    with contextlib.suppress(ZygoteDiedError, ChannelClosedError, OSError):
+    try:
         return _lend(warm, RootOrder(preparation, scratch), {**environment, **ZYGOTE_ENVIRONMENT})
+    except DoesNotFitError as error:
+        notices.announce(f"the zygote of `torch_ext serve` is not used: {error}")
+    except (ZygoteDiedError, ChannelClosedError, OSError):
+        pass  # it has ended meanwhile
     return None
 
 
-def _lend(warm: ZygoteClient, root: RootOrder, environment: dict[str, str]) -> RootZygote | None:
+def _lend(warm: ZygoteClient, root: RootOrder, environment: dict[str, str]) -> RootZygote:
     order = LentOrder(root, environment, *own_surroundings())
     ours, theirs = channel_pair()
     directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -69,10 +73,6 @@ def _lend(warm: ZygoteClient, root: RootOrder, environment: dict[str, str]) -> R
     found = RootZygote(ours, _LentProcess(child))
     try:
         found.wait_ready()
-    except DoesNotFitError as error:
-        found.close()
-        notices.announce(f"the zygote of `torch_ext serve` is not used: {error}")
-        return None
     except BaseException:
         found.close()
         raise
