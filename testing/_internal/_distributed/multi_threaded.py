@@ -62,6 +62,13 @@ def _run_rank(
     rank_threads.hand_in(None)
 
 
+def _install_world_of_threads() -> None:
+    """Have the groups that threads of this process make be torch's threaded ones, which compare what is called."""
+    _set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    compare_threaded_collectives()
+
+
 class MultiThreadedTestCase(TestCase):
     """A test case whose methods run in ``world_size`` threads of this process.
 
@@ -120,9 +127,7 @@ class MultiThreadedTestCase(TestCase):
         cls, name, size = type(self), self._current_test_name, int(self.world_size)
         # A process has one device count, so ask for what the later tests need too.
         accelerator.request_devices(max(size, devices_asked_for(cls)))
-        _set_thread_isolation_mode(True)
-        _install_threaded_pg()
-        compare_threaded_collectives()
+        _install_world_of_threads()
         cls.global_store = c10d.HashStore()
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
@@ -199,9 +204,7 @@ def spawn_threads_and_init_comms(
 
     @wraps(func)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        _set_thread_isolation_mode(True)
-        _install_threaded_pg()
-        compare_threaded_collectives()
+        _install_world_of_threads()
         store, failures = c10d.HashStore(), MultiThreadedTestCase.exception_queue
         threads = rank_threads.start(
             world_size,
