@@ -108,18 +108,23 @@ class TestRpc(Ranks):
             rpc.rpc_sync("worker1", wait_for_ever)
         rpc.shutdown()
 """
-MEETING = """
+# Where the ranks of a test meet by `env://`.
+ADDRESS = """
 import socket
-from torch.distributed import rpc
 
 
-class TestMeeting(Ranks):
+class RanksWithAddress(Ranks):
     def setUp(self):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
         super().setUp()
+"""
+MEETING = """
+from torch.distributed import rpc
 
+
+class TestMeeting(RanksWithAddress):
     def test_server_of_a_group_has_no_client(self):
         if self.rank == 0:
             dist.init_process_group("gloo", init_method="env://", rank=self.rank, world_size=2)
@@ -173,13 +178,7 @@ class TestLong(Ranks):
         dist.barrier()
 
 
-class TestLate(Ranks):
-    def setUp(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
-        super().setUp()
-
+class TestLate(RanksWithAddress):
     def test_client_sleeps_and_tries_again(self):
         if self.rank == 0:
             time.sleep(9)
@@ -191,8 +190,8 @@ KINDS = {
     "waits": WAITS,
     "threads": THREADS,
     "others": OTHERS,
-    "meeting": MEETING,
-    "long": "import socket\n" + LONG,
+    "meeting": ADDRESS + MEETING,
+    "long": ADDRESS + LONG,
 }
 HANGS = [
     name
