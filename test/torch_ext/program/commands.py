@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -20,6 +21,7 @@ __all__ = [
     "MARK",
     "Ended",
     "alive_with",
+    "eventually",
     "launched",
     "run",
     "serving",
@@ -89,6 +91,14 @@ def serving(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
             process.terminate()
             process.wait()
             watchdog.cancel()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether ``holds()`` becomes true, within a limit far above what that takes."""
+    end_s = time.monotonic() + _LIMIT_S
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return holds()
 
 
 def alive_with(mark: str) -> list[str]:

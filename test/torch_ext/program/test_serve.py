@@ -9,15 +9,14 @@ import signal
 import socket
 import stat
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import Ended, run, serving, start
+from test.torch_ext.program.commands import Ended, eventually, run, serving, start
 from torch_ext.warm import address, connect
 from torch_ext.world import _os
 
@@ -74,13 +73,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
         assert process.wait(timeout=_LIMIT_S) == 0
 
 
-def _eventually(holds: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + _LIMIT_S
-    while not holds() and time.monotonic() < end_s:
-        time.sleep(0.05)
-    return holds()
-
-
 def test_ranks_are_those_of_their_own_command(server: _Server, tmp_path: Path) -> None:
     (zygote,) = server.zygotes
     assert stat.S_IMODE(server.folder().stat().st_mode) == 0o700
@@ -108,7 +100,7 @@ def test_one_command_s_end_is_nothing_to_another(server: _Server, tmp_path: Path
         }
         assert all(_os.children_of(zygotes[0]).count(pid) == 1 for pid in (*pids[one], *pids[two]))
         one.kill()
-        assert _eventually(lambda: not set(pids[one]) & set(_os.children_of(zygotes[0])))
+        assert eventually(lambda: not set(pids[one]) & set(_os.children_of(zygotes[0])))
         assert set(pids[two]) <= set(_os.children_of(zygotes[0]))
         two.send_signal(signal.SIGINT)
         out, err = two.communicate(timeout=_LIMIT_S)

@@ -9,8 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import serving
+from test.torch_ext.program.commands import eventually, serving
 from torch_ext.warm import lent
 from torch_ext.world import _os
 from torch_ext.world.protocol import LentOrder, Preparation, RootOrder
@@ -133,13 +132,6 @@ def _run(root: Path, runtime: Path, *arguments: str, **more: str) -> tuple[int, 
     return process.returncode, out, err
 
 
-def _eventually(holds: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + _LIMIT_S
-    while not holds() and time.monotonic() < end_s:
-        time.sleep(0.05)
-    return holds()
-
-
 @contextlib.contextmanager
 def _odd_surroundings() -> Iterator[None]:
     """Within, what this process starts has another umask, fewer files, one core, and ignores SIGHUP."""
@@ -192,8 +184,8 @@ def test_a_run_that_is_killed_leaves_nothing_and_the_zygote_goes_on(server: _Ser
         assert len(server.lent()) == 1, "the run has a zygote of its own"
         assert list((tmp_path / "temporary").iterdir())
         process.kill()
-    assert _eventually(lambda: not server.lent() and not _os.command_line(pid))
-    assert _eventually(lambda: not list((tmp_path / "temporary").iterdir())), "its folder of short-lived files"
+    assert eventually(lambda: not server.lent() and not _os.command_line(pid))
+    assert eventually(lambda: not list((tmp_path / "temporary").iterdir())), "its folder of short-lived files"
     assert server.zygote == before
 
 
@@ -206,7 +198,7 @@ def test_ctrl_c_ends_a_run_as_if_it_were_alone(server: _Server, tmp_path: Path) 
         out, err = process.communicate(timeout=_LIMIT_S)
     assert process.returncode == 130
     assert "Traceback" not in out + err
-    assert _eventually(lambda: not server.lent())
+    assert eventually(lambda: not server.lent())
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
