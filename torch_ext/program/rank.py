@@ -31,16 +31,15 @@ from torch_ext.program.spec import Facts, Program
 from torch_ext.program.variables import mark_worker
 from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
+from torch_ext.world.child import end_fork, exit_code_of
 from torch_ext.world.notes import add_note
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.stall import LISTENER
 
-__all__ = ["code_of", "run"]
+__all__ = ["run"]
 
 frames.hide(r"/torch_ext/program/rank\.py")
 
-# Larger exit codes do not fit into what Python takes them for.
-_LONG = 1 << 63
 # What runs the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
@@ -59,9 +58,9 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     races = _prepare(program)
     error = _raised_by(program)
     if os.getpid() != pid:
-        _end_fork(error)
+        end_fork(error)  # it is no rank
     error = _with_races(races, program.races, error)
-    code = code_of(error)
+    code = exit_code_of(error)
     with contextlib.suppress(OSError):
         if os.path.samestat(os.fstat(facts.fileno()), line):  # and not a file of the program's own by now
             facts.send(Facts(code, usage.groups_made(), usage.uses_of_device()))
@@ -80,23 +79,6 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     _call_exit_functions()
     finalize(LISTENER)
     sys.exit(code)
-
-
-def code_of(error: BaseException | None) -> int:
-    """Return the exit code of a program that ended by ``error``.
-
-    >>> code_of(None), code_of(SystemExit()), code_of(SystemExit(3)), code_of(SystemExit("why")), code_of(ValueError())
-    (0, 0, 3, 1, 1)
-    >>> code_of(SystemExit(-1)), code_of(SystemExit(256)), code_of(SystemExit(1 << 80))  # as Python itself has it
-    (255, 0, 255)
-    """
-    if error is None:
-        return 0
-    if not isinstance(error, SystemExit):
-        return 1
-    if isinstance(error.code, int):
-        return error.code & 0xFF if abs(error.code) < _LONG else 0xFF
-    return 0 if error.code is None else 1
 
 
 def _become_main_process() -> None:
@@ -147,7 +129,7 @@ def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseExcep
     found = [_cut(race) for race in races.stop()] if races is not None else []
     if not found:
         return error
-    if code_of(error) and error is not None:
+    if exit_code_of(error) and error is not None:
         add_note(error, races.render(found))
     elif mode == "error":
         raised: BaseException = races.RaceError(found)
@@ -189,13 +171,3 @@ def _call_exit_functions() -> None:
     """Call what the program has registered. One that passed has had that done before its receipt."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-
-
-def _end_fork(error: BaseException | None) -> None:
-    """End a child that the program has forked and that ran to its end: it is no rank."""
-    if error is not None and not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code_of(error))

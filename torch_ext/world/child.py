@@ -20,7 +20,10 @@ from typing import NoReturn
 from torch_ext.world import _os
 from torch_ext.world.channel import Channel, ChannelClosedError
 
-__all__ = ["child_main", "redirect", "replace_thread_pool"]
+__all__ = ["child_main", "end_fork", "exit_code_of", "redirect", "replace_thread_pool"]
+
+# Larger exit codes do not fit into what Python takes them for.
+_LONG = 1 << 63
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
@@ -45,7 +48,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
     except ChannelClosedError:
         code = 0  # the zygote ended before it needed this child
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        code = exit_code_of(stop)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -54,6 +57,44 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
                 stream.flush()
         os._exit(code & 0xFF)
     raise AssertionError("unreachable")
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code that Python ends with by ``error``.
+
+    >>> [exit_code_of(error) for error in (None, SystemExit(), SystemExit(3), SystemExit("why"), ValueError())]
+    [0, 0, 3, 1, 1]
+    >>> [exit_code_of(SystemExit(code)) for code in (-1, 256, 1 << 80)]
+    [255, 0, 255]
+    """
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        return 1
+    if isinstance(error.code, int):
+        return error.code & 0xFF if abs(error.code) < _LONG else 0xFF
+    return 0 if error.code is None else 1
+
+
+def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
+    """End a process that somebody else's code has forked and that ran to its end, as Python would: what follows is its
+    parent's alone.
+
+    Args:
+        error: what it ended by.
+        trace: is shown in place of the error's own.
+    """
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif error is not None and trace:
+        sys.stderr.write(trace)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(exit_code_of(error))
 
 
 def redirect(stdout: int, stderr: int) -> None:

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from torch_ext.world import _os, frames, module_environment
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.child import end_fork
 from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process, uncollected
@@ -86,28 +87,15 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
                 importlib.import_module(name)
     except BaseException as error:
         if os.getpid() != importing:
-            _end_as_forked(error)
+            end_fork(error, _trace_of_import())
         command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)
     if os.getpid() != importing:
-        _end_as_forked()
+        end_fork(None)
     depends = record.dependencies(_files_below((order.import_root, PACKAGE_ROOT)))
     command.send(Loaded(depends, frames.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
-
-
-def _end_as_forked(error: BaseException | None = None) -> NoReturn:
-    """End a process that the module has forked while it was imported: its tests are its parent's alone."""
-    code = error.code if isinstance(error, SystemExit) else int(error is not None)
-    if code and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    elif error is not None and not isinstance(error, SystemExit):
-        sys.stderr.write(_trace_of_import())
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code & 255 if isinstance(code, int) else int(code is not None))
 
 
 def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
