@@ -84,4 +84,6 @@ if told := untested_torch():
 
 def __getattr__(name: str) -> Any:
     # On use, so that importing this module does not require every private name that upstream's file imports.
+    if name.startswith("__"):  # Python itself asks for __path__ at each `from` import
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(upstream_module("common_distributed"), name)

@@ -88,4 +88,6 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python itself asks for __path__ at each `from` import
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(upstream_module("hypothesis_utils"), name)

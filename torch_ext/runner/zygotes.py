@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.foresight import modules_ahead
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.options import Options
@@ -87,7 +88,7 @@ class RunZygotes:
         argv = (str(file.path),)
         first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, record, first)
-        self._of_files[file.name] = root.load(order, self.limit_s)
+        self._of_files[file.name] = root.load(order, self.limit_s, modules_ahead(file.path))
 
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:

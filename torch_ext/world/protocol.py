@@ -105,6 +105,7 @@ class Start:
         interpreter: give every child a fresh interpreter.
         spares: how many children to fork ahead of the next request.
         outlive: closing the group channel leaves the children be. They end by themselves when they are not needed.
+        ahead: modules that the zygote imports before it forks; see Note [Imports at first use].
     """
 
     orders: tuple[Order, ...]
@@ -112,6 +113,7 @@ class Start:
     interpreter: bool = False
     spares: int = 0
     outlive: bool = False
+    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,16 @@ class ModuleZygote(ZygoteClient):
         depends: what the names of the module's tests depend on; None until it is loaded.
     """
 
-    def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
+    def __init__(
+        self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0, ahead: tuple[str, ...] = ()
+    ) -> None:
         ours, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self.order = order
         self.depends: Dependencies | None = None
         zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
-        request = Start((zygote_order,), dict(os.environ))
+        request = Start((zygote_order,), dict(os.environ), ahead=ahead)
         try:
             self.process = Child(root, request, [theirs.fileno(), stacks_writer], root_pid)
         except BaseException:
@@ -414,15 +416,16 @@ class RootZygote:
         frames.add(message.hidden_frames)
         self._ready = True
 
-    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
-        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
+    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S, ahead: tuple[str, ...] = ()) -> ModuleZygote:
+        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once. This
+        zygote imports what ``ahead`` names first.
 
         Raises:
             LoadError: what every zygote needs cannot be loaded.
             ZygoteDiedError: this zygote is gone.
         """
         self.wait_ready()
-        return ModuleZygote(self.channel, order, limit_s, self.process.pid)
+        return ModuleZygote(self.channel, order, limit_s, self.process.pid, ahead)
 
     def close(self) -> None:
         """End the tree and wait until it is gone. What does not end by itself is killed."""

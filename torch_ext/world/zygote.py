@@ -40,6 +40,7 @@ from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
+from torch_ext.world.imports import Imports
 from torch_ext.world.interpreter import start_interpreter
 from torch_ext.world.leftovers import Leftovers, end_everything
 from torch_ext.world.protocol import (
@@ -151,6 +152,7 @@ class Zygote:
         self._gathered = gathered or not settings.huge_pages()
         self._environment = _os.environment_at_start()
         self._leftovers = Leftovers()
+        self._imports = Imports()
         self._origin: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
@@ -199,6 +201,8 @@ class Zygote:
     def _start(self, request: Start, descriptors: list[int]) -> None:
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]), request.outlive)
         self._in_transit = list(descriptors)
+        self._imports.load(request.ahead)
+        self._imports.catch_up()
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
@@ -257,7 +261,7 @@ class Zygote:
         if pid == 0:
             self._forget()
             ours.close()
-            child_main(theirs, zygote)
+            child_main(theirs, zygote, self._imports.tell)
         theirs.close()
         self._forks += 1
         return self._adopt(pid, ours)
