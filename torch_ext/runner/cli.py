@@ -265,6 +265,8 @@ def _select_and_run_with(
     if not tests and not failures:
         why = choice.why_none() if fitting else why_nothing(options, wanted, selected.tests)
         return _usage_error(f"nothing selected: {why}")
+    if selected.tests and not fitting:  # else only files whose names nobody knows would be told
+        _complain(f"warning: {why_nothing(options, wanted, selected.tests)}")
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     if options.history or options.list_only:
         return _list(options, tests, needs, failures, history)

@@ -141,6 +141,10 @@ def test_a_file_that_skips_as_a_whole_is_not_said_to_have_failed(tmp_path: Path)
     (tmp_path / "test_b.py").write_text(f"{case}raise unittest.SkipTest('no cluster')\n")
     done = run(tmp_path)
     assert done.returncode == 0 and "Ran 1 test; 1 file skipped as a whole in " in done.stdout, done
+    assert done.stderr == ""
+    mistyped = run(tmp_path, "-k", "test_l")
+    assert mistyped.returncode == 0 and "1 file skipped as a whole" in mistyped.stdout, mistyped
+    assert "warning: none of 1 tests fits -k 'test_l'; nearest: " in mistyped.stderr, mistyped
 
 
 def test_the_text_and_the_exit_code(ran: Ran) -> None:
