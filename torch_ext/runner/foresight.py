@@ -16,7 +16,8 @@ __all__ = ["modules_ahead"]
 _FIRST_USES = {
     "torch.distributed.tensor": re.compile(r"assertEqual|assertNotEqual|assert_close"),
     "torch._dynamo": re.compile(
-        r"optim|fsdp|fully_shard|replicate|parallel|DDP|DTensor|distribute_|device_mesh|checkpoint|compile|dynamo|pipelin",
+        r"optim|fsdp|fully_shard|replicate|parallel|DDP|DTensor|distribute_|device_mesh|checkpoint|compile|dynamo|pipelin"
+        r"|autograd",
         re.IGNORECASE,
     ),
 }
