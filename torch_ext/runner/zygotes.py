@@ -33,6 +33,8 @@ __all__ = ["RunZygotes"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
+# What upstream's own helpers import, before anything in torch stands for something else.
+_UPSTREAM = ("torch._dynamo",)
 # What makes an unmodified upstream file see our harness.
 _REWRITING = "torch_ext.cuda_as_sim.ahead"
 _BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
@@ -104,7 +106,7 @@ class RunZygotes:
 
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*self._ahead(), *_PRELOAD, _BRIDGE) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, *_UPSTREAM, _BRIDGE) if self._options.upstream else _PRELOAD
         preparation = Preparation(tuple(path), preload)
         with held():
             self._root = self._lent_root(preparation) or start_root(preparation, self._scratch, self._environment)
