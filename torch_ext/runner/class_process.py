@@ -10,7 +10,6 @@ import faulthandler
 import functools
 import inspect
 import os
-import signal
 import sys
 import time
 import traceback
@@ -188,10 +187,6 @@ class _Result(unittest.TestResult):
             self._channel.send(event)
 
     def startTest(self, test: unittest.TestCase) -> None:
-        if provider.has_lost_zygote():
-            # The kernel is about to end this process too. A test that has begun by then would have failed by that; one
-            # that has not is run by the next process.
-            os.kill(os.getpid(), signal.SIGKILL)
         super().startTest(test)
         self._started_s = time.monotonic()
         self._status, self._problems, self._reasons = None, [], []

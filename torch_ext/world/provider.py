@@ -21,7 +21,7 @@ from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
 from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
 
-__all__ = ["forget", "has_lost_zygote", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
+__all__ = ["forget", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
 
 
 class _Zygotes:
@@ -30,7 +30,6 @@ class _Zygotes:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.given: Channel | None = None
-        self.was_given = False
         self.starts_none = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
@@ -50,16 +49,8 @@ def _mine() -> _Zygotes:
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
-    own = _mine()
-    own.given, own.was_given = channel, True
+    _mine().given = channel
     scratch.use(scratch_folder)
-
-
-def has_lost_zygote() -> bool:
-    """Whether the zygote that :func:`use` has named is gone."""
-    own = _mine()
-    # Nothing is sent on the channel unasked: what can be read is its end.
-    return own.was_given and (own.given is None or own.given.poll())
 
 
 def never_start_ranks() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT
 from torch_ext.runner.class_process import _Result, check_its_calls
 from torch_ext.runner.messages import TestEnded
 from torch_ext.runner.results import Raised, Remark, Status
@@ -136,34 +133,3 @@ def test_the_method_on_the_instance_stays_what_the_class_made_of_it() -> None:
     before = test.test_a  # type: ignore[attr-defined]
     check_its_calls(test)
     assert test.test_a == before  # type: ignore[attr-defined]
-
-
-LOSES_ITS_ZYGOTE = """
-import unittest
-from torch_ext.runner.class_process import _Result
-from torch_ext.world import provider
-from torch_ext.world.channel import channel_pair
-
-ours, theirs = channel_pair()
-provider.use(ours, "")
-
-class Tells:
-    def send(self, message):
-        print(type(message).__name__, message.method, flush=True)
-
-class Test(unittest.TestCase):
-    def test_1(self): pass
-    def test_2(self): theirs.close(); {then}
-    def test_3(self): pass
-
-unittest.defaultTestLoader.loadTestsFromTestCase(Test).run(_Result(Tells(), 1, False))
-"""
-
-
-@pytest.mark.parametrize("then", ["pass", "provider.forget(ours)"])
-def test_no_test_begins_after_the_zygote_has_gone(then: str) -> None:
-    """Its process would be killed under it: the end of a zygote reaches its channels first, and its children later."""
-    command = [sys.executable, "-c", LOSES_ITS_ZYGOTE.format(then=then)]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    told = [f"Test{what} test_{number}" for number in (1, 2) for what in ("Started", "Ended")]
-    assert (done.returncode, done.stdout.splitlines()) == (-signal.SIGKILL, told), done.stderr
