@@ -79,6 +79,13 @@ try:
 except RuntimeError as error:
     assert "out of memory" in str(error)
 
+# A stream as a number, which programs give to libraries or compare.
+side = torch.cuda.Stream()
+assert torch.cuda.default_stream().cuda_stream == torch.cuda.current_stream().cuda_stream == 0
+with torch.cuda.stream(side):
+    assert torch.cuda.current_stream().cuda_stream == side.cuda_stream != torch.cuda.Stream().cuda_stream
+assert side.cuda_stream != 0
+
 # Several devices in one process.
 parallel = nn.DataParallel(nn.Linear(4, 2).cuda(), device_ids=[rank, 1 - rank])
 plain = nn.Linear(4, 2).cuda()
