@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_ext.cuda_as_sim.words import DEVICE, word_as_sim
+from torch_ext.sim._streams import Stream
 
 __all__ = ["install"]
 
@@ -24,8 +25,7 @@ def install() -> None:
     setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         setattr(storage, "cuda", _storage_cuda)  # noqa: B010
-    streams: Any = torch.get_device_module(DEVICE)
-    streams.Stream.cuda_stream = property(_stream_handle)
+    setattr(Stream, "cuda_stream", property(_stream_handle))  # noqa: B010
     _let_profilers_see_the_device()
     marks = torch.autograd.profiler.emit_nvtx
     setattr(marks, "__enter__", _begin_marks)  # noqa: B010
