@@ -218,6 +218,11 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     return _meet(options.store, options.group_rank, global_ranks, timeout)
 
 
+def own_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> _native.ProcessGroupSimCCL:
+    """Make a backend that has no group. Each of the ``size`` ranks of ``store`` makes its own."""
+    return _meet(store, rank, list(range(size)), timeout)
+
+
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
     return _meet(store, rank, ranks, timeout, any_device=True)
 
