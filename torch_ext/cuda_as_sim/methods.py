@@ -1,5 +1,6 @@
 """``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach.
 
+So has a stream the ``cuda_stream`` that programs give to libraries, as the number that tells it from others.
 Nor does it reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA, nor what a profiler is
 given: a program has ``ProfilerActivity`` under a name of its own, or leaves the profiling to a library.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_ext.cuda_as_sim.words import DEVICE, word_as_sim
+from torch_ext.sim._streams import Stream
 
 __all__ = ["install"]
 
@@ -23,6 +25,7 @@ def install() -> None:
     setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         setattr(storage, "cuda", _storage_cuda)  # noqa: B010
+    setattr(Stream, "cuda_stream", property(_stream_handle))  # noqa: B010
     _let_profilers_see_the_device()
     marks = torch.autograd.profiler.emit_nvtx
     setattr(marks, "__enter__", _begin_marks)  # noqa: B010
@@ -60,6 +63,11 @@ def _packed_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     """Return a copy in the memory of the simulated device."""
     return self.to(device=_device(device), non_blocking=non_blocking)
+
+
+def _stream_handle(self: Any) -> int:
+    """The stream as a number: 0 for the default stream of its device, as CUDA's."""
+    return int(self.native_handle) if self.stream_id else 0
 
 
 def _let_profilers_see_the_device() -> None:

@@ -1,18 +1,52 @@
-"""``torch.distributed.ProcessGroupNCCL``: options that programs pass on, and a class that a group may be asked for."""
+"""``torch.distributed.ProcessGroupNCCL``: makes backends of simccl. What only NCCL's have says so."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 from torch_ext.cuda_as_sim import table
+from torch_ext.cuda_as_sim.errors import NeedsCudaError
+from torch_ext.sim import _collectives, _native
 
-__all__ = ["ProcessGroupNCCL"]
+__all__ = ["ProcessGroupNCCL", "install"]
+
+_TIMEOUT = timedelta(minutes=10)  # NCCL's default
+
+# Methods and attributes of NCCL's class beyond those of every backend.
+_OWN = frozenset(
+    {
+        "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
+        "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
+        "uid",
+    }
+)  # fmt: skip
+
+
+class _NeedsNcclError(NeedsCudaError, AttributeError):
+    """An attribute that only NCCL's class has: ``hasattr`` is False."""
+
+
+def install() -> None:
+    """Have backends of simccl say of NCCL's own attributes why they lack them, in this process."""
+    setattr(_native.ProcessGroupSimCCL, "__getattr__", _refuse)  # noqa: B010 - mypy refuses to assign a method
+
+
+def _refuse(self: Any, name: str) -> Any:
+    if name in _OWN:
+        raise _NeedsNcclError(
+            str(table.refuse("ProcessGroupNCCL")).replace("ProcessGroupNCCL", f"ProcessGroupNCCL.{name}")
+        )
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 class _Kind(type):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise table.refuse(cls.__name__)
+    def __call__(
+        cls, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> _native.ProcessGroupSimCCL:
+        asked = timeout or (options if isinstance(options, timedelta) else getattr(options, "_timeout", None))
+        return _collectives.own_backend(store, rank, size, asked or _TIMEOUT)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -21,13 +55,14 @@ class _Kind(type):
 
 
 class ProcessGroupNCCL(metaclass=_Kind):
-    """Stands for NCCL's class. Making one is refused: ``init_process_group`` and ``new_group`` make groups."""
+    """Stands for NCCL's class. A call makes a backend of simccl, of which each rank of ``store`` makes its own."""
 
     class Options:
-        """What a group of NCCL's is made with. simccl has streams of one priority, and ignores all of it."""
+        """What a group of NCCL's is made with. simccl has streams of one priority, and takes the time limit alone."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
             self.config = SimpleNamespace()
+            self._timeout = _TIMEOUT
 
     NCCLConfig = SimpleNamespace

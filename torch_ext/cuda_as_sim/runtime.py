@@ -33,6 +33,7 @@ _CUDA = "cuda"
 
 methods.install()
 defaults.install()
+nccl.install()
 
 
 def is_nccl_available() -> bool:

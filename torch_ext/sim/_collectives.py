@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _flight_record, _native, _other_backends, _sparse_reduction
+from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends, _sparse_reduction
 from torch_ext.sim._name import NAME
 
 BACKEND = "simccl"
@@ -68,6 +68,7 @@ def register() -> None:
     _flight_record.install()
     _other_backends.join_threads_and_fakes()
     _sparse_reduction.install()
+    _gloo_halves.install(_for_gloo)
     _pair_with_gloo()
     _complete_groups()
     _count_objects()
@@ -103,13 +104,14 @@ def _complete_groups() -> None:
         # Torch asks the group for the backend of the device it is bound to, though gloo has none before `serve_gloo`.
         if kwargs.get("device_id") is not None and not _names_device(args[3]):
             kwargs["device_id"] = None
-        made = helper(*args, **kwargs)
+        with _gloo_halves.wrappers_of_a_group() as wrappers:
+            made = helper(*args, **kwargs)
         _groups_made += isinstance(made[0], dist.ProcessGroup)
         if _has_simccl(made[0]):
             made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         elif isinstance(made[0], dist.ProcessGroup):
             group, store = made
-            _other_backends.serve_gloo(group, store, _for_gloo)
+            _other_backends.serve_gloo(group, store, _for_gloo, wrappers)
         return made
 
     setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
@@ -214,6 +216,11 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _meet(options.store, options.group_rank, global_ranks, timeout)
+
+
+def own_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> _native.ProcessGroupSimCCL:
+    """Make a backend that has no group. Each of the ``size`` ranks of ``store`` makes its own."""
+    return _meet(store, rank, list(range(size)), timeout)
 
 
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:

@@ -4,6 +4,7 @@
 ``fake``, torch's threaded group     serve ``sim`` as they serve ``cuda``
 ``"gloo"``                           ``sim`` tensors by ``simccl``, in the same group; several ranks may use one device
 ``"sim:gloo"``                       likewise
+a backend of gloo that has no group  likewise: see :mod:`torch_ext.sim._gloo_halves`
 ``"cpu:gloo"``, anything else        torch refuses: no backend for device type ``sim``
 ===================================  ===============================================================================
 
@@ -14,14 +15,14 @@ imported the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torch_ext.sim import _gloo_halves
 from torch_ext.sim._name import NAME
 
 __all__ = ["is_gloo", "join_threads_and_fakes", "serve_gloo"]
@@ -52,12 +53,12 @@ def join_threads_and_fakes() -> None:
 
 
 def serve_gloo(
-    group: dist.ProcessGroup, store: c10d.Store, make: Callable[[c10d.Store, int, list[int], timedelta], Any]
+    group: dist.ProcessGroup, store: c10d.Store, make: _gloo_halves.Make, wrappers: Sequence[Any] = ()
 ) -> None:
     """Give a group of gloo, as ``_new_process_group_helper`` made it, a backend for ``sim`` tensors.
 
     Args:
-        make: makes it from a store, the rank, the group's global ranks and its time limit. Called on every rank.
+        wrappers: those that torch put around the group's backends, to compare the ranks' calls.
     """
     if not is_gloo(group):
         return
@@ -67,12 +68,9 @@ def serve_gloo(
     options = gloo.options
     ranks = list(options.global_ranks_in_group) or list(range(group.size()))
     name, description = group.group_name, group.group_desc
-    store = c10d.PrefixStore(f"{NAME}/", store)
-    backend = make(store, group.rank(), ranks, options._timeout)
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch wraps gloo's own half, to compare the ranks' calls
-        backend = c10d._create_process_group_wrapper(
-            backend, group.group_name, store, group.rank(), group.size(), options._timeout
-        )
+    backend = make(c10d.PrefixStore(f"{NAME}/", store), group.rank(), ranks, options._timeout)
+    if gloo in wrappers:
+        backend = _gloo_halves.wrapped_alike(backend, gloo)
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)  # that is, of its backends
     group._set_group_desc(description)

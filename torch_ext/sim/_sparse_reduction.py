@@ -1,7 +1,7 @@
 """``all_reduce`` of sparse ``sim`` tensors, such as the gradients of ``nn.Embedding(sparse=True)`` under DDP.
 
 =====================================  ======================================================================
-a group of ``"gloo"``                  reduces them, as it does those of CUDA: here on copies on the host
+a group or a backend of ``"gloo"``     reduces them, as it does those of CUDA: here on copies on the host
 ``simccl``, that is any other group    refuses them, as NCCL does
 =====================================  ======================================================================
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in the stubs
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _other_backends
+from torch_ext.sim import _gloo_halves, _other_backends
 
 __all__ = ["install"]
 
@@ -37,17 +36,10 @@ def install() -> None:
 
 
 def _all_reduce(tensors: list[torch.Tensor], group: Any, op: Any, *_others: Any) -> tuple[list[torch.Tensor], Any]:
-    """Reduce ``tensors``, one sparse COO tensor, in place. The host waits, so that the work returned is complete."""
     process_group = c10d._resolve_process_group(dist.ProcessGroup.unbox(group).group_name)
     if not (_other_backends.is_gloo(process_group) and _HOST in process_group._device_types):
         raise NotImplementedError(_REFUSAL)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.RedOpType(op.op()))
-    on_host = [tensor.cpu() for tensor in tensors]
     gloo: Any = process_group._get_backend(_HOST)
-    gloo.allreduce(on_host, options).wait()
-    for tensor, reduced in zip(tensors, on_host, strict=True):
-        tensor.copy_(reduced)
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[tensors[0].device])
-    future.set_result(tensors)
-    return tensors, _create_work_from_future(future).boxed()
+    return tensors, _gloo_halves.reduce_sparse(tensors, lambda on_host: gloo.allreduce(on_host, options)).boxed()

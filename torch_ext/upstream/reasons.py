@@ -11,6 +11,7 @@ __all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of", 
 ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
+_SYMMETRIC = "needs symmetric memory, and torch has none for this device: it is of hardware that maps its peers' memory"
 
 # What our harness says of a test that --cuda-as-sim has run: the torch has no NCCL, or the file counts CUDA devices.
 _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
@@ -37,6 +38,10 @@ _NAMES_TRITON = (
     re.compile(r"\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"),
     re.compile(r"(?:\w+\.)*TritonMissing\b"),
 )
+_NAMES_SYMMETRIC = (
+    re.compile(r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"),
+    re.compile(r"NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"),
+)
 
 
 def reason_of(error: str, *, cuda_as_sim: bool) -> str:
@@ -46,9 +51,13 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     'the test asks for CUDA or NCCL by name: --cuda-as-sim has it mean the simulated accelerator'
     >>> reason_of("AssertionError: Torch not compiled with CUDA enabled", cuda_as_sim=True)
     ''
+    >>> reason_of("RuntimeError: SymmetricMemory does not support device type sim", cuda_as_sim=True)[:22]
+    'needs symmetric memory'
     """
     if any(pattern.match(error) for pattern in _NAMES_TRITON):
         return _TRITON
+    if any(pattern.match(error) for pattern in _NAMES_SYMMETRIC):
+        return _SYMMETRIC
     # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
     return WITH_THE_OPTION if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
 

@@ -20,6 +20,7 @@ child is forked that ends at once; threads that survive it belong to somebody el
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def reason_not_to_fork() -> str:
     if _os.tasks() > 1:
         return f"it runs other threads: {_describe_threads()}"
     driver = _open_driver()
-    return f"a device driver is initialized in it ({driver} is open)" if driver else ""
+    if driver:
+        return f"a device driver is initialized in it ({driver} is open)"
+    used = _device_in_use()
+    return f"it has used a device, {used}, which its children then cannot use" if used else ""
 
 
 def _trial_fork() -> None:
@@ -72,3 +76,14 @@ def _open_driver() -> str:
         if target.startswith(_DRIVER_FILES):
             return target
     return ""
+
+
+def _device_in_use() -> str:
+    """Return the type of the accelerator if this process has initialized it, such as one that holds no driver open."""
+    torch = sys.modules.get("torch")
+    accelerator = getattr(torch, "accelerator", None)
+    device = None if accelerator is None else accelerator.current_accelerator()
+    if torch is None or device is None:
+        return ""
+    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+    return str(device) if is_initialized is not None and is_initialized() else ""

@@ -118,3 +118,40 @@ def test_other_devices_and_our_own_suites_are_refused(tmp_path: Path) -> None:
     done = run("--cuda-as-sim", "--upstream", str(tmp_path), "--device", "cpu")
     assert done.returncode == 2
     assert "got --cuda-as-sim and the device cpu" in done.stderr
+
+
+ON_LOADING = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_utils import requires_cuda_p2p_access, run_tests
+
+{when_loaded}
+
+
+@requires_cuda_p2p_access()
+class TestLoaded(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_device(self):
+        self.assertEqual(torch.ones(2, device=f"cuda:{{self.rank}}").sum().item(), 2.0)
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def test_a_file_that_asks_about_devices_or_uses_one_while_it_is_loaded_has_ranks_that_can(tmp_path: Path) -> None:
+    asks, uses = tmp_path / "test_asks.py", tmp_path / "test_uses.py"
+    asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).endswith("on the CPU")'))
+    uses.write_text(ON_LOADING.format(when_loaded="X = torch.ones(2).cuda()"))
+    done = run("--upstream", str(asks), str(uses), "--cuda-as-sim")
+    assert "2 passed, 0 failed, 0 skipped" in done.stdout, done
+    said = "cannot fork: it has used a device, sim, which its children then cannot use; every rank gets a fresh"
+    told = done.stdout + done.stderr
+    assert told.count(said) == 1 and f"the zygote of test_uses {said}" in told

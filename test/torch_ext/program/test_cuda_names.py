@@ -57,7 +57,7 @@ torch.cuda.memory._dump_snapshot(f"snapshot{rank}.pickle")
 torch.cuda.memory._record_memory_history(None)
 assert torch.cuda.nccl.is_available([x]) and not torch.cuda.nccl.is_available([torch.ones(1)])
 torch.cuda.cudart().cudaProfilerStart()
-for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization, dist.ProcessGroupNCCL):
+for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization):
     try:
         call()
     except NotImplementedError as error:
@@ -79,6 +79,13 @@ try:
 except RuntimeError as error:
     assert "out of memory" in str(error)
 
+# A stream as a number, which programs give to libraries or compare.
+side = torch.cuda.Stream()
+assert torch.cuda.default_stream().cuda_stream == torch.cuda.current_stream().cuda_stream == 0
+with torch.cuda.stream(side):
+    assert torch.cuda.current_stream().cuda_stream == side.cuda_stream != torch.cuda.Stream().cuda_stream
+assert side.cuda_stream != 0
+
 # Several devices in one process.
 parallel = nn.DataParallel(nn.Linear(4, 2).cuda(), device_ids=[rank, 1 - rank])
 plain = nn.Linear(4, 2).cuda()
@@ -96,6 +103,21 @@ assert dist.new_subgroups()[0].size() == 2
 high = dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 dist.all_reduce(x, group=high)
 assert x[0, 0].item() == 2.0
+
+# A backend without a group.
+meeting = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+own = dist.ProcessGroupNCCL(meeting, rank, 2, dist.ProcessGroupNCCL.Options())
+mine, all_ranks = torch.full((1,), rank + 1.0).cuda(), torch.empty(2).cuda()
+own._allgather_base(all_ranks, mine).wait()
+own.allreduce(mine).wait()
+assert all_ranks.tolist() == [1.0, 2.0] and mine.item() == 3.0
+assert not hasattr(own, "comm_split_count") and not hasattr(own, "no_such_name")
+try:
+    own.comm_split_count()
+except NotImplementedError as error:
+    assert "ProcessGroupNCCL.comm_split_count: This calls NCCL itself" in str(error), error
+else:
+    raise AssertionError("comm_split_count")
 dist.destroy_process_group()
 """
 

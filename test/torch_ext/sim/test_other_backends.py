@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import unittest
+from typing import Any, cast
 
 import pytest
 import torch
@@ -76,6 +77,77 @@ def _check_detail(rank: int, world_size: int) -> None:
 
 def test_detail_mode_finds_ranks_that_call_differently() -> None:
     ranks.run(2, _check_detail, backend="gloo")
+
+
+def _check_detail_between_halves(rank: int, world_size: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(backend="gloo")
+    with pytest.raises(RuntimeError, match=r"Detected mismatch(.|\n)*OpType=(REDUCE|BARRIER)"):
+        if rank == 0:
+            dist.reduce(_x(), 0, group=group)
+        else:
+            cast(Any, group)._get_backend(torch.device("cpu")).barrier().wait()
+    ranks.leave()
+
+
+def test_detail_mode_finds_a_device_call_against_a_host_call() -> None:
+    ranks.run(2, _check_detail_between_halves, backend="gloo")
+
+
+def _own_gloo(rank: int, world_size: int, name: str) -> Any:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, rank, world_size, timeout=ranks.GROUP_TIMEOUT)
+
+
+def _check_own_gloo(rank: int, world_size: int) -> None:
+    gloo = _own_gloo(rank, world_size, "own")
+    x, host, parts = _x(rank + 1.0), torch.full((3,), rank + 1.0), [[_x() for _ in range(world_size)]]
+    gloo.allreduce([x]).wait()
+    gloo.allreduce(host).wait()
+    gloo.allgather(parts, [x * (rank + 1)]).wait()
+    assert x.tolist() == host.tolist() == [3.0] * 3 and [part[0].item() for part in parts[0]] == [3.0, 6.0]
+    gloo.barrier().wait()
+    options = dist.ReduceOptions()
+    options.rootRank = 1
+    future = gloo.reduce([x], options).get_future()
+    assert future.wait()[0].device.type == "sim" and (rank == 0 or x.tolist() == [6.0] * 3)
+    if rank == 0:
+        gloo.send([_x(5.0)], 1, 0).wait()
+    else:
+        gloo.recv([x], 0, 0).wait()
+        assert x.tolist() == [5.0] * 3
+    sparse = torch.tensor([rank == 0, rank == 1, True]).float().to_sparse().to("sim")
+    reduced = gloo.allreduce([sparse]).get_future().wait()[0]
+    assert reduced.is_sparse and reduced.to_dense().tolist() == [1.0, 1.0, 2.0]
+    with pytest.raises(RuntimeError, match="unsupported device type meta"):
+        gloo.allreduce([torch.ones(3, device="meta")])
+
+
+def test_own_backend_of_gloo_serves_device_tensors() -> None:
+    ranks.run(2, _check_own_gloo, backend="cpu:gloo")
+
+
+def _check_own_wrapper(rank: int, world_size: int) -> None:
+    gloo = _own_gloo(rank, world_size, "own")
+    store = dist.PrefixStore("wrapper", dist.distributed_c10d._get_default_store())
+    wrapper = dist.distributed_c10d._create_process_group_wrapper(gloo, "own", store, rank, world_size)
+    del gloo
+    x, host = _x(rank + 1.0), torch.ones(3)
+    works = [wrapper.allreduce([x]) for _ in range(3)]
+    for work in works:
+        work.wait()
+    wrapper.allreduce([host]).wait()
+    assert x.tolist() == [12.0] * 3 and host.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match=r"Detected mismatch(.|\n)*OpType=(REDUCE|ALLREDUCE)"):
+        if rank == 0:
+            wrapper.allreduce([host])
+        else:
+            wrapper.reduce([x])
+    ranks.leave()
+
+
+def test_wrapper_around_an_own_backend_compares_calls_of_both_halves() -> None:
+    ranks.run(2, _check_own_wrapper, backend="cpu:gloo")
 
 
 def _check_sparse(rank: int, world_size: int) -> None:

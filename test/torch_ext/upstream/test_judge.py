@@ -193,6 +193,14 @@ def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
     assert releases.Releases([], cuda_as_sim=True).judged(names_cuda) is names_cuda
     needs_triton = failing_with("ModuleNotFoundError: No module named 'triton'")
     assert releases.Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
+    maps_peers = failing_with(
+        "NotImplementedError: The operator 'symm_mem::memset32_' is not implemented for the device sim:0"
+    )
+    assert releases.Releases([], cuda_as_sim=True).judged(maps_peers).reason.startswith("needs symmetric memory")
+    has_no_kernel = failing_with(
+        "NotImplementedError: The operator 'aten::eig' is not implemented for the device sim:0"
+    )
+    assert releases.Releases([], cuda_as_sim=True).judged(has_no_kernel) is has_no_kernel
     said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
     assert releases.Releases([]).judged(said_elsewhere) is said_elsewhere
 

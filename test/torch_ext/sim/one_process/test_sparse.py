@@ -79,6 +79,48 @@ def test_moves_between_devices_and_back(layout: torch.layout) -> None:
     torch.testing.assert_close(there.to("sim:0").cpu(), host, rtol=0, atol=0)
 
 
+_BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a + b": torch.add,
+    "a + 3 b": lambda a, b: torch.add(a, b, alpha=3),
+    "a += b": lambda a, b: a.add_(b),
+    "a += 2 b": lambda a, b: a.add_(b, alpha=2),
+    "out = a + b": lambda a, b: torch.add(a, b, out=torch.empty_like(a)),
+    "a - b": torch.sub,
+    "a - 2 b": lambda a, b: torch.sub(a, b, alpha=2),
+    "a -= b": lambda a, b: a.sub_(b),
+    "a * b": torch.mul,
+    "a *= b": lambda a, b: a.mul_(b),
+    "dense + b": lambda a, b: torch.add(a.to_dense(), b),
+    "a and b in turn": lambda a, b: torch.cat([a, b]),
+}
+
+
+def _repeating(hybrid: bool, seed: int) -> torch.Tensor:
+    """Six values, or rows of two, at random places of nine: some places have several."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, 3, (2, 6), generator=generator)
+    values = torch.randint(1, 9, (6, 2) if hybrid else (6,), generator=generator).double()
+    return torch.sparse_coo_tensor(indices, values, (3, 3, 2) if hybrid else (3, 3))
+
+
+@pytest.mark.parametrize("call", _BINARY)
+@pytest.mark.parametrize("hybrid", [False, True], ids=["scalars", "hybrid"])
+def test_two_sparse_tensors_give_what_the_host_gives(call: str, hybrid: bool) -> None:
+    # The same entries, in the same order: which of them a sum of uncoalesced tensors joins is part of the result.
+    for coalesced in ((False, False), (False, True), (True, False), (True, True)):
+        pair = [_repeating(hybrid, seed) for seed in (1, 2)]
+        pair = [each.coalesce() if done else each for each, done in zip(pair, coalesced, strict=True)]
+        device = _BINARY[call](*(each.to("sim") for each in pair))
+        host = _BINARY[call](*(each.clone() for each in pair))
+        assert device.device.type == "sim" and device.layout == host.layout
+        if host.layout == torch.strided:
+            assert torch.equal(device.cpu(), host)
+            continue
+        assert device.is_coalesced() == host.is_coalesced()
+        assert device._indices().tolist() == host._indices().tolist()
+        assert device._values().tolist() == host._values().tolist()
+
+
 def test_in_place_changes_the_tensor_itself() -> None:
     x = torch.ones(2, 3, device="sim")
     assert x.add_(_coo("sim")) is x and x.sum().item() == 18

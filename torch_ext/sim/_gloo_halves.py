@@ -1,0 +1,165 @@
+"""The device halves of gloo backends: what takes ``sim`` tensors where a program gives them to a backend of gloo.
+
+==============================  ====================================================================================
+a group's own backend           the group gives ``sim`` tensors to the half itself
+``ProcessGroupGloo(...)``       its methods do; the half is made with the first such call, of which all ranks take part
+a wrapper around one of these   likewise, with a wrapper around the half
+==============================  ====================================================================================
+
+A wrapper is what torch compares the calls of ranks with (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Both halves compare them
+by the same helper group, so that a call with device tensors and one with host tensors differ, as they do on CUDA, where
+gloo has no halves. ``simccl`` refuses sparse tensors; here they are reduced on copies on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the first is not in the stubs
+    _create_work_from_future,
+    _ProcessGroupWrapper,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from torch_ext.sim._name import NAME
+
+__all__ = ["Make", "install", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
+
+Make = Callable[[c10d.Store, int, list[int], timedelta], Any]
+"""Makes a half from a store, the rank, the group's global ranks and its time limit. Called on every rank."""
+
+# Methods of backends that take tensors.
+_CALLS = (
+    "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced",
+    "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter",
+    "send",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    backend: Any
+    helper: Any  # the group of gloo by which ranks compare their calls
+
+
+# What Python objects were made with, and their halves. Torch holds the backends of groups without such an object.
+_stores: WeakKeyDictionary[Any, c10d.Store] = WeakKeyDictionary()
+_wrapped: WeakKeyDictionary[Any, _Wrapped] = WeakKeyDictionary()
+_halves: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+class _Made(threading.local):
+    wrappers: list[Any] | None = None
+
+
+_made = _Made()
+
+
+def install(make: Make) -> None:
+    """Have the methods of gloo's backends, and of wrappers around them, take ``sim`` tensors."""
+    if not dist.is_gloo_available():
+        return
+    _remember(c10d.ProcessGroupGloo, _remember_store)
+    _remember(_ProcessGroupWrapper, _remember_wrapped)
+    for kind in (c10d.ProcessGroupGloo, _ProcessGroupWrapper):
+        for name in _CALLS:
+            setattr(kind, name, _by_device(name, getattr(kind, name), make))
+
+
+@contextmanager
+def wrappers_of_a_group() -> Iterator[list[Any]]:
+    """Give a list of the wrappers that this thread makes, as torch does for a group: it keeps none of their names."""
+    before, _made.wrappers = _made.wrappers, []
+    try:
+        yield _made.wrappers
+    finally:
+        _made.wrappers = before
+
+
+def wrapped_alike(half: Any, wrapper: Any) -> Any:
+    """Return a wrapper around ``half`` that compares calls by the same helper as ``wrapper``."""
+    return _ProcessGroupWrapper(half, _wrapped[wrapper].helper)
+
+
+def reduce_sparse(tensors: list[torch.Tensor], reduce_on_host: Callable[[list[torch.Tensor]], Any]) -> Any:
+    """Reduce ``tensors``, one sparse COO tensor, in place. The host waits, so that the work returned is complete."""
+    on_host = [tensor.cpu() for tensor in tensors]
+    reduce_on_host(on_host).wait()
+    for tensor, reduced in zip(tensors, on_host, strict=True):
+        tensor.copy_(reduced)
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[tensors[0].device])
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+# `functools.wraps` would tell others who replace this method that they have done so already.
+def _remember(kind: Any, remember: Callable[..., None]) -> None:
+    original = kind.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        remember(self, *args, **kwargs)
+
+    kind.__init__ = __init__
+
+
+def _remember_store(self: Any, store: c10d.Store, *_others: Any, **_named: Any) -> None:
+    _stores[self] = store
+
+
+def _remember_wrapped(self: Any, backend: Any, helper: Any) -> None:
+    _wrapped[self] = _Wrapped(backend, helper)
+    if _made.wrappers is not None:
+        _made.wrappers.append(self)
+
+
+def _by_device(name: str, original: Callable[..., Any], make: Make) -> Callable[..., Any]:
+    """Return a backend's method ``name`` that gives calls with ``sim`` tensors to its half, if it has one."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor((args, tuple(kwargs.values())))
+        half = None if tensor is None or tensor.device.type != NAME else _half(self, make)
+        if tensor is None or half is None:
+            return original(self, *args, **kwargs)
+        if tensor.layout == torch.sparse_coo and name == "allreduce":
+            tensors, *others = args or (kwargs.pop("tensors"),)
+            return reduce_sparse(tensors, lambda on_host: original(self, on_host, *others, **kwargs))
+        return getattr(half, name)(*args, **kwargs)
+
+    return call
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, list | tuple):
+        return next((found for each in value if (found := _first_tensor(each)) is not None), None)
+    return None
+
+
+def _half(backend: Any, make: Make) -> Any:
+    """Return what takes the ``sim`` tensors of ``backend``; ``None`` if that is not of gloo."""
+    half = _halves.get(backend)
+    if half is not None:
+        return half
+    if backend in _stores:
+        options = backend.options
+        ranks = list(options.global_ranks_in_group) or list(range(backend.size()))
+        store = c10d.PrefixStore(f"{NAME}/", _stores[backend])
+        half = make(store, backend.rank(), ranks, options._timeout)
+    elif backend in _wrapped:
+        inner = _half(_wrapped[backend].backend, make)
+        half = None if inner is None else wrapped_alike(inner, backend)
+    if half is not None:
+        _halves[backend] = half
+    return half
