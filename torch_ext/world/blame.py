@@ -5,10 +5,11 @@ Note [Who is to blame for a hang]
 A rank that waits is rarely the one at fault. In this order:
 
 1. Ranks that create a process group need everyone: those who never came are to blame.
-2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few.
+2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few,
+   else those whose body is over, if the others' is not: what they wait in is the harness's.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
    waits for its peer. These are the edges of a graph. Those that are waited for and wait for nobody are to blame. If
-   there are none, the ranks are in a deadlock, and its cycle is shown.
+   there are none, the ranks are in a deadlock, and its cycle is shown; in it, a rank whose body is over is to blame.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -19,7 +20,7 @@ A rank that holds the GIL or has been stopped cannot tell what it called; then t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_ext.world.collectives import (
     Collective,
@@ -52,7 +53,7 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     return (
         _creation(outcomes)
-        or _difference(records)
+        or _difference(outcomes, records)
         or _waiting(outcomes, records)
         or first_mismatch(records)
         or _elsewhere(outcomes, records)
@@ -72,9 +73,20 @@ def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
     )
 
 
-def _difference(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     found = first_mismatch(records)
-    return found if found is not None and found.differ else None
+    if found is None or not found.differ:
+        return None
+    return found if found.ranks else _for_those_that_are_over(found, outcomes, [o.rank for o in outcomes])
+
+
+def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
+    """Blame those of ``ranks`` whose body is over, if it is not so for all of them: their peers wait for more."""
+    over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
+    if not over or len(over) == len(ranks):
+        return found
+    verb = "was over and waited for its peers" if len(over) == 1 else "were over and waited for their peers"
+    return replace(found, sentence=f"{found.sentence}; {ranks_phrase(over)} {verb}", ranks=over)
 
 
 def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -87,7 +99,8 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
         alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
         absent = [rank for rank in edge.missing if rank in roots]
         return Mismatch(f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called", roots)
-    return _cycle(edges) if missing else None
+    found = _cycle(edges) if missing else None
+    return found and _for_those_that_are_over(found, outcomes, found.ranks)
 
 
 def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Iterable[_Edge]:

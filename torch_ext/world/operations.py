@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
@@ -19,7 +20,7 @@ from typing import Any
 from torch_ext.world import stores
 from torch_ext.world.protocol import Wait
 
-__all__ = ["Operation", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
+__all__ = ["Operation", "after_body", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
 
 # Python files of torch whose functions call into a process group, a store or RPC, and wait there.
 _WAITING_FILES = (
@@ -52,6 +53,8 @@ _RPC_TIMEOUT_S = 60.0
 # Characters of a call that a report shows.
 _MOST_OF_CALL = 80
 
+_AFTER_BODY = "the barrier after its body, which is over"
+
 _began_s = time.monotonic()
 
 
@@ -59,6 +62,14 @@ def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
     _began_s = time.monotonic()
+
+
+def after_body(wait: Callable[..., object], **how: Any) -> None:
+    """Call ``wait(**how)``, one of torch's functions, in which a rank whose body is over waits for the others.
+
+    A report then says so, and does not take it for a call of the test.
+    """
+    wait(**how)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,8 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
         inner, outer = outer, outer.f_back
     if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(frame.f_locals.get("self")):
         return Operation(Wait(_place(outer or frame)), None, position)
+    if outer is not None and outer.f_code is after_body.__code__:
+        return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
     peers = peers_waited_for(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])

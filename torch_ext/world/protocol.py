@@ -348,12 +348,14 @@ class Wait:
         peers: ranks that it names as those it waits for.
         everyone: whether it waits for all ranks, as the creation of a process group does.
         transport: whether it is an operation of a process group, a store or RPC.
+        over: whether the body is over, and the harness waits for the other ranks.
     """
 
     words: str
     peers: tuple[int, ...] = ()
     everyone: bool = False
     transport: bool = False
+    over: bool = False
 
 
 @dataclass(frozen=True)

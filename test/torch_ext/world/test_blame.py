@@ -52,6 +52,28 @@ def test_members_of_a_small_group_alone_are_waited_for() -> None:
     assert blame is not None and blame.ranks == (1,)
 
 
+OVER = (Wait("the barrier after its body", transport=True, over=True),)
+
+
+def test_of_two_that_differ_the_one_whose_body_is_over_is_to_blame() -> None:
+    blame = find_blame([hung(0, entry("0", 1)), hung(1, entry("0", 1, "barrier"), waits=OVER)])
+    assert blame is not None and blame.ranks == (1,)
+    assert blame.sentence.endswith("; rank 1 was over and waited for its peers")
+
+
+def test_the_few_are_to_blame_though_the_others_are_over() -> None:
+    over = [hung(rank, entry("0", 1, "barrier"), waits=OVER) for rank in (0, 1)]
+    blame = find_blame([*over, hung(2, entry("0", 1))])
+    assert blame is not None and blame.ranks == (2,)
+
+
+def test_of_a_deadlock_the_one_whose_body_is_over_is_to_blame() -> None:
+    receives = (Wait("recv(peer 1)", (1,), transport=True),)
+    blame = find_blame([hung(0, waits=receives), hung(1, entry("0", 1, "barrier"), waits=OVER)])
+    assert blame is not None and blame.ranks == (1,)
+    assert "cycle" in blame.sentence
+
+
 def test_a_deadlock_over_groups_is_shown_as_its_cycle() -> None:
     groups = {"g1": [0, 1], "g2": [0, 1]}
     blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, entry("2", 1), **groups)])
