@@ -7,9 +7,10 @@ A rank that waits is rarely the one at fault. In this order:
 1. Ranks that create a process group need everyone: those who never came are to blame.
 2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few,
    else those whose body is over, if the others' is not: what they wait in is the harness's.
-3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
-   waits for its peer. These are the edges of a graph. Those that are waited for and wait for nobody are to blame. If
-   there are none, the ranks are in a deadlock, and its cycle is shown; in it, a rank whose body is over is to blame.
+3. A rank in an unfinished collective waits for every member of the group that has not called it, a rank in ``recv``
+   waits for its peer, and one that waits for what processes hold waits for those of them that are ranks. These are the
+   edges of a graph. Those that are waited for and wait for nobody are to blame. If there are none, the ranks are in a
+   deadlock, and its cycle is shown; in it, a rank whose body is over is to blame.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -38,11 +39,14 @@ __all__ = ["find_blame"]
 
 @dataclass(frozen=True)
 class _Edge:
-    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words."""
+    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words. It is not one that all of them call if
+    they hold what is waited for.
+    """
 
     waiting: int
     missing: tuple[int, ...]
     what: str
+    held: bool = False
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -98,6 +102,8 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
         edge = next(edge for edge in edges if set(edge.missing) & set(roots))
         alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
         absent = [rank for rank in edge.missing if rank in roots]
+        if edge.held:
+            return Mismatch(f"{ranks_phrase(alike)} waited in {edge.what} for {ranks_phrase(absent)}", roots)
         return Mismatch(f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called", roots)
     found = _cycle(edges) if missing else None
     return found and _for_those_that_are_over(found, outcomes, found.ranks)
@@ -142,7 +148,8 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
     for outcome in outcomes:
         for wait in outcome.waits:
             if wait.peers:
-                yield _Edge(outcome.rank, tuple(peer for peer in wait.peers if peer != outcome.rank), wait.words)
+                peers = tuple(peer for peer in wait.peers if peer != outcome.rank)
+                yield _Edge(outcome.rank, peers, wait.words, bool(wait.enders))
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:

@@ -34,7 +34,14 @@ _WAITING_FILES = (
 _OPERATORS = "/torch/_ops.py"
 # Waiting in these is done for their caller.
 _OURS = ("/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py")
-_LOCKS = ("/threading.py", "/queue.py", "/torch_ext/sim/races/_threads.py", *_OURS)
+_LOCKS = (
+    "/threading.py",
+    "/queue.py",
+    "/multiprocessing/connection.py",
+    "/multiprocessing/queues.py",
+    "/torch_ext/sim/races/_threads.py",
+    *_OURS,
+)
 # Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
 # workers beforehand.
 _NEEDS_EVERYONE = frozenset(

@@ -74,6 +74,16 @@ def test_of_a_deadlock_the_one_whose_body_is_over_is_to_blame() -> None:
     assert "cycle" in blame.sentence
 
 
+def test_a_rank_that_holds_what_its_peer_waits_for_is_waited_for() -> None:
+    waits = (Wait("flock() in test_a (test_a.py:3)", (0,), enders=(70,)),)
+    blame = find_blame([hung(0), hung(1, waits=waits)])
+    assert blame is not None and blame.ranks == (0,)
+    assert blame.sentence == "rank 1 waited in flock() in test_a (test_a.py:3) for rank 0"
+    blame = find_blame([hung(0, entry("0", 1)), hung(1, waits=waits)])
+    assert blame is not None and set(blame.ranks) == {0, 1}
+    assert "rank 1 waits in flock() in test_a (test_a.py:3) for rank 0" in blame.sentence
+
+
 def test_a_deadlock_over_groups_is_shown_as_its_cycle() -> None:
     groups = {"g1": [0, 1], "g2": [0, 1]}
     blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, entry("2", 1), **groups)])
