@@ -170,6 +170,16 @@ class Test{"".join(word.title() for word in name.split("_"))}(Ranks):
     def waits(self):{source}"""
     for name, source in MISSES.items()
 )
+NEAR_MISSES += """
+class TestThreadReads(Threads):
+    def test_thread_reads_what_a_child_writes(self):
+        if self.rank == 0:
+            reader, writer = os.pipe()
+            child = subprocess.Popen(["sleep", "8"], pass_fds=[writer])
+            os.close(writer)
+            os.read(reader, 1)
+        self.check()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +208,7 @@ def test_what_only_blocked_ranks_hold_is_a_hang(runs: Run, name: str) -> None:
     assert named_first(text) == HANGS[name], first_line(text)
 
 
-@pytest.mark.parametrize("name", MISSES)
+@pytest.mark.parametrize("name", [*MISSES, "thread_reads_what_a_child_writes"])
 def test_what_anything_else_may_end_is_no_hang(runs: Run, name: str) -> None:
     assert runs.status.get(f"test_{name}") == "passed", runs.text.get(f"test_{name}", runs)
 
