@@ -9,8 +9,9 @@ A rank that waits is rarely the one at fault. In this order:
    else those whose body is over, if the others' is not: what they wait in is the harness's.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, a rank in ``recv``
    waits for its peer, and one that waits for what processes hold waits for those of them that are ranks. These are the
-   edges of a graph. Those that are waited for and wait for nobody are to blame. If there are none, the ranks are in a
-   deadlock, and its cycle is shown; in it, a rank whose body is over is to blame.
+   edges of a graph; a collective that raised an error has not ended in this sense. Those that are waited for and wait
+   for nobody are to blame. If there are none, the ranks are in a deadlock, and its cycle is shown; in it, a rank whose
+   body is over is to blame.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -114,9 +115,10 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
     for outcome in outcomes:
         groups.update(read_groups(outcome.collectives))
     silent = {o.rank for o in outcomes if not o.collectives and o.ending is not Ending.PASSED}
+    failed_in = {o.rank: records[o.rank][-1] for o in outcomes if records.get(o.rank) and _failed_in_a_collective(o)}
     for rank, record in records.items():
         for each in record:
-            if each.finished:
+            if each.finished and each is not failed_in.get(rank):
                 continue
             members = _members(each, groups, outcomes, records)
             came = {other for other in members if _has_come(records.get(other, ()), each)}
@@ -124,6 +126,15 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
             absent = tuple(sorted(set(members) - came - unknown - {rank}))
             if absent:
                 yield _Edge(rank, absent, str(each))
+
+
+def _failed_in_a_collective(outcome: Outcome) -> bool:
+    """Whether a collective raised what the rank failed with, of which the record soon says that it has ended."""
+    receipt = outcome.receipt
+    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
+        return False
+    waits = receipt.waits  # nothing is known of a wait for work that was begun elsewhere
+    return not waits or any(wait.transport and not wait.peers and not wait.everyone for wait in waits)
 
 
 def _members(

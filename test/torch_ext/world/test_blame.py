@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Wait
+from torch_ext.world.protocol import Receipt, Said, Wait
 
 
 def entry(group: str, number: int, name: str = "all_reduce", over: bool = False) -> dict[str, Any]:
@@ -50,6 +50,18 @@ def test_members_of_a_small_group_alone_are_waited_for() -> None:
     groups = {"g1": [0, 1]}
     blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, **groups), hung(2, **groups)])
     assert blame is not None and blame.ranks == (1,)
+
+
+def test_a_rank_whose_collective_ran_out_of_time_has_waited_in_it() -> None:
+    """The record says that it has ended a moment later than the error is raised, so it may say so or not."""
+    waits = (Wait("scatter() in test_a (test_a.py:3)", transport=True),)
+    for ended in (False, True):
+        failure = Receipt(Said.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
+        root = replace(
+            hung(0, entry("0", 1, "scatter", over=ended), waits=waits), ending=Ending.FAILED, receipt=failure
+        )
+        blame = find_blame([root, hung(1), hung(2, entry("0", 1, "scatter", over=True), entry("0", 2, "barrier"))])
+        assert blame is not None and blame.ranks == (1,), ended
 
 
 OVER = (Wait("the barrier after its body", transport=True, over=True),)
