@@ -113,7 +113,7 @@ class _Rows:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(rows), str(file)],
                 cwd=CHECKOUT, env={**os.environ, **environment, "TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL,
-                stdout=stream, stderr=stream, start_new_session=True,
+                stdout=stream, stderr=stream, start_new_session=True, preexec_fn=_as_in_the_foreground,
             )  # fmt: skip
 
     def has_ended(self, most_s: float) -> bool:
@@ -149,6 +149,11 @@ class _Rows:
         if not failed:
             shutil.rmtree(self._folder, ignore_errors=True)
         return found
+
+
+def _as_in_the_foreground() -> None:
+    """Let SIGINT through, which a shell has ignored in what it starts in the background: rows are about it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _processes_of(folder: Path) -> dict[int, str]:

@@ -21,7 +21,7 @@ from test.torch_ext.verdict.repeated import Repetition, repetitions
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
 # Processes able to run for each core, and how much longer a run may take that shares the cores with them.
-LOAD, SLOWER = 4, 20
+LOAD, SLOWER = 4, 8
 # Seconds for all rows of a file on a quiet machine, far above what they take.
 DEADLINE_S = 300
 
