@@ -10,10 +10,10 @@ of a process group, a store or RPC (which may poll, or wait in memory that ranks
 is blocked in and for how long (``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is.
 A kernel of the device may wait for an operation that was called long before: such a thread, with Python code or
 without, has an entry in the rank's page of waits, which says until when.
-A thread that reads from a pipe or waits for a lock of a file (``flock()``) is blocked as long as all processes are that
-could end the wait, all of which must be ranks of the world; see ``holders.py``. A process whose alarm is set is not
-blocked: its handler may do anything. The kernel tells nobody of the alarms of another process, so that nothing is ever
-proven about a child: a wait for one (``waitpid()``), or for what one holds, has the test's time limit.
+A thread that reads from a pipe, or waits for the lock of a file (``flock()``, ``lockf()``), is blocked as long as all
+processes are that could end the wait, all of which must be ranks of the world; see ``holders.py``. A process whose
+alarm is set is not blocked: its handler may do anything. The kernel tells nobody of the alarms of another process, so
+that nothing is ever proven about a child: a wait for one (``waitpid()``), or for what one holds, has the test's limit.
 Threads of transports that sleep until the network wakes them are left out, since they only hand on what peers send. A
 world hangs if all of its live ranks are blocked in this way at two looks some seconds apart and no blocked thread has
 run in between (see ``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit
@@ -42,22 +42,22 @@ from torch_ext.world.wait_page import ThreadWait, waits_of_threads
 
 __all__ = ["LISTENER", "Task", "judge_tasks", "observe"]
 
-# What a thread waits for in calls that end when certain processes do something.
-_HELD = {"read": "a read of a pipe", "flock": "flock()"}
+# What a thread does in calls that may be waits for certain processes.
+_HELD = ("read", "flock", "fcntl")
 # The name of the thread in which a rank answers its parent half, and looks at all others.
 LISTENER = "torch_ext listener"
 
 # Numbers of system calls, by what a thread does in them.
 _CALLS = {
-    "x86_64": {0: "read", 73: "flock", 202: "lock", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll", 7: "poll",
-               271: "poll", 23: "poll", 270: "poll", 45: "poll", 47: "poll"},
-    "aarch64": {63: "read", 32: "flock", 98: "lock", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll",
-                207: "poll", 212: "poll"},
+    "x86_64": {0: "read", 73: "flock", 72: "fcntl", 202: "lock", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll",
+               7: "poll", 271: "poll", 23: "poll", 270: "poll", 45: "poll", 47: "poll"},
+    "aarch64": {63: "read", 32: "flock", 25: "fcntl", 98: "lock", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll",
+                72: "poll", 207: "poll", 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
 
 _FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
-_LOCK_EX = 2
+_LOCK_EX, _F_SETLKW = 2, 7
 _TIMESPEC = struct.Struct("@qq")
 # An operation that looks after its peers wakes at least this often, in seconds.
 _SLICE_S = 2.0
@@ -189,24 +189,27 @@ def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | 
     operation = operation_of(frame) if frame is not None else None
     enders: tuple[int, ...] = ()
     if doing in _HELD:
-        enders = _enders(call)
-        if operation is not None and enders:
-            operation = replace(
-                operation, wait=replace(operation.wait, words=f"{_HELD[doing]} in {operation.wait.words}")
-            )
+        what, enders = _held(doing, int(call[1], 16), int(call[2], 16))
         doing = "held"
+        if operation is not None and what:
+            operation = replace(operation, wait=replace(operation.wait, words=f"{what} in {operation.wait.words}"))
     if told is not None:
         operation = _as_told(operation, told)
     sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S
     return Task(tid, name, doing, until_s, switches, operation, sliced, enders)
 
 
-def _enders(call: list[str]) -> tuple[int, ...]:
-    """Return the processes that alone can end a call that waits for what others hold; nobody if that is not known."""
-    descriptor, how = int(call[1], 16), int(call[2], 16)
-    if _CALLS.get(int(call[0])) == "read":
-        return holders.writers_of_pipe(descriptor)
-    return holders.holders_of_lock(descriptor, exclusive=bool(how & _LOCK_EX))
+def _held(doing: str, descriptor: int, how: int) -> tuple[str, tuple[int, ...]]:
+    """Return what a call with these arguments waits for, in words, and the processes that alone can end it: nobody if
+    that is not known, and no words if it is no such wait.
+    """
+    if doing == "read" and holders.is_pipe(descriptor):
+        return "a read of a pipe", holders.writers_of_pipe(descriptor)
+    if doing == "flock":
+        return "flock()", holders.holders_of_lock(descriptor, exclusive=bool(how & _LOCK_EX))
+    if doing == "fcntl" and how == _F_SETLKW:
+        return "lockf()", holders.holders_of_record_lock()
+    return "", ()
 
 
 def _as_told(operation: Operation | None, told: ThreadWait) -> Operation:

@@ -19,6 +19,7 @@ HANGS = {
     "lock_of_a_rank_that_waits": {0, 1},
     "shared_lock_of_a_rank_that_is_blocked": {0},
     "lock_held_by_itself": {1},
+    "part_of_a_file_locked_by_a_rank_that_waits": {0, 1},
     "pipe_that_only_it_can_write_to": {1},
     "queue_that_nobody_fills": {0, 1},
     "pipe_of_a_rank_that_waits": {0, 1},
@@ -56,6 +57,15 @@ class TestLocks(Ranks):
         if self.rank == 1:
             fcntl.flock(open_file(), fcntl.LOCK_EX)
             fcntl.flock(open_file(), fcntl.LOCK_EX)
+        dist.barrier()
+
+    def test_part_of_a_file_locked_by_a_rank_that_waits(self):
+        self.join_group()
+        if self.rank == 0:
+            fcntl.lockf(open_file(), fcntl.LOCK_EX, 10, 5)
+        dist.barrier()
+        if self.rank == 1:
+            fcntl.lockf(open_file(), fcntl.LOCK_EX, 1, 7)
         dist.barrier()
 
 
@@ -108,6 +118,13 @@ MISSES = {
         os.close(file)
         fcntl.flock(os.open(os.path.join(HERE, "file"), os.O_RDWR), fcntl.LOCK_EX)
     """,
+    "child_has_locked_a_part_of_the_file": """
+        path = os.path.join(HERE, "parts")
+        locks = f"import fcntl, time; f = open({path!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True)"
+        child = subprocess.Popen([sys.executable, "-c", f"{locks}; time.sleep(8)"], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
+    """,
     "child_fills_a_queue": """
         queue = multiprocessing.Queue()
         child = multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(8), queue.put(1)))
@@ -129,6 +146,19 @@ MISSES = {
         os.close(writer)
         child = subprocess.Popen(["sleep", "8"], pass_fds=[one.fileno(), other.fileno()])
         one.close()
+        other.close()
+        os.read(reader, 1)
+    """,
+    "child_receives_another_end_of_the_pipe": """
+        import array, socket
+        reader, writer = os.pipe()
+        one, other = socket.socketpair()
+        one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [writer]))])
+        program = (
+            "import os, socket, sys, time; there = socket.socket(fileno=int(sys.argv[1])); time.sleep(8); "
+            "os.write(socket.recv_fds(there, 1, 1)[1][0], b'x')"
+        )
+        child = subprocess.Popen([sys.executable, "-c", program, str(other.fileno())], pass_fds=[other.fileno()])
         other.close()
         os.read(reader, 1)
     """,

@@ -192,6 +192,17 @@ def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], obj
         locked = task_of(daemon(lambda: fcntl.flock(waits, fcntl.LOCK_EX)))
         assert (locked.doing, locked.enders) == ("held", (os.getpid(),))
         assert holders.holders_of_lock(waits, exclusive=False) == ()
+        part = (
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+        )
+        command = [sys.executable, "-c", part, str(tmp_path / "parts")]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+        assert holders.holders_of_record_lock() == ()
+        parts = os.open(tmp_path / "parts", os.O_RDWR)
+        record = task_of(daemon(lambda: fcntl.lockf(parts, fcntl.LOCK_EX)))
+        assert (record.doing, record.enders) == ("held", (other.pid,))
+        other.communicate()
         assert holders.writers_of_pipe(locks) == ()
         os.mkfifo(tmp_path / "named")
         assert holders.writers_of_pipe(os.open(tmp_path / "named", os.O_RDWR)) == ()
