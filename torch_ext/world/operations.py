@@ -88,11 +88,13 @@ class Operation:
         limit_s: before when it does not end by itself, by ``time.monotonic``; None if the frame is in no operation that
             is known to wait.
         position: changes if the thread has moved on to another call.
+        sliced: whether it looks again and again for what it waits for.
     """
 
     wait: Wait
     limit_s: float | None
     position: str
+    sliced: bool = False
 
 
 def operation_of(frame: FrameType) -> Operation:
@@ -118,10 +120,10 @@ def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
         known_s = math.inf if operation.limit_s is None else operation.limit_s
-        return replace(operation, limit_s=min(limit_s, known_s))
+        return replace(operation, limit_s=min(limit_s, known_s), sliced=True)
     call = _call_at(caller)
     what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
-    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position)
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:

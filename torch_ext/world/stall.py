@@ -42,6 +42,10 @@ from torch_ext.world.wait_page import ThreadWait, waits_of_threads
 
 __all__ = ["LISTENER", "Task", "judge_tasks", "observe"]
 
+# What a thread does that waits in an operation. One that looks again and again for what it waits for is between two of
+# these for a moment, or longer if it has to wait for a core: then it is looked at so many more times.
+_WAITS = ("lock", "sleep", "poll", "shared")
+_MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
 # What a thread does in calls that may be waits for certain processes.
 _HELD = ("read", "flock", "fcntl")
 # The name of the thread in which a rank answers its parent half, and looks at all others.
@@ -145,7 +149,7 @@ def _schedule(task: Task) -> str:
 def _blocked_until(task: Task) -> float | None:
     """Return before when the thread's wait does not end by itself; None if it may go on at any time."""
     known = task.operation.limit_s if task.operation is not None else None
-    if known is not None and task.doing in ("lock", "sleep", "poll", "shared"):
+    if known is not None and task.doing in _WAITS:
         return known if task.sliced else min(known, task.until_s)
     if task.doing == "held":
         return min(task.until_s, math.inf if known is None else known) if task.enders else None
@@ -181,12 +185,17 @@ def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | 
             name = stream.read().strip()
         with open(f"/proc/self/task/{tid}/status") as stream:
             switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
-        with open(f"/proc/self/task/{tid}/syscall") as stream:
-            call = stream.read().split()
+        operation = operation_of(frame) if frame is not None else None
+        call = _call_of(tid)
+        if operation is not None and operation.limit_s is not None:
+            for _ in range(_MORE_LOOKS):
+                if _read_call(call)[0] in _WAITS:
+                    break
+                time.sleep(_BETWEEN_LOOKS_S)
+                call = _call_of(tid)
     except OSError:
         return None if not os.path.exists(f"/proc/self/task/{tid}") else Task(tid, "", "unknown", math.inf, 0)
     doing, until_s = _read_call(call)
-    operation = operation_of(frame) if frame is not None else None
     enders: tuple[int, ...] = ()
     if doing in _HELD:
         what, enders = _held(doing, int(call[1], 16), int(call[2], 16))
@@ -195,8 +204,13 @@ def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | 
             operation = replace(operation, wait=replace(operation.wait, words=f"{what} in {operation.wait.words}"))
     if told is not None:
         operation = _as_told(operation, told)
-    sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S
+    sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S or (operation is not None and operation.sliced)
     return Task(tid, name, doing, until_s, switches, operation, sliced, enders)
+
+
+def _call_of(tid: int) -> list[str]:
+    with open(f"/proc/self/task/{tid}/syscall") as stream:
+        return stream.read().split()
 
 
 def _held(doing: str, descriptor: int, how: int) -> tuple[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import math
 import os
+import platform
 import queue
 import signal
 import subprocess
@@ -211,6 +212,28 @@ def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], obj
         child.wait()
         for each in (writer, locks):
             os.close(each)
+
+
+@pytest.mark.parametrize("operation", [IN_BARRIER, IN_TEST])
+def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    nanosleep, calls = "35" if platform.machine() == "x86_64" else "101", ["running"] * 3
+    monkeypatch.setattr(stall, "operation_of", lambda frame: operation)
+    monkeypatch.setattr(stall, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
+    task = stall._task(threading.get_native_id(), sys._getframe(), None)
+    assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
+    calls += ["running"] * 1000
+    task = stall._task(threading.get_native_id(), sys._getframe(), None)
+    assert task is not None and task.doing == "running"  # it computes
+
+
+def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> None:
+    seen: list[Operation] = []
+    make = stores._watched_server(lambda self, *args, **kwargs: seen.append(operations.operation_of(sys._getframe(1))))
+    make(object(), "host", 0, 2, True)
+    polls = [Task(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
+    assert judge_tasks([polls[0]], "").fingerprint == judge_tasks([polls[1]], "").fingerprint
 
 
 def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
