@@ -44,6 +44,9 @@ __all__ = ["main"]
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
+# How long to wait for the end that comes with the zygote's, in seconds; whoever still lives then goes on without it.
+_END_S = 20.0
+
 # Functions of unittest's, and what of a class or module they call.
 _FIXTURES = {
     "_handleModuleFixture": "setUpModule",
@@ -175,6 +178,7 @@ class _Result(unittest.TestResult):
         self._channel = channel
         self._output = output  # the file that stdout and stderr go to, wherever a test redirects them
         self._interrupts = Interrupts()
+        self._has_outlived_zygote = False
         self._started_s = 0.0
         self._status: Status | None = None
         self._problems: list[Problem] = []
@@ -187,6 +191,7 @@ class _Result(unittest.TestResult):
             self._channel.send(event)
 
     def startTest(self, test: unittest.TestCase) -> None:
+        self._end_with_zygote()
         super().startTest(test)
         self._started_s = time.monotonic()
         self._status, self._problems, self._reasons = None, [], []
@@ -206,6 +211,16 @@ class _Result(unittest.TestResult):
         printed = self._printed_bytes()
         self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks, printed))
         self.told = passing_by[1]
+
+    def _end_with_zygote(self) -> None:
+        """If the zygote of this process is gone, wait for the kernel to end this process too.
+
+        Its channels are seen to close before that, and a test that began in between would fail for what another one
+        did. As it is, the supervisor runs it in another process.
+        """
+        if not self._has_outlived_zygote and provider.given_is_gone():
+            time.sleep(_END_S)
+            self._has_outlived_zygote = True
 
     def _printed_bytes(self) -> int:
         for stream in (sys.stdout, sys.stderr):

@@ -5,10 +5,13 @@ Note [Who is to blame for a hang]
 A rank that waits is rarely the one at fault. In this order:
 
 1. Ranks that create a process group need everyone: those who never came are to blame.
-2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few.
-3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
-   waits for its peer. These are the edges of a graph. Those that are waited for and wait for nobody are to blame. If
-   there are none, the ranks are in a deadlock, and its cycle is shown.
+2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few,
+   else those whose body is over, if the others' is not: what they wait in is the harness's.
+3. A rank in an unfinished collective waits for every member of the group that has not called it, a rank in ``recv``
+   waits for its peer, and one that waits for what processes hold waits for those of them that are ranks. These are the
+   edges of a graph; a collective that raised an error has not ended in this sense. Those that are waited for and wait
+   for nobody are to blame. If there are none, the ranks are in a deadlock, and its cycle is shown; in it, a rank whose
+   body is over is to blame.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -19,7 +22,7 @@ A rank that holds the GIL or has been stopped cannot tell what it called; then t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_ext.world.collectives import (
     Collective,
@@ -37,11 +40,14 @@ __all__ = ["find_blame"]
 
 @dataclass(frozen=True)
 class _Edge:
-    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words."""
+    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words. It is not one that all of them call if
+    they hold what is waited for.
+    """
 
     waiting: int
     missing: tuple[int, ...]
     what: str
+    held: bool = False
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -52,7 +58,7 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     return (
         _creation(outcomes)
-        or _difference(records)
+        or _difference(outcomes, records)
         or _waiting(outcomes, records)
         or first_mismatch(records)
         or _elsewhere(outcomes, records)
@@ -72,9 +78,20 @@ def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
     )
 
 
-def _difference(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     found = first_mismatch(records)
-    return found if found is not None and found.differ else None
+    if found is None or not found.differ:
+        return None
+    return found if found.ranks else _for_those_that_are_over(found, outcomes, [o.rank for o in outcomes])
+
+
+def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
+    """Blame those of ``ranks`` whose body is over, if it is not so for all of them: their peers wait for more."""
+    over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
+    if not over or len(over) == len(ranks):
+        return found
+    verb = "was over and waited for its peers" if len(over) == 1 else "were over and waited for their peers"
+    return replace(found, sentence=f"{found.sentence}; {ranks_phrase(over)} {verb}", ranks=over)
 
 
 def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -86,8 +103,11 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
         edge = next(edge for edge in edges if set(edge.missing) & set(roots))
         alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
         absent = [rank for rank in edge.missing if rank in roots]
+        if edge.held:
+            return Mismatch(f"{ranks_phrase(alike)} waited in {edge.what} for {ranks_phrase(absent)}", roots)
         return Mismatch(f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called", roots)
-    return _cycle(edges) if missing else None
+    found = _cycle(edges) if missing else None
+    return found and _for_those_that_are_over(found, outcomes, found.ranks)
 
 
 def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Iterable[_Edge]:
@@ -95,9 +115,10 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
     for outcome in outcomes:
         groups.update(read_groups(outcome.collectives))
     silent = {o.rank for o in outcomes if not o.collectives and o.ending is not Ending.PASSED}
+    failed_in = {o.rank: records[o.rank][-1] for o in outcomes if records.get(o.rank) and _failed_in_a_collective(o)}
     for rank, record in records.items():
         for each in record:
-            if each.finished:
+            if each.finished and each is not failed_in.get(rank):
                 continue
             members = _members(each, groups, outcomes, records)
             came = {other for other in members if _has_come(records.get(other, ()), each)}
@@ -105,6 +126,15 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
             absent = tuple(sorted(set(members) - came - unknown - {rank}))
             if absent:
                 yield _Edge(rank, absent, str(each))
+
+
+def _failed_in_a_collective(outcome: Outcome) -> bool:
+    """Whether a collective raised what the rank failed with, of which the record soon says that it has ended."""
+    receipt = outcome.receipt
+    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
+        return False
+    waits = receipt.waits  # nothing is known of a wait for work that was begun elsewhere
+    return not waits or any(wait.transport and not wait.peers and not wait.everyone for wait in waits)
 
 
 def _members(
@@ -129,7 +159,8 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
     for outcome in outcomes:
         for wait in outcome.waits:
             if wait.peers:
-                yield _Edge(outcome.rank, tuple(peer for peer in wait.peers if peer != outcome.rank), wait.words)
+                peers = tuple(peer for peer in wait.peers if peer != outcome.rank)
+                yield _Edge(outcome.rank, peers, wait.words, bool(wait.enders))
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:

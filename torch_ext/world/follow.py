@@ -10,6 +10,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from torch_ext.world import _os, frames, notices, rank_times
@@ -255,10 +256,20 @@ class World:
             watch.received(rank, receipt)
 
     def _take_progress(self, rank: int, progress: Progress) -> None:
-        self._waits[rank] = progress.waits
+        if progress.enders and self.processes[rank].is_far:  # whose numbers mean something else here
+            progress = replace(progress, blocked=False)
+        known = {wait.words: wait for wait in self._waits.get(rank, ()) if wait.enders}
+        # Who can end a wait is not always seen, as when some process of the machine is just sending a descriptor.
+        waits = (wait if wait.enders else known.get(wait.words, wait) for wait in progress.waits)
+        self._waits[rank] = tuple(self._with_peers(rank, wait) for wait in waits)
         self._looked.discard(rank)
         for watch in self._listeners:
             watch.observed(rank, progress)
+
+    def _with_peers(self, rank: int, wait: Wait) -> Wait:
+        """Name the other ranks among the processes that can end ``wait``."""
+        peers = (each.rank for each in self.processes if each.pid in wait.enders and each.rank != rank)
+        return replace(wait, peers=tuple(peers)) if wait.enders else wait
 
     def _on_output(self, process: RankProcess) -> None:
         live = process._capture.live

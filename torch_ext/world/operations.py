@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
@@ -19,7 +20,7 @@ from typing import Any
 from torch_ext.world import stores
 from torch_ext.world.protocol import Wait
 
-__all__ = ["Operation", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
+__all__ = ["Operation", "after_body", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
 
 # Python files of torch whose functions call into a process group, a store or RPC, and wait there.
 _WAITING_FILES = (
@@ -33,7 +34,14 @@ _WAITING_FILES = (
 _OPERATORS = "/torch/_ops.py"
 # Waiting in these is done for their caller.
 _OURS = ("/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py")
-_LOCKS = ("/threading.py", "/queue.py", "/torch_ext/sim/races/_threads.py", *_OURS)
+_LOCKS = (
+    "/threading.py",
+    "/queue.py",
+    "/multiprocessing/connection.py",
+    "/multiprocessing/queues.py",
+    "/torch_ext/sim/races/_threads.py",
+    *_OURS,
+)
 # Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
 # workers beforehand.
 _NEEDS_EVERYONE = frozenset(
@@ -52,6 +60,8 @@ _RPC_TIMEOUT_S = 60.0
 # Characters of a call that a report shows.
 _MOST_OF_CALL = 80
 
+_AFTER_BODY = "the barrier after its body, which is over"
+
 _began_s = time.monotonic()
 
 
@@ -59,6 +69,14 @@ def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
     _began_s = time.monotonic()
+
+
+def after_body(wait: Callable[..., object], **how: Any) -> None:
+    """Call ``wait(**how)``, one of torch's functions, in which a rank whose body is over waits for the others.
+
+    A report then says so, and does not take it for a call of the test.
+    """
+    wait(**how)
 
 
 @dataclass(frozen=True)
@@ -70,11 +88,13 @@ class Operation:
         limit_s: before when it does not end by itself, by ``time.monotonic``; None if the frame is in no operation that
             is known to wait.
         position: changes if the thread has moved on to another call.
+        sliced: whether it looks again and again for what it waits for.
     """
 
     wait: Wait
     limit_s: float | None
     position: str
+    sliced: bool = False
 
 
 def operation_of(frame: FrameType) -> Operation:
@@ -100,10 +120,10 @@ def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
         known_s = math.inf if operation.limit_s is None else operation.limit_s
-        return replace(operation, limit_s=min(limit_s, known_s))
+        return replace(operation, limit_s=min(limit_s, known_s), sliced=True)
     call = _call_at(caller)
     what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
-    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position)
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:
@@ -115,6 +135,8 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
         inner, outer = outer, outer.f_back
     if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(frame.f_locals.get("self")):
         return Operation(Wait(_place(outer or frame)), None, position)
+    if outer is not None and outer.f_code is after_body.__code__:
+        return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
     peers = peers_waited_for(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])

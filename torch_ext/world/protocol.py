@@ -350,12 +350,16 @@ class Wait:
         peers: ranks that it names as those it waits for.
         everyone: whether it waits for all ranks, as the creation of a process group does.
         transport: whether it is an operation of a process group, a store or RPC.
+        over: whether the body is over, and the harness waits for the other ranks.
+        enders: the processes that alone can end it, if it is a wait for processes and not for ranks.
     """
 
     words: str
     peers: tuple[int, ...] = ()
     everyone: bool = False
     transport: bool = False
+    over: bool = False
+    enders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -455,12 +459,14 @@ class Progress:
         until_s: when the first time limit of what it waits for ends, by ``time.monotonic``; infinite if there is none.
         fingerprint: differs from an earlier one if any thread has run meanwhile.
         waits: what each thread with Python code waits for, in words.
+        enders: processes that can end one of its waits; it is blocked only as long as all of these are.
     """
 
     blocked: bool
     until_s: float
     fingerprint: str
     waits: tuple[Wait, ...] = ()
+    enders: tuple[int, ...] = ()
 
 
 class Said(Enum):

@@ -21,7 +21,7 @@ from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
 from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
 
-__all__ = ["forget", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
+__all__ = ["forget", "given_is_gone", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
 
 
 class _Zygotes:
@@ -30,6 +30,7 @@ class _Zygotes:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.given: Channel | None = None
+        self.lost_given = False
         self.starts_none = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
@@ -49,8 +50,15 @@ def _mine() -> _Zygotes:
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
-    _mine().given = channel
+    own = _mine()
+    own.given, own.lost_given = channel, False
     scratch.use(scratch_folder)
+
+
+def given_is_gone() -> bool:
+    """Whether the zygote that this process was told to use has ended."""
+    own = _mine()
+    return own.lost_given or (own.given is not None and own.given.poll())  # nothing is sent on it unasked
 
 
 def never_start_ranks() -> None:
@@ -110,7 +118,7 @@ def forget(channel: Channel) -> None:
             os.waitpid(own.forked[2], 0)
         own.forked = None
     if own.given is channel:
-        own.given = None
+        own.given, own.lost_given = None, True
     if channel in own.loaded.values():
         _end_root(own)
 

@@ -60,6 +60,7 @@ _RELEASE_WAIT_S = 1.0
 # Stand between a test and torch.
 frames.hide(r"/compat/c10d\.py")
 frames.hide(r"/world/stores\.py", "wait_in_store")
+frames.hide(r"/world/operations\.py", "after_body")
 
 # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": transports.LOOPBACK, "TP_SOCKET_IFNAME": transports.LOOPBACK}

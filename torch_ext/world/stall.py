@@ -10,6 +10,10 @@ of a process group, a store or RPC (which may poll, or wait in memory that ranks
 is blocked in and for how long (``/proc/self/task/*/syscall``); its innermost Python frame tells which operation it is.
 A kernel of the device may wait for an operation that was called long before: such a thread, with Python code or
 without, has an entry in the rank's page of waits, which says until when.
+A thread that reads from a pipe, or waits for the lock of a file (``flock()``, ``lockf()``), is blocked as long as all
+processes are that could end the wait, all of which must be ranks of the world; see ``holders.py``. A process whose
+alarm is set is not blocked: its handler may do anything. The kernel tells nobody of the alarms of another process, so
+that nothing is ever proven about a child: a wait for one (``waitpid()``), or for what one holds, has the test's limit.
 Threads of transports that sleep until the network wakes them are left out, since they only hand on what peers send. A
 world hangs if all of its live ranks are blocked in this way at two looks some seconds apart and no blocked thread has
 run in between (see ``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit
@@ -21,6 +25,8 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
+import signal
 import struct
 import sys
 import threading
@@ -29,25 +35,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from torch_ext.world import flight_record
+from torch_ext.world import _os, flight_record, holders
 from torch_ext.world.operations import Operation, operation_of
 from torch_ext.world.protocol import Progress
 from torch_ext.world.wait_page import ThreadWait, waits_of_threads
 
 __all__ = ["LISTENER", "Task", "judge_tasks", "observe"]
 
+# What a thread does that waits in an operation. One that looks again and again for what it waits for is between two of
+# these for a moment, or longer if it has to wait for a core: then it is looked at so many more times.
+_WAITS = ("lock", "sleep", "poll", "shared")
+_MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
+# What a thread does in calls that may be waits for certain processes.
+_HELD = ("read", "flock", "fcntl")
 # The name of the thread in which a rank answers its parent half, and looks at all others.
 LISTENER = "torch_ext listener"
 
 # Numbers of system calls, by what a thread does in them.
 _CALLS = {
-    "x86_64": {202: "lock", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll", 7: "poll", 271: "poll", 23: "poll",
-               270: "poll", 45: "poll", 47: "poll"},
-    "aarch64": {98: "lock", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll", 207: "poll", 212: "poll"},
+    "x86_64": {0: "read", 73: "flock", 72: "fcntl", 202: "lock", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll",
+               7: "poll", 271: "poll", 23: "poll", 270: "poll", 45: "poll", 47: "poll"},
+    "aarch64": {63: "read", 32: "flock", 25: "fcntl", 98: "lock", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll",
+                72: "poll", 207: "poll", 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
 
 _FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
+_LOCK_EX, _F_SETLKW = 2, 7
 _TIMESPEC = struct.Struct("@qq")
 # An operation that looks after its peers wakes at least this often, in seconds.
 _SLICE_S = 2.0
@@ -62,12 +76,13 @@ class Task:
     Attributes:
         tid: the kernel's id of it.
         name: the kernel's name of it.
-        doing: ``"lock"``, ``"sleep"``, ``"poll"``, ``"shared"`` for a lock in memory that other processes may share, or
-            anything else for what is not understood.
+        doing: ``"lock"``, ``"sleep"``, ``"poll"``, ``"shared"`` for a lock in memory that other processes may share,
+            ``"held"`` if it waits for what certain processes hold, or anything else for what is not understood.
         until_s: when its system call's own limit ends, by ``time.monotonic``; infinite if it has none.
         switches: how often it has been scheduled.
         operation: what its innermost Python frame is in; None for a thread without Python code.
         sliced: whether it waits in short slices, and so is scheduled all the time.
+        enders: the processes that hold what it waits for.
     """
 
     tid: int
@@ -77,12 +92,26 @@ class Task:
     switches: int
     operation: Operation | None = None
     sliced: bool = False
+    enders: tuple[int, ...] = ()
 
 
 def observe() -> Progress:
     """Return what the threads of this process wait for, the calling one left out."""
     tasks = list(_tasks())
-    return judge_tasks(tasks, flight_record.summary())
+    progress = judge_tasks(tasks, flight_record.summary())
+    return replace(progress, blocked=False) if _is_to_be_interrupted() else progress
+
+
+def _is_to_be_interrupted() -> bool:
+    """Whether a signal may come to this process: it has set an alarm, or has a child whose end it handles."""
+    try:
+        with open("/proc/self/timers") as stream:
+            sends = {int(number) for number in re.findall(r"^signal: (\d+)/", stream.read(), re.MULTILINE)}
+    except OSError:  # the kernel has no such timers, or does not show them
+        sends = set()
+    handles_children = callable(signal.getsignal(signal.SIGCHLD)) and bool(_os.children_of(os.getpid()))
+    # The one that is made in each rank sends SIGABRT: see Note [Last words].
+    return bool(sends - {signal.SIGABRT}) or handles_children or signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 def judge_tasks(tasks: list[Task], record: str) -> Progress:
@@ -94,11 +123,16 @@ def judge_tasks(tasks: list[Task], record: str) -> Progress:
     """
     own = [task for task in tasks if not _hands_on(task)]
     limits = [_blocked_until(task) for task in own]
-    waits = tuple(task.operation.wait for task in own if task.operation is not None)
+    waits = tuple(
+        replace(task.operation.wait, enders=task.enders) if task.enders else task.operation.wait
+        for task in own
+        if task.operation is not None
+    )
+    enders = tuple(sorted({process for task in own for process in task.enders}))
     seen = ";".join(f"{task.tid}:{_schedule(task)}" for task in sorted(own, key=lambda task: task.tid))
     blocked = bool(own) and all(limit is not None for limit in limits)
     until_s = min((limit for limit in limits if limit is not None), default=math.inf)
-    return Progress(blocked, until_s, f"{seen}|{record}", waits)
+    return Progress(blocked, until_s, f"{seen}|{record}", waits, enders)
 
 
 def _hands_on(task: Task) -> bool:
@@ -109,14 +143,16 @@ def _schedule(task: Task) -> str:
     """What stays the same while the thread is blocked."""
     if task.operation is not None and task.sliced:
         return task.operation.position
-    return str(task.switches)
+    return f"{task.switches}{task.enders or ''}"
 
 
 def _blocked_until(task: Task) -> float | None:
     """Return before when the thread's wait does not end by itself; None if it may go on at any time."""
     known = task.operation.limit_s if task.operation is not None else None
-    if known is not None and task.doing in ("lock", "sleep", "poll", "shared"):
+    if known is not None and task.doing in _WAITS:
         return known if task.sliced else min(known, task.until_s)
+    if task.doing == "held":
+        return min(task.until_s, math.inf if known is None else known) if task.enders else None
     return task.until_s if task.doing == "lock" else None
 
 
@@ -149,16 +185,45 @@ def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | 
             name = stream.read().strip()
         with open(f"/proc/self/task/{tid}/status") as stream:
             switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
-        with open(f"/proc/self/task/{tid}/syscall") as stream:
-            call = stream.read().split()
+        operation = operation_of(frame) if frame is not None else None
+        call = _call_of(tid)
+        if operation is not None and operation.limit_s is not None:
+            for _ in range(_MORE_LOOKS):
+                if _read_call(call)[0] in _WAITS:
+                    break
+                time.sleep(_BETWEEN_LOOKS_S)
+                call = _call_of(tid)
     except OSError:
         return None if not os.path.exists(f"/proc/self/task/{tid}") else Task(tid, "", "unknown", math.inf, 0)
     doing, until_s = _read_call(call)
-    operation = operation_of(frame) if frame is not None else None
+    enders: tuple[int, ...] = ()
+    if doing in _HELD:
+        what, enders = _held(doing, int(call[1], 16), int(call[2], 16))
+        doing = "held"
+        if operation is not None and what:
+            operation = replace(operation, wait=replace(operation.wait, words=f"{what} in {operation.wait.words}"))
     if told is not None:
         operation = _as_told(operation, told)
-    sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S
-    return Task(tid, name, doing, until_s, switches, operation, sliced)
+    sliced = doing == "sleep" or until_s < time.monotonic() + _SLICE_S or (operation is not None and operation.sliced)
+    return Task(tid, name, doing, until_s, switches, operation, sliced, enders)
+
+
+def _call_of(tid: int) -> list[str]:
+    with open(f"/proc/self/task/{tid}/syscall") as stream:
+        return stream.read().split()
+
+
+def _held(doing: str, descriptor: int, how: int) -> tuple[str, tuple[int, ...]]:
+    """Return what a call with these arguments waits for, in words, and the processes that alone can end it: nobody if
+    that is not known, and no words if it is no such wait.
+    """
+    if doing == "read" and holders.is_pipe(descriptor):
+        return "a read of a pipe", holders.writers_of_pipe(descriptor)
+    if doing == "flock":
+        return "flock()", holders.holders_of_lock(descriptor, exclusive=bool(how & _LOCK_EX))
+    if doing == "fcntl" and how == _F_SETLKW:
+        return "lockf()", holders.holders_of_record_lock()
+    return "", ()
 
 
 def _as_told(operation: Operation | None, told: ThreadWait) -> Operation:

@@ -182,7 +182,7 @@ class Watch:
         unsettled = self._unsettled()
         answered = all(self._answered.get(rank) == self._look for rank in unsettled)
         # Where one has failed or died, the others wait for it: they are stopped in their turn.
-        if unsettled and answered and self._stalled.issuperset(unsettled) and not self._trouble():
+        if unsettled and answered and self._is_stalled(unsettled) and not self._trouble():
             self._bring_forward(now_s, Ending.HUNG)
         if now_s >= self._deadline_s and not self.done and not self._may_go_on_ending(now_s):
             steps += self._stop_the_living()
@@ -194,6 +194,11 @@ class Watch:
                 self._looked_s = now_s
                 steps.append(Step(Act.LOOK, unsettled))
         return steps
+
+    def _is_stalled(self, ranks: Sequence[int]) -> bool:
+        """Whether none of ``ranks`` can go on, and none of their waits can be ended by any other process than these."""
+        pids = {self._pids[rank] for rank in ranks}
+        return self._stalled.issuperset(ranks) and all(pids.issuperset(self._seen[rank].enders) for rank in ranks)
 
     def _may_go_on_ending(self, now_s: float) -> bool:
         """Whether the ranks that have not ended in time are slow, and do not hang."""

@@ -6,14 +6,17 @@ import contextlib
 import signal
 import unittest
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from torch_ext.runner import class_process
 from torch_ext.runner.class_process import _Result, check_its_calls
-from torch_ext.runner.messages import TestEnded
+from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.runner.results import Raised, Remark, Status
-from torch_ext.world.channel import Channel
+from torch_ext.world import provider
+from torch_ext.world.channel import Channel, channel_pair
 
 
 class Told:
@@ -44,6 +47,30 @@ def ending(test: unittest.TestCase) -> TestEnded:
 
 def case(**methods: Callable[..., Any]) -> unittest.TestCase:
     return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forgotten: bool
+) -> None:
+    monkeypatch.setattr(provider, "_zygotes", provider._Zygotes())
+    monkeypatch.setattr(provider.scratch, "use", lambda folder: None)
+    waits: list[int] = []
+    told = Told()
+    monkeypatch.setattr(class_process.time, "sleep", lambda seconds: waits.append(len(told.messages)))
+    result = _Result(cast(Channel, told), output=2, failfast=False)
+    ours, zygote = channel_pair()
+    provider.use(ours, str(tmp_path))
+    case().run(result)
+    assert waits == [] and [type(message) for message in told.messages] == [TestStarted, TestEnded]
+    zygote.close()
+    if is_forgotten:  # as after a world that has lost its zygote
+        provider.forget(ours)
+    case().run(result)
+    assert waits == [2]  # before anything was told of the second test
+    case().run(result)
+    assert waits == [2]  # it has outlived its zygote
+    ours.close()
 
 
 def interrupt(self: unittest.TestCase) -> None:

@@ -108,6 +108,29 @@ class TestRpc(Ranks):
             rpc.rpc_sync("worker1", wait_for_ever)
         rpc.shutdown()
 """
+OVER = """
+from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestContinuous
+
+
+class TestOver(FSDPTest):
+    world_size = 2
+
+    def test_body_of_one_is_over(self):
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(3))
+
+    def test_body_of_the_sender_is_over(self):
+        if self.rank == 0:
+            dist.recv(torch.ones(3), src=1)
+
+
+class TestOverOfStanding(FSDPTestContinuous):
+    world_size = 2
+
+    def test_standing_body_of_one_is_over(self):
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(3))
+"""
 # Where the ranks of a test meet by `env://`.
 ADDRESS = """
 import socket
@@ -190,6 +213,7 @@ KINDS = {
     "waits": WAITS,
     "threads": THREADS,
     "others": OTHERS,
+    "over": OVER,
     "meeting": ADDRESS + MEETING,
     "long": ADDRESS + LONG,
 }
@@ -246,6 +270,9 @@ def test_ranks_of_a_class_start_again_after_a_hang(runs: Run) -> None:
         ("server_waits_for_its_clients", {1}),
         ("workers_of_rpc_do_not_come", {1}),
         ("worker_of_rpc_waits_elsewhere", {1}),
+        ("body_of_one_is_over", {1}),
+        ("body_of_the_sender_is_over", {1}),
+        ("standing_body_of_one_is_over", {1}),
     ],
 )
 def test_hang_names_the_rank_that_keeps_the_others(runs: Run, name: str, ranks: set[int]) -> None:
@@ -256,6 +283,12 @@ def test_hang_in_what_only_all_can_finish_names_the_call_of_the_test(runs: Run) 
     text = runs.text["test_server_of_a_group_has_no_client"]
     assert "rank 0 waited in init_process_group() in test_server_of_a_group_has_no_client (test_suite.py" in text, text
     assert "needs every rank; rank 1 never came" in text, text
+
+
+def test_rank_whose_body_is_over_is_told(runs: Run) -> None:
+    text = runs.text["test_body_of_one_is_over"]
+    assert "rank 1 was over and waited for its peers" in text, text
+    assert "was in the barrier after its body, which is over" in text, text
 
 
 def test_deadlock_over_groups_is_shown_as_its_cycle(runs: Run) -> None:

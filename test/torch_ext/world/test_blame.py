@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Wait
+from torch_ext.world.protocol import Receipt, Said, Wait
 
 
 def entry(group: str, number: int, name: str = "all_reduce", over: bool = False) -> dict[str, Any]:
@@ -50,6 +50,50 @@ def test_members_of_a_small_group_alone_are_waited_for() -> None:
     groups = {"g1": [0, 1]}
     blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, **groups), hung(2, **groups)])
     assert blame is not None and blame.ranks == (1,)
+
+
+def test_a_rank_whose_collective_ran_out_of_time_has_waited_in_it() -> None:
+    """The record says that it has ended a moment later than the error is raised, so it may say so or not."""
+    waits = (Wait("scatter() in test_a (test_a.py:3)", transport=True),)
+    for ended in (False, True):
+        failure = Receipt(Said.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
+        root = replace(
+            hung(0, entry("0", 1, "scatter", over=ended), waits=waits), ending=Ending.FAILED, receipt=failure
+        )
+        blame = find_blame([root, hung(1), hung(2, entry("0", 1, "scatter", over=True), entry("0", 2, "barrier"))])
+        assert blame is not None and blame.ranks == (1,), ended
+
+
+OVER = (Wait("the barrier after its body", transport=True, over=True),)
+
+
+def test_of_two_that_differ_the_one_whose_body_is_over_is_to_blame() -> None:
+    blame = find_blame([hung(0, entry("0", 1)), hung(1, entry("0", 1, "barrier"), waits=OVER)])
+    assert blame is not None and blame.ranks == (1,)
+    assert blame.sentence.endswith("; rank 1 was over and waited for its peers")
+
+
+def test_the_few_are_to_blame_though_the_others_are_over() -> None:
+    over = [hung(rank, entry("0", 1, "barrier"), waits=OVER) for rank in (0, 1)]
+    blame = find_blame([*over, hung(2, entry("0", 1))])
+    assert blame is not None and blame.ranks == (2,)
+
+
+def test_of_a_deadlock_the_one_whose_body_is_over_is_to_blame() -> None:
+    receives = (Wait("recv(peer 1)", (1,), transport=True),)
+    blame = find_blame([hung(0, waits=receives), hung(1, entry("0", 1, "barrier"), waits=OVER)])
+    assert blame is not None and blame.ranks == (1,)
+    assert "cycle" in blame.sentence
+
+
+def test_a_rank_that_holds_what_its_peer_waits_for_is_waited_for() -> None:
+    waits = (Wait("flock() in test_a (test_a.py:3)", (0,), enders=(70,)),)
+    blame = find_blame([hung(0), hung(1, waits=waits)])
+    assert blame is not None and blame.ranks == (0,)
+    assert blame.sentence == "rank 1 waited in flock() in test_a (test_a.py:3) for rank 0"
+    blame = find_blame([hung(0, entry("0", 1)), hung(1, waits=waits)])
+    assert blame is not None and set(blame.ranks) == {0, 1}
+    assert "rank 1 waits in flock() in test_a (test_a.py:3) for rank 0" in blame.sentence
 
 
 def test_a_deadlock_over_groups_is_shown_as_its_cycle() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
+import os
+import platform
 import queue
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import operations, stall, stores
+from torch_ext.world import holders, operations, stall, stores
 from torch_ext.world.operations import Operation
 from torch_ext.world.protocol import Progress, Wait
 from torch_ext.world.stall import Task, judge_tasks
@@ -39,8 +44,20 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (Task(1, "python", "sleep", INF, 5, IN_BARRIER, sliced=True), 1800.0),
         (Task(1, "python", "poll", INF, 5, IN_BARRIER), 1800.0),
         (Task(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
+        (Task(1, "python", "held", INF, 5, IN_TEST, enders=(7,)), INF),
+        (Task(1, "python", "held", INF, 5, IN_BARRIER, enders=(7,)), 1800.0),
     ],
-    ids=["lock", "with a limit", "native lock", "operation's own", "operation that polls", "on a socket", "shared"],
+    ids=[
+        "lock",
+        "with a limit",
+        "native lock",
+        "operation's own",
+        "operation that polls",
+        "on a socket",
+        "shared",
+        "held",
+        "held in an operation",
+    ],
 )
 def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
     progress = judge_tasks([task], "")
@@ -54,6 +71,7 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
         Task(1, "python", "sleep", INF, 5, IN_TEST),
         Task(1, "python", "poll", INF, 5, IN_TEST),
         Task(1, "python", "shared", INF, 5, IN_TEST),
+        Task(1, "python", "held", INF, 5, IN_TEST),
         Task(1, "python", "unknown", INF, 5, IN_TEST),
         Task(1, "python", "unknown", INF, 5, IN_BARRIER),
         Task(1, "native", "sleep", INF, 5),
@@ -64,6 +82,7 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
         "sleeps",
         "reads",
         "waits for another process",
+        "held by nobody knows whom",
         "unknown",
         "in an operation",
         "native sleep",
@@ -150,6 +169,95 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
 
     short = task_of(daemon(waits_a_little))
     assert short.operation is not None and short.operation.limit_s == 0.0
+
+
+def test_all_that_hold_what_threads_wait_for_are_told() -> None:
+    waits = [Task(number, "python", "held", INF, 5, IN_TEST, enders=(5 + number, 5)) for number in (1, 2)]
+    progress = judge_tasks(waits, "")
+    assert progress.blocked and progress.enders == (5, 6, 7)
+    assert [wait.enders for wait in progress.waits] == [(6, 5), (7, 5)]
+    others = judge_tasks([Task(1, "python", "held", INF, 5, IN_TEST, enders=(5,)), waits[1]], "")
+    assert others.fingerprint != progress.fingerprint
+
+
+def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    (tmp_path / "file").touch()
+    locks, waits, looks_on = (os.open(tmp_path / "file", os.O_RDWR) for _ in range(3))
+    child = subprocess.Popen(["sleep", "100"], pass_fds=[writer, looks_on])
+    fcntl.flock(locks, fcntl.LOCK_SH)
+    try:
+        read = task_of(daemon(lambda: os.read(reader, 1)))
+        assert (read.doing, read.enders) == ("held", tuple(sorted((os.getpid(), child.pid))))
+        assert read.operation is not None and read.operation.wait.words.startswith("a read of a pipe in <lambda> (")
+        locked = task_of(daemon(lambda: fcntl.flock(waits, fcntl.LOCK_EX)))
+        assert (locked.doing, locked.enders) == ("held", (os.getpid(),))
+        assert holders.holders_of_lock(waits, exclusive=False) == ()
+        part = (
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+        )
+        command = [sys.executable, "-c", part, str(tmp_path / "parts")]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+        assert holders.holders_of_record_lock() == ()
+        parts = os.open(tmp_path / "parts", os.O_RDWR)
+        record = task_of(daemon(lambda: fcntl.lockf(parts, fcntl.LOCK_EX)))
+        assert (record.doing, record.enders) == ("held", (other.pid,))
+        other.communicate()
+        assert holders.writers_of_pipe(locks) == ()
+        os.mkfifo(tmp_path / "named")
+        assert holders.writers_of_pipe(os.open(tmp_path / "named", os.O_RDWR)) == ()
+    finally:
+        child.kill()
+        child.wait()
+        for each in (writer, locks):
+            os.close(each)
+
+
+@pytest.mark.parametrize("operation", [IN_BARRIER, IN_TEST])
+def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    nanosleep, calls = "35" if platform.machine() == "x86_64" else "101", ["running"] * 3
+    monkeypatch.setattr(stall, "operation_of", lambda frame: operation)
+    monkeypatch.setattr(stall, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
+    task = stall._task(threading.get_native_id(), sys._getframe(), None)
+    assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
+    calls += ["running"] * 1000
+    task = stall._task(threading.get_native_id(), sys._getframe(), None)
+    assert task is not None and task.doing == "running"  # it computes
+
+
+def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> None:
+    seen: list[Operation] = []
+    make = stores._watched_server(lambda self, *args, **kwargs: seen.append(operations.operation_of(sys._getframe(1))))
+    make(object(), "host", 0, 2, True)
+    polls = [Task(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
+    assert judge_tasks([polls[0]], "").fingerprint == judge_tasks([polls[1]], "").fingerprint
+
+
+def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_tasks", lambda: iter([Task(2, "python", "lock", INF, 5, IN_TEST)]))
+    assert stall.observe().blocked
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert not stall.observe().blocked
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert stall.observe().blocked
+
+
+def test_process_that_handles_the_end_of_a_child_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_tasks", lambda: iter([Task(2, "python", "lock", INF, 5, IN_TEST)]))
+    before = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    try:
+        child = subprocess.Popen(["sleep", "100"])
+        assert not stall.observe().blocked
+        child.kill()
+        child.wait()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert stall.observe().blocked
 
 
 def test_this_process_is_not_blocked_while_a_thread_sleeps(daemon: Callable[[Callable[[], object]], int]) -> None:

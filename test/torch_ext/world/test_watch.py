@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -427,6 +427,27 @@ def test_a_hang_is_proven_by_two_looks_at_which_all_live_ranks_are_blocked_in_th
     watch.ended(0, -9, 4.1)
     watch.ended(1, -9, 4.1)
     assert endings(watch) == [Ending.HUNG, Ending.HUNG]
+
+
+@pytest.mark.parametrize(("enders", "is_proven"), [((70, 71), True), ((71,), True), ((71, 99), False)])
+def test_only_processes_that_are_stalled_themselves_may_hold_what_is_waited_for(
+    enders: tuple[int, ...], is_proven: bool
+) -> None:
+    watch = Watch(2, HANGS, 0.0, pids=(70, 71))
+    waits = replace(BLOCKED, enders=enders)
+    look(watch, 2.0, r0=waits, r1=BLOCKED)
+    assert bool(look(watch, 4.0, r0=waits, r1=BLOCKED)) == is_proven
+
+
+def test_a_rank_that_is_over_may_still_end_what_another_waits_for() -> None:
+    watch = Watch(2, HANGS, 0.0, pids=(70, 71))
+    watch.received(1, Receipt(Said.PASSED, 0.1, pid=71))
+    waits = replace(BLOCKED, enders=(71,))
+    look(watch, 2.0, r0=waits)
+    assert look(watch, 4.0, r0=waits) == []
+    held_no_more = replace(BLOCKED, fingerprint="1:2 by nobody")
+    assert look(watch, 6.0, r0=held_no_more) == []
+    assert look(watch, 8.0, r0=held_no_more) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -182,7 +183,7 @@ def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome
 
 
 def _is_hung(before: Progress | None, now: Progress, deadline_s: float) -> bool:
-    if before is None or not (before.blocked and now.blocked):
+    if before is None or not (before.blocked and now.blocked) or not {os.getpid()}.issuperset(now.enders):
         return False
     return before.fingerprint == now.fingerprint and now.until_s >= deadline_s
 

@@ -32,6 +32,7 @@ from torch_ext.testing._internal.common_distributed import (
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
 from torch_ext.world import frames
 from torch_ext.world.hosts import hosts_of, is_spread
+from torch_ext.world.operations import after_body
 
 __all__ = [
     "FSDPTest",
@@ -144,7 +145,7 @@ class FSDPTestMixin(SubtestMixin):
         with _fresh_dynamo():
             set_rng_seed()
             self.run_test(test_name, pipe)
-        dist.barrier(device_ids=device_ids)
+        after_body(dist.barrier, device_ids=device_ids)
         if not in_reused_rank():
             dist.destroy_process_group()
 
@@ -340,7 +341,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
         dist.barrier()
         with _fresh_dynamo():
             super()._run_test_given_id(test_id, **kwargs)
-        dist.barrier()
+        after_body(dist.barrier)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
