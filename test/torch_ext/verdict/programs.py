@@ -21,12 +21,23 @@ from typing import Any
 from test.torch_ext.world.faults import marked_processes
 from test.torch_ext.world.suites import CHECKOUT, Run, Suite, parse_pytest, parse_unittest
 
-__all__ = ["BASES", "PATIENCE", "PREAMBLE", "Programs", "first_line", "named_first", "programs", "tells_of_a_hang"]
+__all__ = [
+    "BASES",
+    "PATIENCE",
+    "PREAMBLE",
+    "SLOWER",
+    "Programs",
+    "first_line",
+    "named_first",
+    "programs",
+    "tells_of_a_hang",
+]
 
 # In the environment: how much longer than on a quiet machine a run may take.
 PATIENCE = "VERDICT_PATIENCE"
+SLOWER = float(os.environ.get(PATIENCE, "1"))
 # Far above what any run takes, and below the limits that a run must not wait for.
-DEADLINE_S = 60 * float(os.environ.get(PATIENCE, "1"))
+DEADLINE_S = 60 * SLOWER
 
 PREAMBLE = '''
 import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, os, signal, subprocess, sys

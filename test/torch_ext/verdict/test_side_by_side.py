@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import programs
+from test.torch_ext.verdict.programs import SLOWER, programs
 
 # The first class hurts its zygote while the second one runs, which needs its own again for its second test.
 HURTS = """
@@ -49,7 +49,7 @@ class TestBeside(Ranks):
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_zygote_that_a_rank_kills_or_stops_costs_that_test_alone(tmp_path: Path, how: str) -> None:
     with programs(tmp_path, HURTS) as suite:
-        run = suite.run("--timeout", "4", extra={"HOW": how})
+        run = suite.run("--timeout", str(round(4 * SLOWER)), extra={"HOW": how})
         assert run.status.pop("test_hurts_its_zygote") == "failed", run
         assert run.status == dict.fromkeys(["test_next", "test_1_beside", "test_2_beside"], "passed"), run
         assert "zygote" in run.text["test_hurts_its_zygote"], run
