@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ["2.11.0", "2.13.0", "2.15.0"]
 BUILD = "python -m torch_ext build"
 TESTS = [
-    "python -m pytest -q -n 2 --dist loadgroup test/torch_ext/sim",
+    "python -m pytest -q -n 3 --dist loadgroup test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
 PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "ninja", "pytest", "pytest-xdist"]
