@@ -13,7 +13,7 @@ from test.torch_ext.world.suites import CHECKOUT, Suite
 PROGRAM = """
 import traceback, unittest.mock
 import torch
-from torch_ext.compat.seeding import seed_without_stacks
+from torch_ext.compat._seeding import seed_without_stacks
 
 def seeded():
     with unittest.mock.patch("traceback.format_stack", wraps=traceback.format_stack) as stacks:

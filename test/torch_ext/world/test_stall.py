@@ -143,6 +143,14 @@ def task_of(tid: int) -> Task:
     return next(task for task in stall._tasks() if task.tid == tid)
 
 
+def held_task_of(tid: int) -> Task:
+    """Return it once it is known who can end its wait: not while tests beside this one send descriptors around."""
+    end = time.monotonic() + 60
+    while not (task := task_of(tid)).enders and time.monotonic() < end:
+        time.sleep(0.01)
+    return task
+
+
 def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
     lock, store = threading.Lock(), dist.FileStore(str(tmp_path / "store"), 2)
     store.set_timeout(timedelta(seconds=5000))
@@ -187,10 +195,10 @@ def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], obj
     child = subprocess.Popen(["sleep", "100"], pass_fds=[writer, looks_on])
     fcntl.flock(locks, fcntl.LOCK_SH)
     try:
-        read = task_of(daemon(lambda: os.read(reader, 1)))
+        read = held_task_of(daemon(lambda: os.read(reader, 1)))
         assert (read.doing, read.enders) == ("held", tuple(sorted((os.getpid(), child.pid))))
         assert read.operation is not None and read.operation.wait.words.startswith("a read of a pipe in <lambda> (")
-        locked = task_of(daemon(lambda: fcntl.flock(waits, fcntl.LOCK_EX)))
+        locked = held_task_of(daemon(lambda: fcntl.flock(waits, fcntl.LOCK_EX)))
         assert (locked.doing, locked.enders) == ("held", (os.getpid(),))
         assert holders.holders_of_lock(waits, exclusive=False) == ()
         part = (
@@ -201,7 +209,7 @@ def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], obj
         assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
         assert holders.holders_of_record_lock() == ()
         parts = os.open(tmp_path / "parts", os.O_RDWR)
-        record = task_of(daemon(lambda: fcntl.lockf(parts, fcntl.LOCK_EX)))
+        record = held_task_of(daemon(lambda: fcntl.lockf(parts, fcntl.LOCK_EX)))
         assert (record.doing, record.enders) == ("held", (other.pid,))
         other.communicate()
         assert holders.writers_of_pipe(locks) == ()
