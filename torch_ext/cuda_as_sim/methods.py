@@ -1,8 +1,8 @@
 """``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach.
 
-So has a stream the ``cuda_stream`` that programs give to libraries, as the number that tells it from others.
-Nor does it reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA, nor what a profiler is
+Rewriting does not reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA, nor what a profiler is
 given: a program has ``ProfilerActivity`` under a name of its own, or leaves the profiling to a library.
+A stream has the ``cuda_stream`` that programs give to libraries, as the number that tells it from others.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class ProcessGroupNCCL(metaclass=_Kind):
     """Stands for NCCL's class. A call makes a backend of simccl, of which each rank of ``store`` makes its own."""
 
     class Options:
-        """What a group of NCCL's is made with. simccl has streams of one priority, and takes the time limit alone."""
+        """What a group of NCCL's is made with. simccl has streams of one priority, and takes the time limit alone, of
+        backends that a program makes itself."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream

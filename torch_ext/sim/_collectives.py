@@ -220,7 +220,7 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
 
 def own_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> _native.ProcessGroupSimCCL:
     """Make a backend that has no group. Each of the ``size`` ranks of ``store`` makes its own."""
-    return _meet(store, rank, list(range(size)), timeout)
+    return _meet(store, rank, _gloo_halves.global_ranks(c10d.PrefixStore(f"{BACKEND}/", store), rank, size), timeout)
 
 
 def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:

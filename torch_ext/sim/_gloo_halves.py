@@ -2,13 +2,14 @@
 
 ==============================  ====================================================================================
 a group's own backend           the group gives ``sim`` tensors to the half itself
-``ProcessGroupGloo(...)``       its methods do; the half is made with the first such call, of which all ranks take part
+``ProcessGroupGloo(...)``       its methods do; the half is made with the first such call, in which all ranks take part
 a wrapper around one of these   likewise, with a wrapper around the half
 ==============================  ====================================================================================
 
 A wrapper is what torch compares the calls of ranks with (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Both halves compare them
 by the same helper group, so that a call with device tensors and one with host tensors differ, as they do on CUDA, where
-gloo has no halves. ``simccl`` refuses sparse tensors; here they are reduced on copies on the host.
+gloo has no halves. In a wrapper that a program makes itself, that begins once there is a half. ``simccl`` refuses
+sparse tensors; here they are reduced on copies on the host.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the first is not in the stubs
-    _create_work_from_future,
-    _ProcessGroupWrapper,
-)
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in the stubs
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["Make", "install", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
+__all__ = ["Make", "global_ranks", "install", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
 
 Make = Callable[[c10d.Store, int, list[int], timedelta], Any]
 """Makes a half from a store, the rank, the group's global ranks and its time limit. Called on every rank."""
@@ -69,8 +67,8 @@ def install(make: Make) -> None:
     if not dist.is_gloo_available():
         return
     _remember(c10d.ProcessGroupGloo, _remember_store)
-    _remember(_ProcessGroupWrapper, _remember_wrapped)
-    for kind in (c10d.ProcessGroupGloo, _ProcessGroupWrapper):
+    _remember(c10d._ProcessGroupWrapper, _remember_wrapped)
+    for kind in (c10d.ProcessGroupGloo, c10d._ProcessGroupWrapper):
         for name in _CALLS:
             setattr(kind, name, _by_device(name, getattr(kind, name), make))
 
@@ -87,7 +85,7 @@ def wrappers_of_a_group() -> Iterator[list[Any]]:
 
 def wrapped_alike(half: Any, wrapper: Any) -> Any:
     """Return a wrapper around ``half`` that compares calls by the same helper as ``wrapper``."""
-    return _ProcessGroupWrapper(half, _wrapped[wrapper].helper)
+    return c10d._ProcessGroupWrapper(half, _wrapped[wrapper].helper)
 
 
 def reduce_sparse(tensors: list[torch.Tensor], reduce_on_host: Callable[[list[torch.Tensor]], Any]) -> Any:
@@ -101,7 +99,6 @@ def reduce_sparse(tensors: list[torch.Tensor], reduce_on_host: Callable[[list[to
     return _create_work_from_future(future)
 
 
-# `functools.wraps` would tell others who replace this method that they have done so already.
 def _remember(kind: Any, remember: Callable[..., None]) -> None:
     original = kind.__init__
 
@@ -109,6 +106,10 @@ def _remember(kind: Any, remember: Callable[..., None]) -> None:
         original(self, *args, **kwargs)
         remember(self, *args, **kwargs)
 
+    # `functools.wraps` would mark it as replaced, by which others know that they have done so already. A mark that is
+    # there stays.
+    __init__.__dict__.update(getattr(original, "__dict__", {}))
+    __init__.__doc__ = original.__doc__
     kind.__init__ = __init__
 
 
@@ -116,10 +117,18 @@ def _remember_store(self: Any, store: c10d.Store, *_others: Any, **_named: Any) 
     _stores[self] = store
 
 
-def _remember_wrapped(self: Any, backend: Any, helper: Any) -> None:
-    _wrapped[self] = _Wrapped(backend, helper)
+def _remember_wrapped(self: Any, backend: Any, gloo_backend: Any) -> None:
+    _wrapped[self] = _Wrapped(backend, gloo_backend)
     if _made.wrappers is not None:
         _made.wrappers.append(self)
+
+
+def global_ranks(store: c10d.Store, rank: int, size: int) -> list[int]:
+    """Return the ranks, in the default group if there is one, of those that make a backend of their own by ``store``.
+    Each of them calls this: nothing else tells.
+    """
+    store.set(f"global_rank/{rank}", str(dist.get_rank() if dist.is_initialized() else rank))
+    return [int(store.get(f"global_rank/{other}")) for other in range(size)]
 
 
 def _by_device(name: str, original: Callable[..., Any], make: Make) -> Callable[..., Any]:
@@ -132,8 +141,10 @@ def _by_device(name: str, original: Callable[..., Any], make: Make) -> Callable[
         if tensor is None or half is None:
             return original(self, *args, **kwargs)
         if tensor.layout == torch.sparse_coo and name == "allreduce":
-            tensors, *others = args or (kwargs.pop("tensors"),)
-            return reduce_sparse(tensors, lambda on_host: original(self, on_host, *others, **kwargs))
+            named = next((key for key in ("tensors", "tensor") if key in kwargs), "")
+            tensors, *others = args or (kwargs.pop(named),)
+            reduced = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            return reduce_sparse(reduced, lambda on_host: original(self, on_host, *others, **kwargs))
         return getattr(half, name)(*args, **kwargs)
 
     return call
@@ -154,8 +165,8 @@ def _half(backend: Any, make: Make) -> Any:
         return half
     if backend in _stores:
         options = backend.options
-        ranks = list(options.global_ranks_in_group) or list(range(backend.size()))
         store = c10d.PrefixStore(f"{NAME}/", _stores[backend])
+        ranks = list(options.global_ranks_in_group) or global_ranks(store, backend.rank(), backend.size())
         half = make(store, backend.rank(), ranks, options._timeout)
     elif backend in _wrapped:
         inner = _half(_wrapped[backend].backend, make)

@@ -11,7 +11,9 @@ __all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of", 
 ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
-_SYMMETRIC = "needs symmetric memory, and torch has none for this device: it is of hardware that maps its peers' memory"
+_SYMMETRIC = (
+    "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
+)
 
 # What our harness says of a test that --cuda-as-sim has run: the torch has no NCCL, or the file counts CUDA devices.
 _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)

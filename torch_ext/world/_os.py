@@ -32,6 +32,7 @@ __all__ = [
     "group_of",
     "is_stopped",
     "lead_process_group",
+    "own_children",
     "require_supported",
     "signal_name",
     "stand_for",
@@ -101,6 +102,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def own_children() -> list[int]:
+    """Return the children of this process that its own code has started: not the one that keeps track of
+    multiprocessing's shared memory.
+    """
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    known = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
+    return [child for child in children_of(os.getpid()) if child != known]
+
+
 def descendants_of(pid: int) -> list[int]:
     """Return the pids of the children of ``pid``, and of theirs, as :func:`children_of` finds them."""
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
@@ -111,7 +121,7 @@ def computed_s(pid: int) -> float:
     thread of each has waited for a core; 0 if the system cannot tell.
     """
     try:
-        with open(f"/proc/{pid}/stat") as stream:
+        with open(f"/proc/{pid}/stat", errors="replace") as stream:
             fields = stream.read().rpartition(")")[2].split()
     except OSError:
         return 0.0
@@ -185,7 +195,7 @@ def watch_exit(pid: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Whether ``pid`` has been stopped by a signal or a debugger."""
     try:
-        with open(f"/proc/{pid}/stat") as stream:
+        with open(f"/proc/{pid}/stat", errors="replace") as stream:
             return stream.read().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
         return False

@@ -34,6 +34,7 @@ from torch_ext.world.collectives import (
 )
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.transport_errors import ran_out_of_time
 
 __all__ = ["find_blame"]
 
@@ -133,8 +134,9 @@ def _failed_in_a_collective(outcome: Outcome) -> bool:
     receipt = outcome.receipt
     if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
         return False
-    waits = receipt.waits  # nothing is known of a wait for work that was begun elsewhere
-    return not waits or any(wait.transport and not wait.peers and not wait.everyone for wait in waits)
+    if not receipt.waits:  # nothing is known of a wait for work that was begun elsewhere
+        return ran_out_of_time(receipt.reason)
+    return any(wait.transport and not wait.peers and not wait.everyone for wait in receipt.waits)
 
 
 def _members(

@@ -257,11 +257,12 @@ class World:
 
     def _take_progress(self, rank: int, progress: Progress) -> None:
         if progress.enders and self.processes[rank].is_far:  # whose numbers mean something else here
-            progress = replace(progress, blocked=False)
+            waits = tuple(replace(wait, enders=()) for wait in progress.waits)
+            progress = replace(progress, blocked=False, waits=waits, enders=())
         known = {wait.words: wait for wait in self._waits.get(rank, ()) if wait.enders}
         # Who can end a wait is not always seen, as when some process of the machine is just sending a descriptor.
-        waits = (wait if wait.enders else known.get(wait.words, wait) for wait in progress.waits)
-        self._waits[rank] = tuple(self._with_peers(rank, wait) for wait in waits)
+        found = (wait if wait.enders else known.get(wait.words, wait) for wait in progress.waits)
+        self._waits[rank] = tuple(self._with_peers(rank, wait) for wait in found)
         self._looked.discard(rank)
         for watch in self._listeners:
             watch.observed(rank, progress)

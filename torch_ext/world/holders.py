@@ -2,8 +2,9 @@
 the standard library only. Linux only: elsewhere nobody is found.
 
 Nobody found means that it is not known who can: a descriptor is on its way to a relative through a socket, and may be
-the one, or a process of another user does not show what it holds. It is taken for granted that no descriptor is on its
-way to anybody else, and that a process of another user which is older than this one holds nothing of it.
+the one; a process does not show what it holds; or there are too many to look at. It is taken for granted that no
+descriptor is on its way to anybody else, and that a process which hides what it holds has nothing of this one if it is
+older and of another user or no relative.
 """
 
 from __future__ import annotations
@@ -11,25 +12,36 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 __all__ = ["holders_of_lock", "holders_of_record_lock", "is_pipe", "writers_of_pipe"]
 
 _KERNEL_THREAD = 0x00200000
+# The first kernel that tells of descriptors under way, in the information on a socket.
+_TELLS_OF_SOCKETS = (5, 6)
+# How long to look, in seconds: meanwhile the rank answers no other question.
+_LOOK_S = 0.5
 # A number, an arrow for one that waits for the lock of that number, and a process.
 _RECORD_LOCK = re.compile(r"^(\d+): +(->)? *POSIX +\w+ +\w+ +(-?\d+) ", re.MULTILINE)
 _UNDER_WAY = re.compile(r"^scm_fds: [1-9]", re.MULTILINE)
 _LOCK = re.compile(r"^lock:\s+\d+: FLOCK +\w+ +(READ|WRITE)", re.MULTILINE)
+_UID = re.compile(r"^Uid:\s+(\d+)", re.MULTILINE)
+# Of a process or descriptor that is gone.
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+class _UnknownError(Exception):
+    """Something may hold what is looked for, and does not show it."""
 
 
 def writers_of_pipe(descriptor: int) -> tuple[int, ...]:
     """Return the processes that can write to the pipe from which this process reads by ``descriptor``."""
     pipe = _target(descriptor)
 
-    def writes(process: str, number: str) -> bool:
-        path = f"/proc/{process}/fd/{number}"
-        return os.readlink(path) == pipe and bool(os.lstat(path).st_mode & stat.S_IWUSR)
+    def writes(process: str, number: str, target: str) -> bool:
+        return target == pipe and bool(os.lstat(f"/proc/{process}/fd/{number}").st_mode & stat.S_IWUSR)
 
     return _processes(writes) if is_pipe(descriptor) else ()
 
@@ -55,13 +67,14 @@ def holders_of_lock(descriptor: int, *, exclusive: bool) -> tuple[int, ...]:
     except OSError:
         return ()
 
-    def holds(process: str, number: str) -> bool:
-        path = f"/proc/{process}/fd/{number}"
-        if not os.readlink(path).startswith("/") or not os.path.samestat(os.stat(path), file):
+    def holds(process: str, number: str, target: str) -> bool:
+        if not target.startswith("/"):
             return False
-        with open(f"/proc/{process}/fdinfo/{number}") as stream:
-            kinds = _LOCK.findall(stream.read())
-        return "WRITE" in kinds or (exclusive and "READ" in kinds)
+        kinds = _LOCK.findall(_read(f"/proc/{process}/fdinfo/{number}"))
+        if "WRITE" not in kinds and not (exclusive and "READ" in kinds):
+            return False
+        # Only now: on a network that is gone, looking at a file may take for ever.
+        return os.path.samestat(os.stat(f"/proc/{process}/fd/{number}"), file)
 
     return _processes(holds)
 
@@ -80,63 +93,90 @@ def holders_of_record_lock() -> tuple[int, ...]:
     return tuple(sorted(found)) if min(found, default=0) > 0 else ()  # others are of no process, or of none seen here
 
 
-def _processes(has: Callable[[str, str], bool]) -> tuple[int, ...]:
-    """Return the processes for one of whose descriptors ``has(process, descriptor)`` holds."""
-    found = []
-    own_start = _stat("self").start
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            numbers = os.listdir(f"/proc/{process}/fd")
-        except PermissionError:
-            other = _stat(process)
-            if other.start >= own_start and not other.flags & _KERNEL_THREAD:
-                return ()
-            continue
-        except OSError:  # it is gone
-            continue
-        if any(_is_true(_has_descriptors_under_way, process, number) for number in numbers) and _is_relative(process):
-            return ()
-        if any(_is_true(has, process, number) for number in numbers):
-            found.append(int(process))
-    return tuple(sorted(found))
-
-
-def _has_descriptors_under_way(process: str, number: str) -> bool:
-    """Whether it is a socket through which descriptors have been sent that nobody has received."""
-    if not os.readlink(f"/proc/{process}/fd/{number}").startswith("socket:"):
-        return False
-    with open(f"/proc/{process}/fdinfo/{number}") as stream:
-        return _UNDER_WAY.search(stream.read()) is not None
-
-
-def _is_true(has: Callable[[str, str], bool], process: str, number: str) -> bool:
+def _processes(has: Callable[[str, str, str], bool]) -> tuple[int, ...]:
+    """Return the processes for one of whose descriptors ``has(process, descriptor, target)`` holds."""
+    if not _tells_of_sockets() or not os.path.exists("/proc/1/stat"):  # only a process's own user may see it at all
+        return ()
+    end_s = time.monotonic() + _LOOK_S
     try:
-        return has(process, number)
-    except OSError:  # it was closed meanwhile
+        listed = [process for process in os.listdir("/proc") if process.isdigit()]
+        stats = {process: each for process in listed if (each := _stat(process)) is not None}
+        own = stats[str(os.getpid())]
+        return tuple(sorted(int(process) for process in stats if _holds(process, stats, own, has, end_s)))
+    except (_UnknownError, OSError):
+        return ()
+
+
+def _holds(
+    process: str, stats: dict[str, _Stat], own: _Stat, has: Callable[[str, str, str], bool], end_s: float
+) -> bool:
+    if stats[process].holds_nothing:
+        return False
+    related, found = _is_relative(process, stats), False
+    try:
+        for number in os.listdir(f"/proc/{process}/fd"):
+            if time.monotonic() > end_s:
+                raise _UnknownError
+            try:
+                target = os.readlink(f"/proc/{process}/fd/{number}")
+                if related and target.startswith("socket:"):
+                    _check_nothing_is_under_way(process, number)
+                found = found or has(process, number, target)
+            except _GONE:  # it was closed meanwhile
+                continue
+        return found
+    except _GONE:
+        return False
+    except PermissionError:
+        if stats[process].start >= own.start or (related and not _is_of_another_user(process)):
+            raise _UnknownError from None
         return False
 
 
-def _is_relative(process: str) -> bool:
+def _check_nothing_is_under_way(process: str, number: str) -> None:
+    """Raise if it is a socket through which descriptors have been sent that nobody has received."""
+    if _UNDER_WAY.search(_read(f"/proc/{process}/fdinfo/{number}")):
+        raise _UnknownError
+
+
+def _is_relative(process: str, stats: dict[str, _Stat]) -> bool:
     """Whether it descends from the process that has started this one, as its ranks do and all that these start."""
-    pid = int(process)
-    while pid > 1 and pid != os.getppid():
-        pid = _stat(str(pid)).parent
-    return pid > 1
+    ancestor = os.getppid()
+    while process in stats and int(process) != ancestor:
+        process = stats[process].parent
+    return int(process) == ancestor or ancestor <= 1
 
 
-class _Stat(NamedTuple):
-    """The parent of a process, the kernel's flags of it, and when it started, in ticks."""
+def _is_of_another_user(process: str) -> bool:
+    uid = _UID.search(_read(f"/proc/{process}/status"))
+    return uid is not None and int(uid[1]) != os.getuid()
 
-    parent: int
-    flags: int
+
+def _tells_of_sockets() -> bool:
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return release is not None and (int(release[1]), int(release[2])) >= _TELLS_OF_SOCKETS
+
+
+@dataclass(frozen=True)
+class _Stat:
+    """The parent of a process, when it started, in ticks, and whether it holds nothing: one of the kernel, or dead."""
+
+    parent: str
     start: int
+    holds_nothing: bool
 
 
-def _stat(process: str) -> _Stat:
-    """Return zeros if it is gone."""
+def _stat(process: str) -> _Stat | None:
+    """Return None if it is gone."""
     try:
-        with open(f"/proc/{process}/stat") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-    except OSError:
-        return _Stat(0, 0, 0)
-    return _Stat(int(fields[1]), int(fields[6]), int(fields[19]))
+        fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
+    except _GONE:
+        return None
+    except PermissionError:
+        raise _UnknownError from None
+    return _Stat(fields[1], int(fields[19]), fields[0] in "ZX" or bool(int(fields[6]) & _KERNEL_THREAD))
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace") as stream:
+        return stream.read()

@@ -9,7 +9,8 @@ first comparison of two tensors ``torch.distributed.tensor``, and each takes abo
 which are fresh for every test, each use is the first. A zygote that has loaded them spares its children that; one that
 has done so in vain has wasted up to a third of what a run takes to start. So who plans a run asks for them where a test
 file looks as if it needed them (:attr:`~torch_ext.world.protocol.Start.ahead`); and where that was wrong, the first
-child that ends with one loaded says so, and the zygote loads it before it forks the next one.
+child that ends with one loaded says so, and the zygote loads it when it has started the next ones, whose test must not
+pay for that out of its limit.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Imports:
 
     def __init__(self) -> None:
         self._used = mmap.mmap(-1, len(FIRST_USE))  # shared with every child; a byte each
+        self._tried: set[str] = set()
 
     def tell(self) -> None:
         """In a child that is over: say which of :data:`FIRST_USE` it has loaded."""
@@ -42,14 +44,15 @@ class Imports:
                 self._used[index] = 1
 
     def catch_up(self) -> None:
-        """In the zygote: import what children have loaded themselves."""
+        """In the zygote, while nobody waits for it: import what children have loaded themselves."""
         self.load(name for index, name in enumerate(FIRST_USE) if self._used[index])
 
     def load(self, names: Iterable[str]) -> None:
         """In the zygote: import ``names``. What cannot be imported is left for whoever needs it."""
-        missing = [name for name in names if name not in sys.modules]
+        missing = [name for name in names if name not in sys.modules and name not in self._tried]
         if not missing:
             return
+        self._tried.update(missing)
         with uncollected():
             for name in missing:
                 with contextlib.suppress(Exception):

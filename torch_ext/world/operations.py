@@ -17,7 +17,7 @@ from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from torch_ext.world import stores
+from torch_ext.world import _os, stores
 from torch_ext.world.protocol import Wait
 
 __all__ = ["Operation", "after_body", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
@@ -33,7 +33,12 @@ _WAITING_FILES = (
 # It calls into everything that torch has; what of that waits is told by the object that is called.
 _OPERATORS = "/torch/_ops.py"
 # Waiting in these is done for their caller.
-_OURS = ("/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py")
+_OURS = (
+    "/torch_ext/compat/c10d.py",
+    "/torch_ext/compat/testing.py",
+    "/torch_ext/sim/_collectives.py",
+    "/torch_ext/sim/_gloo_halves.py",
+)
 _LOCKS = (
     "/threading.py",
     "/queue.py",
@@ -123,7 +128,9 @@ def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str
         return replace(operation, limit_s=min(limit_s, known_s), sliced=True)
     call = _call_at(caller)
     what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
-    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
+    # A child may be what sets the key.
+    known = None if _os.own_children() else limit_s
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), known, position, sliced=True)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:

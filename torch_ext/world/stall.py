@@ -103,15 +103,22 @@ def observe() -> Progress:
 
 
 def _is_to_be_interrupted() -> bool:
-    """Whether a signal may come to this process: it has set an alarm, or has a child whose end it handles."""
+    """Whether a signal may come to this process: it has set an alarm, or has a child and a handler in Python, for the
+    child's end or for what the child may send.
+    """
     try:
         with open("/proc/self/timers") as stream:
             sends = {int(number) for number in re.findall(r"^signal: (\d+)/", stream.read(), re.MULTILINE)}
     except OSError:  # the kernel has no such timers, or does not show them
         sends = set()
-    handles_children = callable(signal.getsignal(signal.SIGCHLD)) and bool(_os.children_of(os.getpid()))
     # The one that is made in each rank sends SIGABRT: see Note [Last words].
-    return bool(sends - {signal.SIGABRT}) or handles_children or signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    alarms = bool(sends - {signal.SIGABRT}) or signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    return alarms or (_handles_signals() and bool(_os.own_children()))
+
+
+def _handles_signals() -> bool:
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
 def judge_tasks(tasks: list[Task], record: str) -> Progress:
@@ -181,9 +188,9 @@ def _tasks() -> Iterator[Task]:
 
 def _task(tid: int, frame: FrameType | None, told: ThreadWait | None) -> Task | None:
     try:
-        with open(f"/proc/self/task/{tid}/comm") as stream:
+        with open(f"/proc/self/task/{tid}/comm", errors="replace") as stream:
             name = stream.read().strip()
-        with open(f"/proc/self/task/{tid}/status") as stream:
+        with open(f"/proc/self/task/{tid}/status", errors="replace") as stream:
             switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
         operation = operation_of(frame) if frame is not None else None
         call = _call_of(tid)

@@ -5,14 +5,22 @@ only if it is loaded.
 from __future__ import annotations
 
 import dis
+import re
 import sys
 from types import TracebackType
 
-__all__ = ["raised_by_transport"]
+__all__ = ["raised_by_transport", "ran_out_of_time"]
 
 # Folders of torch whose Python code raises in the name of a process group, a store or RPC.
 _THREADED_GROUP = "/multi_threaded_pg.py"
 _FOLDERS = ("/torch/distributed/", "/torch/futures/", _THREADED_GROUP)
+# How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
+_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+
+
+def ran_out_of_time(reason: str) -> bool:
+    """Whether the transport raised with ``reason`` because a limit of its own ended: the peers did not come."""
+    return bool(_LIMIT.search(reason))
 
 
 def raised_by_transport(error: BaseException) -> bool:

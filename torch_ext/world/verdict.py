@@ -11,6 +11,7 @@ from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase, without_ranks
 from torch_ext.world.protocol import Phase
+from torch_ext.world.transport_errors import ran_out_of_time
 
 __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 
@@ -23,8 +24,6 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 
-# How they say that nobody came in time; such a failure shows who waited, not who is to blame.
-_OWN_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -117,7 +116,7 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
     receipt = outcome.receipt
     if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
         return False
-    return bool(_OWN_LIMIT.search(receipt.reason))
+    return ran_out_of_time(receipt.reason)
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:

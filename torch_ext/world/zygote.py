@@ -202,7 +202,6 @@ class Zygote:
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]), request.outlive)
         self._in_transit = list(descriptors)
         self._imports.load(request.ahead)
-        self._imports.catch_up()
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
@@ -222,6 +221,7 @@ class Zygote:
         self._watch(group.channel, self._on_group)
         group.tell(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
+            self._imports.catch_up()
             self._prepare_next(request.spares)
 
     def _why_interpreter(self, environment: dict[str, str]) -> str:

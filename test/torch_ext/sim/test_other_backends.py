@@ -119,6 +119,9 @@ def _check_own_gloo(rank: int, world_size: int) -> None:
     sparse = torch.tensor([rank == 0, rank == 1, True]).float().to_sparse().to("sim")
     reduced = gloo.allreduce([sparse]).get_future().wait()[0]
     assert reduced.is_sparse and reduced.to_dense().tolist() == [1.0, 1.0, 2.0]
+    gloo.allreduce(sparse).wait()
+    gloo.allreduce(tensor=sparse).wait()
+    assert sparse.to_dense().tolist() == [4.0, 4.0, 8.0]
     with pytest.raises(RuntimeError, match="unsupported device type meta"):
         gloo.allreduce([torch.ones(3, device="meta")])
 

@@ -125,6 +125,23 @@ MISSES = {
         child.stdout.readline()
         fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
     """,
+    "child_sends_a_signal_whose_handler_unlocks": """
+        lock = threading.Lock()
+        lock.acquire()
+        signal.signal(signal.SIGUSR1, lambda *_: lock.release())
+        child = subprocess.Popen(["sh", "-c", f"sleep 8; kill -USR1 {os.getpid()}"])
+        lock.acquire()
+    """,
+    "child_sets_the_key_of_a_store": """
+        store = dist.FileStore(os.path.join(HERE, "keys"), 2)
+        sets = (
+            "import time, sys, torch.distributed as dist; time.sleep(8);"
+            "dist.FileStore(sys.argv[1], 2).set('key', 'set')"
+        )
+        child = subprocess.Popen([sys.executable, "-c", sets, os.path.join(HERE, "keys")])
+        store.set_timeout(timedelta(seconds=90))
+        store.wait(["key"])
+    """,
     "child_fills_a_queue": """
         queue = multiprocessing.Queue()
         child = multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(8), queue.put(1)))
@@ -188,7 +205,7 @@ MISSES = {
         os.read(reader, 1)
     """,
 }
-NEAR_MISSES = "import fcntl\n" + "".join(
+NEAR_MISSES = "import fcntl, signal\nfrom datetime import timedelta\n" + "".join(
     f"""
 class Test{"".join(word.title() for word in name.split("_"))}(Ranks):
     def test_{name}(self):

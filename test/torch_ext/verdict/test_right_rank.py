@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import first_line, named_first, programs
+from test.torch_ext.verdict.programs import first_line, named_first, programs, tells_of_a_hang
 from test.torch_ext.world.suites import Run
+from torch_ext import cache
 
 # Rank 1 is to blame in each of these. Its victims' own limits are two seconds.
 VICTIMS = """
@@ -223,3 +225,24 @@ def test_words_in_a_message_make_no_failure_a_consequence(runs: Run, name: str) 
 def test_stopped_rank_is_told(runs: Run) -> None:
     assert re.search("SIGSTOP|stopped", runs.text["test_is_stopped"].replace("stopped by the harness", ""))
     assert first_line(runs.text["test_is_stopped"])
+
+
+SKIPS_A_GROUP = """
+class TestSkipsAGroup(Ranks):
+    def test_new_group(self):
+        store = dist.FileStore(self.file_name, 2)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        if self.rank == 1:
+            threading.Event().wait()
+        dist.new_group([0, 1])
+"""
+
+
+def test_rank_that_makes_no_group_is_named_on_the_simulated_device_too(tmp_path: Path) -> None:
+    """There the group's device half is made with it, by other functions than torch's own."""
+    with programs(tmp_path, SKIPS_A_GROUP) as suite:
+        run = suite.run("--device", "sim", "--timeout", "60", extra={"TORCH_EXT_CACHE": str(cache.folder())})
+    text = run.text["test_new_group"]
+    assert tells_of_a_hang(text) and named_first(text) == {1} and "waited in new_group() in test_new_group" in text, (
+        text
+    )

@@ -222,6 +222,77 @@ def test_holders_of_pipes_and_locks_are_found(daemon: Callable[[Callable[[], obj
             os.close(each)
 
 
+@pytest.fixture
+def piped() -> Iterator[tuple[int, int]]:
+    """The reading end of a pipe, and a child that holds the other; this process does not."""
+    reader, writer = os.pipe()
+    child = subprocess.Popen(["sleep", "100"], pass_fds=[writer])
+    os.close(writer)
+    yield reader, child.pid
+    child.kill()
+    child.wait()
+    os.close(reader)
+
+
+def writers(reader: int) -> tuple[int, ...]:
+    end = time.monotonic() + 60
+    while not (found := holders.writers_of_pipe(reader)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("refuse", ["fd", "stat"])
+def test_nobody_is_found_while_a_process_hides_what_it_holds(
+    piped: tuple[int, int], monkeypatch: pytest.MonkeyPatch, refuse: str
+) -> None:
+    reader, child = piped
+    assert writers(reader) == (child,)
+    hidden, read, read_link = child, holders._read, os.readlink
+
+    def check(path: str) -> str:
+        if path.startswith(f"/proc/{hidden}/{refuse}"):
+            raise PermissionError
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "_read", lambda path: read(check(path)))
+        patch.setattr(holders.os, "readlink", lambda path: read_link(check(path)))
+        assert holders.writers_of_pipe(reader) == ()
+        patch.setattr(holders, "_is_of_another_user", lambda process: True)
+        assert holders.writers_of_pipe(reader) == ()  # younger than this process: it may have inherited anything
+        if refuse == "fd":
+            hidden = 1
+            assert writers(reader) == (child,)  # older, and no relative
+    assert writers(reader) == (child,)
+
+
+def test_nobody_is_found_by_an_old_kernel_or_in_too_long_a_time(
+    piped: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "_LOOK_S", -1.0)
+        assert holders.writers_of_pipe(piped[0]) == ()
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "_TELLS_OF_SOCKETS", (99, 0))
+        assert holders.writers_of_pipe(piped[0]) == ()
+
+
+def test_names_of_processes_may_be_cut_within_a_letter(daemon: Callable[[Callable[[], object]], int]) -> None:
+    release = threading.Event()
+
+    def named() -> None:
+        with open("/proc/thread-self/comm", "wb") as stream:
+            stream.write("процессы".encode()[:15])
+        release.wait(100)
+
+    tid = daemon(named)
+    end = time.monotonic() + 60
+    while task_of(tid).name.isascii() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert task_of(tid).name.startswith("процесс")
+    release.set()
+
+
 @pytest.mark.parametrize("operation", [IN_BARRIER, IN_TEST])
 def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
     monkeypatch: pytest.MonkeyPatch, operation: Operation
