@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from torch_ext.compat import UntestedTorchWarning, untested_torch
-from torch_ext.compat.testing import upstream_module
+from torch_ext.compat.testing import upstream_name
 from torch_ext.testing._internal._distributed.base import DistributedTestBase
 from torch_ext.testing._internal._distributed.continuous import MultiProcContinuousTest
 from torch_ext.testing._internal._distributed.helpers import (
@@ -84,6 +84,4 @@ if told := untested_torch():
 
 def __getattr__(name: str) -> Any:
     # On use, so that importing this module does not require every private name that upstream's file imports.
-    if name.startswith("__"):  # Python itself asks for __path__ at each `from` import
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(upstream_module("common_distributed"), name)
+    return upstream_name("common_distributed", name)

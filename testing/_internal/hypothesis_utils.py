@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_ext.compat.testing import upstream_module
+from torch_ext.compat.testing import upstream_name
 from torch_ext.testing._internal._distributed.example_ranks import serve
 from torch_ext.testing._internal._distributed.examples import ExampleRun
 from torch_ext.testing._internal._distributed.methods import set_parent_half
@@ -88,6 +88,4 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # Python itself asks for __path__ at each `from` import
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(upstream_module("hypothesis_utils"), name)
+    return upstream_name("hypothesis_utils", name)

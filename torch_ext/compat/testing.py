@@ -34,6 +34,7 @@ __all__ = [
     "keep_upstream",
     "prepare_for_threads",
     "upstream_module",
+    "upstream_name",
 ]
 
 _UTILS = "torch.testing._internal.common_utils"
@@ -57,6 +58,18 @@ _kept: dict[str, ModuleType] = {}
 def upstream_module(name: str) -> ModuleType:
     """Return torch's own ``torch.testing._internal.<name>``, even if ours has replaced it in ``sys.modules``."""
     return _kept[name] if name in _kept else importlib.import_module(f"torch.testing._internal.{name}")
+
+
+def upstream_name(module: str, name: str) -> Any:
+    """Return ``name`` of torch's own ``torch.testing._internal.<module>``, for the ``__getattr__`` of ours.
+
+    Raises:
+        AttributeError: there is none, or it is one that Python itself asks for, such as ``__path__`` at each ``from``
+            import, for which that module is not imported.
+    """
+    if name.startswith("__"):
+        raise AttributeError(f"module 'torch_ext.testing._internal.{module}' has no attribute {name!r}")
+    return getattr(upstream_module(module), name)
 
 
 def keep_upstream(name: str) -> None:

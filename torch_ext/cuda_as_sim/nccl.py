@@ -35,9 +35,7 @@ def install() -> None:
 
 def _refuse(self: Any, name: str) -> Any:
     if name in _OWN:
-        raise _NeedsNcclError(
-            str(table.refuse("ProcessGroupNCCL")).replace("ProcessGroupNCCL", f"ProcessGroupNCCL.{name}")
-        )
+        raise _NeedsNcclError(f"torch.cuda: ProcessGroupNCCL.{name}: {table.REFUSED['ProcessGroupNCCL']}")
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 

@@ -5,7 +5,6 @@ Runs in a child of the module's zygote, beside the ranks. It asks the zygote for
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import inspect
@@ -223,9 +222,7 @@ class _Result(unittest.TestResult):
             self._has_outlived_zygote = True
 
     def _printed_bytes(self) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # a test may have put anything there
-                stream.flush()
+        _os.flush_output()
         return os.fstat(self._output).st_size
 
     def addSuccess(self, test: unittest.TestCase) -> None:

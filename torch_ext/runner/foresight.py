@@ -5,7 +5,6 @@ See Note [Imports at first use].
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -27,7 +26,6 @@ _HELPERS = re.compile(r"\b(?:torch|torch_ext)\.testing\b")
 _LIBRARIES = ("expecttest", "hypothesis", "pytest", "torch.utils.cpp_extension")
 
 
-@functools.cache
 def modules_ahead(file: Path) -> tuple[str, ...]:
     """Return the modules that tests of ``file`` will probably import; none if it cannot be read."""
     try:

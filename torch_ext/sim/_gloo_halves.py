@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["Make", "global_ranks", "install", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
+__all__ = ["Make", "global_ranks", "install", "make_half", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
 
 Make = Callable[[c10d.Store, int, list[int], timedelta], Any]
 """Makes a half from a store, the rank, the group's global ranks and its time limit. Called on every rank."""
@@ -158,16 +158,27 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
+def make_half(
+    gloo: Any, store: c10d.Store, make: Make, untold_ranks: Callable[[c10d.Store, int, int], list[int]]
+) -> Any:
+    """Make the half of ``gloo``, a backend or a wrapper around it.
+
+    Args:
+        store: that of ``gloo``.
+        untold_ranks: returns the global ranks from a store, the rank and their number, where ``gloo`` does not tell.
+    """
+    store, rank, options = c10d.PrefixStore(f"{NAME}/", store), gloo.rank(), gloo.options
+    ranks = list(options.global_ranks_in_group) or untold_ranks(store, rank, gloo.size())
+    return make(store, rank, ranks, options._timeout)
+
+
 def _half(backend: Any, make: Make) -> Any:
     """Return what takes the ``sim`` tensors of ``backend``; ``None`` if that is not of gloo."""
     half = _halves.get(backend)
     if half is not None:
         return half
     if backend in _stores:
-        options = backend.options
-        store = c10d.PrefixStore(f"{NAME}/", _stores[backend])
-        ranks = list(options.global_ranks_in_group) or global_ranks(store, backend.rank(), backend.size())
-        half = make(store, backend.rank(), ranks, options._timeout)
+        half = make_half(backend, _stores[backend], make, global_ranks)
     elif backend in _wrapped:
         inner = _half(_wrapped[backend].backend, make)
         half = None if inner is None else wrapped_alike(inner, backend)

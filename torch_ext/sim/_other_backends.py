@@ -65,10 +65,8 @@ def serve_gloo(
     config = c10d._world.pg_backend_config[group]
     device = config.partition(":")[0] if config == _by_name() else NAME
     gloo: Any = group._get_backend(torch.device(device))
-    options = gloo.options
-    ranks = list(options.global_ranks_in_group) or list(range(group.size()))
     name, description = group.group_name, group.group_desc
-    backend = make(c10d.PrefixStore(f"{NAME}/", store), group.rank(), ranks, options._timeout)
+    backend = _gloo_halves.make_half(gloo, store, make, lambda _store, _rank, size: list(range(size)))
     if gloo in wrappers:
         backend = _gloo_halves.wrapped_alike(backend, gloo)
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)

@@ -29,6 +29,7 @@ __all__ = [
     "end_process",
     "environment_at_start",
     "environment_of",
+    "flush_output",
     "group_of",
     "is_stopped",
     "lead_process_group",
@@ -37,6 +38,7 @@ __all__ = [
     "signal_name",
     "stand_for",
     "starved_s",
+    "stat_of",
     "tasks",
     "umask",
     "unnamed_file",
@@ -116,13 +118,22 @@ def descendants_of(pid: int) -> list[int]:
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` that follow the name, which may hold anything: the state first.
+
+    Raises:
+        OSError: the process is gone, or hidden, or the system has no such file.
+    """
+    with open(f"/proc/{pid}/stat", errors="replace") as stream:
+        return stream.read().rpartition(")")[2].split()
+
+
 def computed_s(pid: int) -> float:
     """Return for how many seconds ``pid``, its descendants and those that they have reaped have computed, and the first
     thread of each has waited for a core; 0 if the system cannot tell.
     """
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
+        fields = stat_of(pid)
     except OSError:
         return 0.0
     ticks = sum(int(field) for field in fields[11:15])
@@ -195,8 +206,7 @@ def watch_exit(pid: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Whether ``pid`` has been stopped by a signal or a debugger."""
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as stream:
-            return stream.read().rpartition(")")[2].split()[0] in ("T", "t")
+        return stat_of(pid)[0] in ("T", "t")
     except (OSError, IndexError):
         return False
 
@@ -244,6 +254,13 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def flush_output() -> None:
+    """Write what this process has printed so far to where it goes. A test may have put anything there."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def umask() -> int:

@@ -131,12 +131,12 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
 
 def _failed_in_a_collective(outcome: Outcome) -> bool:
     """Whether a collective raised what the rank failed with, of which the record soon says that it has ended."""
-    receipt = outcome.receipt
-    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
+    failure = outcome.transport_failure
+    if failure is None:
         return False
-    if not receipt.waits:  # nothing is known of a wait for work that was begun elsewhere
-        return ran_out_of_time(receipt.reason)
-    return any(wait.transport and not wait.peers and not wait.everyone for wait in receipt.waits)
+    if not failure.waits:  # nothing is known of a wait for work that was begun elsewhere
+        return ran_out_of_time(failure.reason)
+    return any(wait.transport and not wait.peers and not wait.everyone for wait in failure.waits)
 
 
 def _members(

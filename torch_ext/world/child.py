@@ -56,9 +56,7 @@ def child_main(order_channel: Channel, parent: int, at_end: Callable[[], None] =
     finally:
         with contextlib.suppress(Exception):
             at_end()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _os.flush_output()
         os._exit(code & 0xFF)
     raise AssertionError("unreachable")
 
@@ -95,9 +93,7 @@ def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
         sys.stderr.write(trace)
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _os.flush_output()
     os._exit(exit_code_of(error))
 
 

@@ -1,5 +1,5 @@
 """Which processes can end a wait in the kernel: those that hold the other end of a pipe, or the lock of a file. Imports
-the standard library only. Linux only: elsewhere nobody is found.
+the standard library and its own layer only. Linux only: elsewhere nobody is found.
 
 Nobody found means that it is not known who can: a descriptor is on its way to a relative through a socket, and may be
 the one; a process does not show what it holds; or there are too many to look at. It is taken for granted that no
@@ -15,6 +15,8 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch_ext.world import _os
 
 __all__ = ["holders_of_lock", "holders_of_record_lock", "is_pipe", "writers_of_pipe"]
 
@@ -84,12 +86,11 @@ def holders_of_record_lock() -> tuple[int, ...]:
     has locked it can let go of it.
     """
     try:
-        with open("/proc/locks") as stream:
-            locks = stream.read()
+        locks = _RECORD_LOCK.findall(_read("/proc/locks"))
     except OSError:
         return ()
-    own = {number for number, waits, pid in _RECORD_LOCK.findall(locks) if waits and int(pid) == os.getpid()}
-    found = {int(pid) for number, waits, pid in _RECORD_LOCK.findall(locks) if number in own and not waits}
+    own = {number for number, waits, pid in locks if waits and int(pid) == os.getpid()}
+    found = {int(pid) for number, waits, pid in locks if number in own and not waits}
     return tuple(sorted(found)) if min(found, default=0) > 0 else ()  # others are of no process, or of none seen here
 
 
@@ -169,7 +170,7 @@ class _Stat:
 def _stat(process: str) -> _Stat | None:
     """Return None if it is gone."""
     try:
-        fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
+        fields = _os.stat_of(int(process))
     except _GONE:
         return None
     except PermissionError:

@@ -80,6 +80,11 @@ class Outcome:
     host: str = ""
 
     @property
+    def transport_failure(self) -> Receipt | None:
+        """What it said of a failure that a process group, a store or RPC raised; None if it did not fail by one."""
+        return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
+
+    @property
     def who(self) -> str:
         """The rank in words, with its host if there are several.
 

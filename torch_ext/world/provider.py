@@ -130,9 +130,7 @@ def _fork(own: _Zygotes) -> Channel:
     ours, theirs = channel_pair()
     modules = frozenset(sys.modules)
     folder = scratch.folder()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _os.flush_output()
     pid = os.fork()
     if pid == 0:
         try:

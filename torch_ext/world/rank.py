@@ -30,7 +30,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
+from torch_ext.world import _os, flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import redirect
 from torch_ext.world.hosts import NUMBER_VARIABLE
@@ -162,9 +162,7 @@ class Rank:
         """End a child that the test has forked and that goes on as if it were the rank: it has no say, and no test."""
         if os.getpid() == self._pid:
             return
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _os.flush_output()
         os._exit(0)
 
     def _settled(self, receipt: Receipt) -> Receipt:

@@ -103,20 +103,16 @@ def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome]
 def _is_consequence(outcome: Outcome) -> bool:
     if outcome.ending is Ending.STOPPED:
         return outcome.phase is not Phase.ABORTING
-    receipt = outcome.receipt
-    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
-        return False
-    return bool(_PEER_IS_GONE.search(receipt.reason + receipt.trace))
+    failure = outcome.transport_failure
+    return failure is not None and bool(_PEER_IS_GONE.search(failure.reason + failure.trace))
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
     """Whether the rank waited for others in vain, until its own limit or the test's, or provably for ever."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
         return outcome.receipt is None
-    receipt = outcome.receipt
-    if outcome.ending is not Ending.FAILED or receipt is None or not receipt.transport:
-        return False
-    return ran_out_of_time(receipt.reason)
+    failure = outcome.transport_failure
+    return failure is not None and ran_out_of_time(failure.reason)
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:

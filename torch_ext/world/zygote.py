@@ -253,9 +253,7 @@ class Zygote:
 
     def _fork(self) -> _Child:
         ours, theirs = channel_pair()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _os.flush_output()
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:

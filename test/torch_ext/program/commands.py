@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
+from test.torch_ext.world.faults import processes_where
 
 __all__ = [
     "EXAMPLE",
@@ -103,15 +104,8 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def alive_with(mark: str) -> list[str]:
     """Return the command lines of processes that were started with ``mark`` in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-    return [command for command in found if command]
+    found = processes_where(lambda variable: variable == f"{MARK}={mark}".encode())
+    return [command for command in found.values() if command]  # a process that is ending has none
 
 
 def torchrun(*words: str, folder: Path, **more: str) -> Ended:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from test.torch_ext.world.faults import processes_where
 from test.torch_ext.world.suites import CHECKOUT
 
 __all__ = ["Repetition", "repetitions"]
@@ -160,12 +161,7 @@ def _processes_of(folder: Path) -> dict[int, str]:
     """Return the processes whose files for a while are below ``folder``, as those of all programs, with their command
     lines.
     """
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"TMPDIR={folder}/".encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+    return processes_where(lambda variable: variable.startswith(f"TMPDIR={folder}/".encode()))
 
 
 def _files_left(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import time
 import unittest
 from collections.abc import Callable
 
-__all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes"]
+__all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes", "processes_where"]
 
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
 MARK = "MARK_OF_A_TEST"
@@ -80,14 +80,21 @@ def inject(fault: str, *, rank: int, at: int) -> None:
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Return the pid and command line of every process that carries ``mark``. Zombies, without environment, do not."""
+    """Return the pid and command line of every process that carries ``mark``."""
+    return processes_where(lambda variable: variable == f"{MARK}={mark}".encode())
+
+
+def processes_where(holds: Callable[[bytes], bool]) -> dict[int, str]:
+    """Return the pid and command line of every process that has been started with a variable (``NAME=value``) for
+    which ``holds`` does. Zombies have none.
+    """
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as environment, open(f"/proc/{entry}/cmdline", "rb") as command:
-                if f"{MARK}={mark}".encode() in environment.read().split(b"\0"):
+                if any(map(holds, environment.read().split(b"\0"))):
                     found[int(entry)] = command.read().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
