@@ -6,9 +6,10 @@ Note [A lent zygote]
 A run that starts its own first zygote gives it an environment, a working directory, a umask, limits, cores and a
 stderr, and imports into it what stands first on the run's path. The child of a warm zygote takes all of these over, and
 refuses where it cannot: where a limit would have to be raised, where the run's folder has a module of its own under a
-name that is loaded already, or where torch would have found another device. What is left is the server's: priority,
-control group, hash seed. numpy and torch draw their random numbers anew, as in a fresh process; Python's own generator
-does so after every fork.
+name that is loaded already, or where torch would have found another device. Others see the run's environment in
+``/proc/PID/environ``, if the kernel lets it be replaced. What is left is the server's: priority, control group, hash
+seed. numpy and torch draw their random numbers anew, as in a fresh process; Python's own generator does so after every
+fork.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import IO
 
 __all__ = [
@@ -50,6 +51,7 @@ CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -174,13 +176,50 @@ def tasks() -> int:
         return threading.active_count()
 
 
+class _MemoryMap(ctypes.Structure):
+    """``struct prctl_mm_map`` of ``linux/prctl.h``."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
 _started_with: dict[str, str] | None = None
+_shown: ctypes.Array[ctypes.c_char] | None = None
 
 
-def stand_for(environment: dict[str, str]) -> None:
-    """Have :func:`environment_at_start` return ``environment`` in this process and in those that it forks."""
+def stand_for(environment: Mapping[str, str]) -> None:
+    """Have this process, and those that it forks, be known as one that was started with ``environment``.
+
+    CI systems such as Jenkins, and our own search for leftovers, read ``/proc/PID/environ`` to tell whose a process is.
+    Where the kernel refuses, or another thread runs, only :func:`environment_at_start` tells.
+    """
     global _started_with
-    _started_with = environment
+    _started_with = dict(environment)
+    if tasks() == 1:  # another one might move the end of the heap meanwhile
+        with contextlib.suppress(OSError, IndexError):
+            _show_environment(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()))
+
+
+def _show_environment(variables: bytes) -> None:
+    global _shown
+    shown = ctypes.create_string_buffer(variables, len(variables))
+    fields = [int(field) if field.isdigit() else 0 for field in stat_of(os.getpid())]
+    # The numbers that proc(5) gives them, of which the list begins with the third.
+    start_code, end_code, start_stack = (fields[number - 3] for number in (26, 27, 28))
+    start_data, end_data, start_brk, arg_start, arg_end = (fields[number - 3] for number in range(45, 50))
+    libc, start = _libc(), ctypes.addressof(shown)
+    end_of_heap = ctypes.cast(libc.sbrk, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t))(0)
+    wanted = _MemoryMap(
+        start_code, end_code, start_data, end_data, start_brk, end_of_heap, start_stack,
+        arg_start, arg_end, start, start + len(variables), exe_fd=0xFFFFFFFF,
+    )  # fmt: skip
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), size, ctypes.c_size_t(0)) == 0:
+        _shown = shown
 
 
 def environment_at_start() -> dict[str, str]:

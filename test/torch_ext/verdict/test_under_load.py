@@ -4,8 +4,7 @@ No state may come out otherwise there, no other rank be named, and nothing be le
 many files run side by side as make it up. ``--times N`` runs each row N times instead, and ``-k receipts`` the rows of
 one file; a line tells of each run as it ends.
 
-Runs do not share what ``torch_ext serve`` keeps warm, though it would save them an import each: their processes would
-have the server's environment, by which nobody can tell whose leftovers they are, and all rows would lean on one zygote.
+Each run of a file has what ``torch_ext serve`` keeps warm for itself, as in a run without load: see ``conftest.py``.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ _SAYS_WHAT_IT_IS = """
             "hangup": signal.getsignal(signal.SIGHUP).name, "stdin": os.readlink("/proc/self/fd/0"),
             "path": sys.path, "argv": sys.argv, "variables": sorted(os.environ.items()),
             "variables at start": sorted(_os.environment_at_start().items()),
+            "variables that others see": sorted(_os.environment_of(os.getpid()).items()),
         }
         drawn = [numpy.random.random(), random.random(), torch.initial_seed()]
         with open(os.path.join(os.environ["NOTES"], f"{who}.json"), "w") as stream:
@@ -159,7 +160,7 @@ def test_every_process_of_a_run_is_what_it_would_be_alone(server: _Server, tmp_p
         notes[kind] = {who: json.loads((root / f"{who}.json").read_text()) for who in ("import", "parent half", "rank")}
         for note in notes[kind].values():
             found = note["found"]
-            for kept in ("variables", "variables at start"):
+            for kept in ("variables", "variables at start", "variables that others see"):
                 found[kept] = [pair for pair in found[kept] if pair[0] not in _OF_THE_RUN]
             text = json.dumps(found).replace(str(root.parent), "FOLDER")
             note["found"] = json.loads(text)

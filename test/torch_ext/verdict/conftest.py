@@ -1,0 +1,30 @@
+"""Has the rows share a warm zygote, for what they judge is what a run does with ranks, not how it comes by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext import warm_runs
+
+# These are about the runner's own processes, or start pytest for the rows.
+_ALONE = ("test_neighbours.py", "test_runner_survives.py", "test_side_by_side.py", "test_under_load.py")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which runs find a server."""
+    runtime = tmp_path_factory.mktemp("runtime")
+    with warm_runs.server(runtime):
+        yield runtime
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rows_are_served(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.name in _ALONE:
+        yield
+        return
+    with warm_runs.used(request.getfixturevalue("served")):
+        yield
