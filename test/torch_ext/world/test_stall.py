@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import holders, operations, stall, stores
+from torch_ext.world import _os, holders, operations, stall, stores
 from torch_ext.world.operations import Operation
 from torch_ext.world.protocol import Progress, Wait
 from torch_ext.world.stall import Task, judge_tasks
@@ -247,7 +247,7 @@ def test_nobody_is_found_while_a_process_hides_what_it_holds(
 ) -> None:
     reader, child = piped
     assert writers(reader) == (child,)
-    hidden, read, read_link = child, holders._read, os.readlink
+    hidden, read, read_link, stat_of = child, holders._read, os.readlink, _os.stat_of
 
     def check(path: str) -> str:
         if path.startswith(f"/proc/{hidden}/{refuse}"):
@@ -256,6 +256,7 @@ def test_nobody_is_found_while_a_process_hides_what_it_holds(
 
     with monkeypatch.context() as patch:
         patch.setattr(holders, "_read", lambda path: read(check(path)))
+        patch.setattr(_os, "stat_of", lambda pid: check(f"/proc/{pid}/stat") and stat_of(pid))
         patch.setattr(holders.os, "readlink", lambda path: read_link(check(path)))
         assert holders.writers_of_pipe(reader) == ()
         patch.setattr(holders, "_is_of_another_user", lambda process: True)
