@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -12,12 +13,28 @@ from pathlib import Path
 from test.torch_ext.house.source import CHECKOUT
 from torch_ext.world import _os
 
-__all__ = ["RUNTIME", "server", "used"]
+__all__ = ["RUNTIME", "can_tell_whose", "server", "used"]
 
 # In the environment: the folder in which runs look for a server.
 RUNTIME = "XDG_RUNTIME_DIR"
 # Seconds without any run until it ends, far above what the other tests of a process take.
 _IDLE_S = 3600
+
+
+@functools.cache
+def can_tell_whose() -> bool:
+    """Whether what a server lends shows the environment of the run, by which tests find what one has left behind: some
+    kernels refuse.
+    """
+    shown = {"SHOWN": "1"}
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _os.stand_for(shown)
+            os._exit(0 if _os.environment_of(os.getpid()) == shown else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @contextlib.contextmanager

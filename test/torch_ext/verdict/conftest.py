@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _rows_are_served(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.path.name in _ALONE:
+    if request.path.name in _ALONE or not warm_runs.can_tell_whose():
         yield
         return
     with warm_runs.used(request.getfixturevalue("served")):
