@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import first_line, named_first, programs, tells_of_a_hang
+from test.torch_ext.verdict.programs import SLOWER, first_line, named_first, programs, tells_of_a_hang
 from test.torch_ext.world.suites import Run
 from torch_ext import cache
 
@@ -185,12 +185,12 @@ class TestMessages(Ranks):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The runs side by side, since their ranks mostly wait; their results in one."""
-    kinds = {"victims": (VICTIMS, "8"), "silent": (SILENT, "4"), "messages": (MESSAGES, "12")}
+    kinds = {"victims": (VICTIMS, 8), "silent": (SILENT, 4), "messages": (MESSAGES, 12)}
 
     def run(kind: str) -> Run:
         source, limit = kinds[kind]
         with programs(tmp_path_factory.mktemp(kind), source) as suite:
-            return suite.run("--timeout", limit)
+            return suite.run("--timeout", str(round(limit * (1 + SLOWER) / 2)))  # some rows take all of it
 
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(run, kinds))
