@@ -9,8 +9,8 @@ import pytest
 
 from test.torch_ext import warm_runs
 
-# These are about the runner's own processes, or start pytest for the rows.
-_ALONE = ("test_neighbours.py", "test_runner_survives.py", "test_side_by_side.py", "test_under_load.py")
+# These are about the runner's own processes, start pytest for the rows, or start nothing.
+_ALONE = {f"test_{name}.py" for name in ("judge", "neighbours", "runner_survives", "side_by_side", "under_load")}
 
 
 @pytest.fixture(scope="session")
