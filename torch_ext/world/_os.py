@@ -25,6 +25,7 @@ __all__ = [
     "collapse_memory",
     "command_line",
     "computed_s",
+    "delayed_s",
     "descendants_of",
     "die_with_parent",
     "end_process",
@@ -139,7 +140,7 @@ def computed_s(pid: int) -> float:
     except OSError:
         return 0.0
     ticks = sum(int(field) for field in fields[11:15])
-    own_s = ticks / os.sysconf("SC_CLK_TCK") + _waited_s(f"/proc/{pid}")
+    own_s = ticks / os.sysconf("SC_CLK_TCK") + delayed_s(pid)
     return own_s + sum(computed_s(child) for child in children_of(pid))
 
 
@@ -149,6 +150,11 @@ def starved_s(pid: int) -> float:
         return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0.0
+
+
+def delayed_s(pid: int) -> float:
+    """Return for how many seconds the first thread of ``pid`` has waited for a core; 0 if the system cannot tell."""
+    return _waited_s(f"/proc/{pid}")
 
 
 def _waited_s(folder: str) -> float:

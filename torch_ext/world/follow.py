@@ -130,6 +130,8 @@ class World:
         self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
+        self._delayed_s: dict[int, float] = {}  # at the last look; and before the test
+        self._delayed_before_s: dict[int, float] = {}
         self._phases: dict[int, Phase] = {}
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
@@ -290,6 +292,8 @@ class World:
         self._receipts.clear()
         self._collectives.clear()
         self._waits.clear()
+        self._delayed_s.clear()
+        self._delayed_before_s = {each.rank: self._measured(each.rank, _os.delayed_s) for each in self.processes}
         return self.ticket
 
     def wait(
@@ -394,6 +398,8 @@ class World:
             self._tell(rank, Ask.STACKS)
             self._look_at(rank)
             self._tell(rank, Ask.COLLECTIVES)
+            delayed_s = self._measured(rank, _os.delayed_s)
+            self._delayed_s[rank] = delayed_s - self._delayed_before_s.get(rank, 0.0)
         able = [rank for rank in ranks if not self._is_stopped(rank)]
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S, self._starved_s))
         self._await_collectives([rank for rank in able if stacks[rank]])
@@ -419,6 +425,7 @@ class World:
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
             outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
+        outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host
         outcome.collectives = self._collectives.get(outcome.rank, "")

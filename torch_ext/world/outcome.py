@@ -62,6 +62,7 @@ class Outcome:
         task: what it ran, in a word.
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
         host: where it ran, in words, if the test asked for several hosts.
+        delayed_s: for how many seconds of its test it could have run, and waited for a core, until it was stopped.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Outcome:
     task: str = "test"
     ended_s: float = 0.0
     host: str = ""
+    delayed_s: float = 0.0
 
     @property
     def transport_failure(self) -> Receipt | None:

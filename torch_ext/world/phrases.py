@@ -37,11 +37,14 @@ def _spelt(found: re.Match[str]) -> str:
 
 
 def short_command(command: str) -> str:
-    """Return the first 100 characters of a command line.
+    """Return the first 100 characters of a command line, which may be a program of several, as one line.
 
     >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
     True
+    >>> short_command("python -c while True:\\n    pass")
+    'python -c while True: pass'
     """
+    command = " ".join(command.split())
     return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
 
 

@@ -16,6 +16,8 @@ __all__ = ["WorldFailure", "end_of_output", "render"]
 _CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
+# The share of its time that a rank which timed out has waited for a core for, from which on that is told.
+_DELAYED = 0.25
 
 
 class WorldFailure(RuntimeError):
@@ -41,6 +43,10 @@ def render(report: WorldReport) -> str:
     if mismatch:
         parts.append(f"Collectives: {mismatch.sentence}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
+    if any(_was_delayed(outcome, report.took_s) for outcome in outcomes):
+        parts.append(
+            "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
+        )
     parts += _by_rank(outcomes, verdict)
     return "\n\n".join(parts)
 
@@ -77,9 +83,15 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
         lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
         lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
+        if _was_delayed(outcome, took_s):
+            lines.append(f"    waited for a core for {outcome.delayed_s:.1f} s of these")
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
     return "\n".join(lines)
+
+
+def _was_delayed(outcome: Outcome, took_s: float) -> bool:
+    return outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s > 0
 
 
 def _output(outcome: Outcome) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.torch_ext.verdict.programs import Programs, first_line, named_first, programs
+from test.torch_ext.verdict.programs import SLOWER, Programs, first_line, named_first, programs
 from test.torch_ext.world.suites import Run
 
 SOURCE = """
@@ -233,6 +233,34 @@ def test_ranks_that_still_import_at_the_limit_are_told_so(tmp_path_factory: pyte
         text = run.text["test_still_importing"]
         assert named_first(text) == {0, 1}, text
         assert "import" in first_line(text), text
+        suite.assert_nothing_left()
+
+
+CROWD = """
+SPINS = "import os; parent = os.getppid()\\nwhile os.getppid() == parent: pass"
+
+
+class TestCrowd(Ranks):
+    def test_computes_in_a_crowd(self):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        for _ in range(2):
+            subprocess.Popen([sys.executable, "-S", "-E", "-c", SPINS])
+        while True:
+            pass
+
+    def test_sleeps(self):
+        time.sleep(1000)
+"""
+
+
+def test_ranks_that_wait_for_a_core_until_the_limit_are_told_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with programs(tmp_path_factory.mktemp("crowd"), CROWD) as suite:
+        run = suite.run("--timeout", "4")
+        text, other = run.text["test_computes_in_a_crowd"], run.text["test_sleeps"]
+        assert named_first(text) == {0, 1} and "timed out" in first_line(text), text
+        assert len(re.findall(r"^    waited for a core for [\d.]+ s of these$", text, re.MULTILINE)) == 2, text
+        assert "run fewer tests at once (-j, --slots), or raise --timeout" in text, text
+        assert "timed out" in first_line(other) and (SLOWER > 1 or "for a core" not in other), other
         suite.assert_nothing_left()
 
 

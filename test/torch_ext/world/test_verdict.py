@@ -171,6 +171,20 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert lines[5] == "  rank 2 was stopped by the harness while its test was running"
 
 
+def test_report_tells_that_ranks_which_timed_out_had_to_wait_for_a_core() -> None:
+    late, prompt, hung = timed_out(0), timed_out(1), Outcome(2, Ending.HUNG)
+    late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
+    lines = text_of([late, prompt, hung], 120.0).splitlines()
+    assert [number for number, line in enumerate(lines) if "waited for a core" in line] == [4]
+    assert lines[3].startswith("  rank 0 timed out") and lines[4] == "    waited for a core for 61.0 s of these"
+    assert lines[7:9] == [
+        "",
+        "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout.",
+    ]
+    late.delayed_s = 29.9
+    assert "core" not in text_of([late, prompt, hung], 120.0)
+
+
 def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
     outcomes = [failed(rank, trace=f"Traceback:\n  at 0x7f{rank} in rank {rank}\nValueError: no") for rank in range(3)]
     text = text_of(outcomes, 1.0)
