@@ -33,6 +33,7 @@ from torch_ext.world import _os, frames, module_environment, provider, rank_time
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
+from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.limits import timeout_of
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
@@ -299,5 +300,9 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
         raise AssertionError("unittest reported an error without an exception")
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # where the parent half waited for its ranks says nothing
+    if isinstance(error, ZygoteLostError):  # where that was noticed says nothing either
+        return Remark(
+            f"The ranks were lost: {error}. A signal of the test to a parent process or a process group may have reached it."
+        )
     said, trace = frames.read_error(error)
     return Raised(said, trace.rstrip(), where)
