@@ -301,8 +301,7 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # where the parent half waited for its ranks says nothing
     if isinstance(error, ZygoteLostError):  # where that was noticed says nothing either
-        return Remark(
-            f"The ranks were lost: {error}. A signal of the test to a parent process or a process group may have reached it."
-        )
+        way = "A signal of the test to a parent process or a process group may have reached it."
+        return Remark(f"The ranks were lost: {error}. {way}")
     said, trace = frames.read_error(error)
     return Raised(said, trace.rstrip(), where)
