@@ -32,7 +32,8 @@ from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Statu
 from torch_ext.world import _os, frames, module_environment, provider, rank_times
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
-from torch_ext.world.child import redirect
+from torch_ext.world.child import end_fork, redirect
+from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.limits import timeout_of
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
@@ -89,6 +90,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
         for where, error in exit_functions.call():
             raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
     except BaseException as error:
+        result.end_fork(error)
         result.tell(ClassLeft(None if error is result.told else _escaped(error)))
     else:
         result.tell(ClassEnded())
@@ -179,21 +181,26 @@ class _Result(unittest.TestResult):
         self._interrupts = Interrupts()
         self._has_outlived_zygote = False
         self._started_s = 0.0
+        self._error: BaseException | None = None  # the first that the test has met
         self._status: Status | None = None
         self._problems: list[Problem] = []
         self._reasons: list[str] = []
 
     def tell(self, event: Any) -> None:
-        if os.getpid() != self._pid:
-            os._exit(0)  # a child that the test has forked, and that goes on as if it were this process
+        self.end_fork(self._error)
         with self._interrupts.held():  # half a message would be the last that the supervisor understands
             self._channel.send(event)
+
+    def end_fork(self, error: BaseException | None) -> None:
+        """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
+        if os.getpid() != self._pid:
+            end_fork(error)
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._end_with_zygote()
         super().startTest(test)
         self._started_s = time.monotonic()
-        self._status, self._problems, self._reasons = None, [], []
+        self._error, self._status, self._problems, self._reasons = None, None, [], []
         rank_times.take()  # of a world that a fixture has started
         self.tell(TestStarted(_method(test), timeout_of(test), hasattr(type(test), "world_size")))
 
@@ -201,6 +208,7 @@ class _Result(unittest.TestResult):
         super().stopTest(test)
         passing_by = sys.exc_info()
         if passing_by[1] is not None:  # unittest lets it through, and will run nothing more
+            self._error = passing_by[1]
             self._fail(_problem(passing_by))
         elif self._status is None:
             self._fail(Remark("unittest ended the test without saying how."))
@@ -209,7 +217,7 @@ class _Result(unittest.TestResult):
         reasons, ranks = "; ".join(self._reasons), rank_times.take()
         printed = self._printed_bytes()
         self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks, printed))
-        self.told = passing_by[1]
+        self.told, self._error = passing_by[1], None
 
     def _end_with_zygote(self) -> None:
         """If the zygote of this process is gone, wait for the kernel to end this process too.
@@ -229,6 +237,7 @@ class _Result(unittest.TestResult):
         self._status = self._status or Status.PASSED
 
     def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
+        self._error = self._error or err[1]
         if _is_fixture(test):
             self.tell(ClassFailed(_problem(err, where=str(test))))
             return
@@ -239,6 +248,7 @@ class _Result(unittest.TestResult):
 
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: _ExcInfo | None) -> None:
         if err is not None:
+            self._error = self._error or err[1]
             self._fail(_problem(err, where=str(subtest)))
 
     def _fail(self, problem: Problem) -> None:
@@ -290,5 +300,8 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
         raise AssertionError("unittest reported an error without an exception")
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # where the parent half waited for its ranks says nothing
+    if isinstance(error, ZygoteLostError):  # where that was noticed says nothing either
+        way = "A signal of the test to a parent process or a process group may have reached it."
+        return Remark(f"The ranks were lost: {error}. {way}")
     said, trace = frames.read_error(error)
     return Raised(said, trace.rstrip(), where)

@@ -86,6 +86,13 @@ def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
         error: what it ended by.
         trace: is shown in place of the error's own.
     """
+    with contextlib.suppress(Exception):  # its stderr may be closed; the exit code tells it all the same
+        _say_why(error, trace)
+    _os.flush_output()
+    os._exit(exit_code_of(error))
+
+
+def _say_why(error: BaseException | None, trace: str) -> None:
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
@@ -93,8 +100,6 @@ def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
         sys.stderr.write(trace)
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
-    _os.flush_output()
-    os._exit(exit_code_of(error))
 
 
 def redirect(stdout: int, stderr: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from torch_ext.world import _os, frames, notices, rank_times
+from torch_ext.world import _os, frames, notices, outsiders, rank_times
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.outcome import Outcome
@@ -261,6 +261,8 @@ class World:
         if progress.enders and self.processes[rank].is_far:  # whose numbers mean something else here
             waits = tuple(replace(wait, enders=()) for wait in progress.waits)
             progress = replace(progress, blocked=False, waits=waits, enders=())
+        if progress.reachable and outsiders.may_act(self._pids_here()):
+            progress = replace(progress, blocked=False)
         known = {wait.words: wait for wait in self._waits.get(rank, ()) if wait.enders}
         # Who can end a wait is not always seen, as when some process of the machine is just sending a descriptor.
         found = (wait if wait.enders else known.get(wait.words, wait) for wait in progress.waits)
@@ -268,6 +270,10 @@ class World:
         self._looked.discard(rank)
         for watch in self._listeners:
             watch.observed(rank, progress)
+
+    def _pids_here(self) -> list[int]:
+        """Return the processes of the ranks that live on this machine."""
+        return [each.pid for each in self.processes if each.pid and not each.is_far and each.rank not in self._ended]
 
     def _with_peers(self, rank: int, wait: Wait) -> Wait:
         """Name the other ranks among the processes that can end ``wait``."""

@@ -94,12 +94,14 @@ class Operation:
             is known to wait.
         position: changes if the thread has moved on to another call.
         sliced: whether it looks again and again for what it waits for.
+        keyed: whether it waits in a store for what others than ranks may set too.
     """
 
     wait: Wait
     limit_s: float | None
     position: str
     sliced: bool = False
+    keyed: bool = False
 
 
 def operation_of(frame: FrameType) -> Operation:
@@ -117,7 +119,7 @@ def operation_of(frame: FrameType) -> Operation:
     if receiver is None or not type(receiver).__module__.startswith(_TYPES):
         return Operation(Wait(_place(frame)), None, position)
     words = f"{ast.unparse(call)[:_MOST_OF_CALL] if call is not None else '?'} in {_place(frame)}"
-    return Operation(Wait(words, transport=True), _limit_of(receiver, call), position)
+    return Operation(Wait(words, transport=True), _limit_of(receiver, call), position, keyed=_is_store(receiver))
 
 
 def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str) -> Operation:
@@ -130,7 +132,7 @@ def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str
     what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
     # A child may be what sets the key.
     known = None if _os.own_children() else limit_s
-    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), known, position, sliced=True)
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), known, position, sliced=True, keyed=True)
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:

@@ -460,6 +460,7 @@ class Progress:
         fingerprint: differs from an earlier one if any thread has run meanwhile.
         waits: what each thread with Python code waits for, in words.
         enders: processes that can end one of its waits; it is blocked only as long as all of these are.
+        reachable: whether others than ranks may end one of its waits, by a key of a store or by a signal.
     """
 
     blocked: bool
@@ -467,6 +468,7 @@ class Progress:
     fingerprint: str
     waits: tuple[Wait, ...] = ()
     enders: tuple[int, ...] = ()
+    reachable: bool = False
 
 
 class Said(Enum):

@@ -30,9 +30,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import _os, flight_record, frames, loopback, operations, transport_errors, transports
+from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.child import redirect
+from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.hosts import NUMBER_VARIABLE
 from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
@@ -113,7 +113,7 @@ class Rank:
         Returns:
             Whether every rank is done, so that this process may end without tearing anything down.
         """
-        self._end_fork()
+        self._end_fork(receipt)
         if self._handed_in:
             raise AssertionError(f"rank {self.rank} has handed in a receipt already")
         if receipt.said is not Said.FAILED:
@@ -127,7 +127,7 @@ class Rank:
 
     def report(self, receipt: Receipt) -> Receipt:
         """Hand in the receipt of one test and live on for the next; return what was handed in."""
-        self._end_fork()
+        self._end_fork(receipt)
         if receipt.said is not Said.FAILED:
             try:
                 self._debts.check()
@@ -158,12 +158,13 @@ class Rank:
     def handed_in(self) -> bool:
         return self._handed_in
 
-    def _end_fork(self) -> None:
-        """End a child that the test has forked and that goes on as if it were the rank: it has no say, and no test."""
-        if os.getpid() == self._pid:
-            return
-        _os.flush_output()
-        os._exit(0)
+    def _end_fork(self, receipt: Receipt) -> None:
+        """End a child that the test has forked and that goes on as if it were the rank: it has no say, and no test.
+
+        How it ended is its parent's to judge, who learns it by the exit code.
+        """
+        if os.getpid() != self._pid:
+            end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self.say(Phase.SETTLING)

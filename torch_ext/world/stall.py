@@ -14,6 +14,8 @@ A thread that reads from a pipe, or waits for the lock of a file (``flock()``, `
 processes are that could end the wait, all of which must be ranks of the world; see ``holders.py``. A process whose
 alarm is set is not blocked: its handler may do anything. The kernel tells nobody of the alarms of another process, so
 that nothing is ever proven about a child: a wait for one (``waitpid()``), or for what one holds, has the test's limit.
+Nor is it about a rank that waits for a key of a store, or handles a signal, while somebody may act who is no rank; see
+``outsiders.py``.
 Threads of transports that sleep until the network wakes them are left out, since they only hand on what peers send. A
 world hangs if all of its live ranks are blocked in this way at two looks some seconds apart and no blocked thread has
 run in between (see ``watch.py``). Whatever is not understood counts as able to go on: then the test's own time limit
@@ -25,8 +27,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
-import signal
 import struct
 import sys
 import threading
@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from torch_ext.world import _os, flight_record, holders
+from torch_ext.world import _os, flight_record, holders, outsiders
 from torch_ext.world.operations import Operation, operation_of
 from torch_ext.world.protocol import Progress
 from torch_ext.world.wait_page import ThreadWait, waits_of_threads
@@ -97,28 +97,11 @@ class Task:
 
 def observe() -> Progress:
     """Return what the threads of this process wait for, the calling one left out."""
-    tasks = list(_tasks())
-    progress = judge_tasks(tasks, flight_record.summary())
-    return replace(progress, blocked=False) if _is_to_be_interrupted() else progress
-
-
-def _is_to_be_interrupted() -> bool:
-    """Whether a signal may come to this process: it has set an alarm, or has a child and a handler in Python, for the
-    child's end or for what the child may send.
-    """
-    try:
-        with open("/proc/self/timers") as stream:
-            sends = {int(number) for number in re.findall(r"^signal: (\d+)/", stream.read(), re.MULTILINE)}
-    except OSError:  # the kernel has no such timers, or does not show them
-        sends = set()
-    # The one that is made in each rank sends SIGABRT: see Note [Last words].
-    alarms = bool(sends - {signal.SIGABRT}) or signal.getitimer(signal.ITIMER_REAL)[0] > 0
-    return alarms or (_handles_signals() and bool(_os.own_children()))
-
-
-def _handles_signals() -> bool:
-    handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+    progress = judge_tasks(list(_tasks()), flight_record.summary())
+    handles = outsiders.handles_signals()
+    # An alarm comes to this process, or a signal by its child's end or from its child.
+    interrupted = outsiders.has_alarm() or (handles and bool(_os.own_children()))
+    return replace(progress, blocked=progress.blocked and not interrupted, reachable=progress.reachable or handles)
 
 
 def judge_tasks(tasks: list[Task], record: str) -> Progress:
@@ -139,7 +122,8 @@ def judge_tasks(tasks: list[Task], record: str) -> Progress:
     seen = ";".join(f"{task.tid}:{_schedule(task)}" for task in sorted(own, key=lambda task: task.tid))
     blocked = bool(own) and all(limit is not None for limit in limits)
     until_s = min((limit for limit in limits if limit is not None), default=math.inf)
-    return Progress(blocked, until_s, f"{seen}|{record}", waits, enders)
+    keyed = any(task.operation is not None and task.operation.keyed for task in own)
+    return Progress(blocked, until_s, f"{seen}|{record}", waits, enders, keyed)
 
 
 def _hands_on(task: Task) -> bool:

@@ -20,11 +20,15 @@ __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
-    r"|test termination event|\(process \d+\) (has )?ended\b|has destroyed the group and takes no part",
+    r"|test termination event|\(process \d+\) (has )?ended\b"
+    r"|has (destroyed|aborted) the group and (takes no part|sends nothing more)",
     re.IGNORECASE,
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+# How simccl says who a message can no longer come from. No collective tells it, and where a device is waited for, the
+# call that asked for the message is over.
+_SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
 
 
 class Judgement(Enum):
@@ -124,8 +128,8 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
         if skipped:
             return _disagreement(skipped, [o for o in outcomes if o not in skipped])
         own = sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s))[:1]
-        blame = find_blame(outcomes)
-        if blame is not None and blame.ranks and not set(blame.ranks) & {o.rank for o in bad}:
+        blamed = _blamed(outcomes, own)
+        if blamed and not set(blamed) & {o.rank for o in bad}:
             return _hang(outcomes, bad, own)  # somebody left before the others had met it
     if all(_ran_out_of_time(o) for o in own):
         return _hang(outcomes, bad, own)
@@ -156,17 +160,27 @@ def _hang(outcomes: Sequence[Outcome], bad: Sequence[Outcome], own: Sequence[Out
 
 
 def _guilty(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> tuple[int, ...]:
-    named = next((found for o in own if (found := _BARRIER.search(_reason(o)))), None)
-    if named is not None:
-        return tuple(int(rank) for rank in re.findall(r"\d+", named[1]))
-    blame = find_blame(outcomes)
-    if blame is not None and blame.ranks:
-        return blame.ranks
+    blamed = _blamed(outcomes, own)
+    if blamed:
+        return blamed
     # They waited for others, and nothing says for whom: then for all that did not wait.
     waited = {o.rank for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)}
     if len(waited) < len(own):
         return ()
     return tuple(o.rank for o in outcomes if o.rank not in waited)
+
+
+def _blamed(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> tuple[int, ...]:
+    """Return the ranks that the transport names as the cause of what ``own`` failed with, or those that never came."""
+    for outcome in own:
+        found = _BARRIER.search(_reason(outcome))
+        failure = outcome.transport_failure
+        if found is None and failure is not None:
+            found = _SENDER_LEFT.search(failure.reason)
+        if found is not None:
+            return tuple(int(rank) for rank in re.findall(r"\d+", found[1]))
+    blame = find_blame(outcomes)
+    return blame.ranks if blame is not None else ()
 
 
 def _reason(outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.runner.results import Raised, Remark, Status
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.follow import ZygoteLostError
 
 
 class Told:
@@ -43,6 +44,16 @@ def ending(test: unittest.TestCase) -> TestEnded:
         test.run(result)
     (ended,) = (message for message in told.messages if isinstance(message, TestEnded))
     return ended
+
+
+def test_lost_ranks_are_told_in_one_sentence() -> None:
+    """Whoever kills the zygote may be a rank of the test; where the harness was meanwhile says nothing."""
+
+    def lose(self: unittest.TestCase) -> None:
+        raise ZygoteLostError("the zygote was killed")
+
+    (problem,) = ending(case(test_a=lose)).problems
+    assert isinstance(problem, Remark) and "The ranks were lost: the zygote was killed." in problem.sentence
 
 
 def case(**methods: Callable[..., Any]) -> unittest.TestCase:

@@ -65,6 +65,25 @@ class TestForked(Ranks):
             os.wait()
         self.check()
 
+    def test_forked_child_fails_and_its_parent_judges_it(self):
+        self.judge_child(ValueError("only in the child"))
+
+    def test_forked_child_exits_and_its_parent_judges_it(self):
+        self.judge_child(SystemExit(3))
+
+    def test_forked_child_passes_and_its_parent_judges_it(self):
+        if self.rank == 0 or os.fork() != 0:
+            if self.rank == 1:
+                self.assertEqual(os.wait()[1], 0)
+            self.check()
+
+    def judge_child(self, error):
+        if self.rank == 1:
+            if os.fork() == 0:
+                raise error
+            self.assertEqual(os.wait()[1], 0)
+        self.check()
+
     def test_forked_child_outlives_its_parent(self):
         if self.rank == 1:
             if os.fork() != 0:
@@ -275,6 +294,16 @@ def test_receipt_of_a_forked_child_that_outlives_its_rank_counts_for_nothing(run
 @pytest.mark.parametrize("name", ["fails", "skips"])
 def test_what_a_forked_child_says_does_not_spoil_its_parents_pass(run: Run, name: str) -> None:
     assert run.status[f"test_forked_child_{name}_alone"] == "passed", run
+
+
+@pytest.mark.parametrize("name", ["fails", "exits"])
+def test_rank_that_judges_its_forked_child_learns_how_it_ended(run: Run, name: str) -> None:
+    """A child is often how a test runs what may crash; what it asserts must not be lost with it."""
+    fails(run, f"forked_child_{name}_and_its_parent_judges_it", "Scalars are not equal")
+
+
+def test_rank_that_judges_its_forked_child_learns_that_it_passed(run: Run) -> None:
+    assert run.status["test_forked_child_passes_and_its_parent_judges_it"] == "passed", run
 
 
 LATE = """

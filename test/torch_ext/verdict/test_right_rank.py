@@ -142,6 +142,13 @@ class TestSilentThreads(Threads):
         if self.rank == 1:
             forever()
         self.check()
+
+    def test_thread_fails_while_its_peer_waits(self):
+        if self.rank == 1:
+            await_note("rank 0 waits")
+            raise ValueError("rank 1 alone")
+        note("rank 0 waits")
+        self.check()
 """
 
 # Several ranks fail; which is to blame stands behind each.
@@ -208,6 +215,11 @@ TO_BLAME = sorted(re.findall(r"def test_(\w+)", VICTIMS + SILENT))
 def test_the_rank_that_did_not_come_is_to_blame(runs: Run, name: str) -> None:
     assert runs.status[f"test_{name}"] == "failed", runs
     assert named_first(runs.text[f"test_{name}"]) == {1}, runs.text[f"test_{name}"]
+
+
+def test_thread_whose_wait_ends_because_a_peer_failed_has_no_failure_of_its_own(runs: Run) -> None:
+    text = runs.text["test_thread_fails_while_its_peer_waits"]
+    assert first_line(text) == "rank 1 of 2 failed with ValueError: rank 1 alone", text
 
 
 @pytest.mark.parametrize("name", ["root_of_a_scatter_and_its_peers_differ_in_nothing", "scatters_without_it"])

@@ -149,6 +149,20 @@ class TestForks(unittest.TestCase):
     def test_b_after_the_child(self):
         pass
 
+    def test_c_plain_child_fails(self):
+        if os.fork() == 0:
+            self.fail("the child")
+        self.assertEqual(os.wait()[1], 0)
+
+    def test_d_plain_child_exits(self):
+        if os.fork() == 0:
+            sys.exit(3)
+        self.assertEqual(os.waitstatus_to_exitcode(os.wait()[1]), 3)
+
+    def test_e_plain_child_after_a_failure(self):
+        if os.fork() != 0:
+            self.assertEqual(os.wait()[1], 0)
+
 
 def make(good):
     class TestTwin(unittest.TestCase):
@@ -255,9 +269,19 @@ def test_parent_half_that_closes_its_streams_breaks_no_channel(runs: dict[str, R
 
 def test_forked_child_of_a_plain_test_has_no_results(runs: dict[str, Run]) -> None:
     run = runs["TestForks"]
-    assert run.status == {"test_a_plain_child_passes": "failed", "test_b_after_the_child": "passed"}, run
+    assert run.status["test_a_plain_child_passes"] == "failed", run
+    assert run.status["test_b_after_the_child"] == "passed", run
     assert "the parent" in run.text["test_a_plain_child_passes"]
-    assert run.out.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", run
+    assert run.out.splitlines()[-1] == "3 passed, 2 failed, 0 skipped", run
+
+
+def test_plain_test_that_judges_its_forked_child_learns_how_it_ended(runs: dict[str, Run]) -> None:
+    run = runs["TestForks"]
+    assert run.status["test_c_plain_child_fails"] == "failed", run
+    assert "AssertionError: 256 != 0" in run.text["test_c_plain_child_fails"]
+    assert "AssertionError: the child" in run.text["test_c_plain_child_fails"]
+    assert run.status["test_d_plain_child_exits"] == "passed", run
+    assert run.status["test_e_plain_child_after_a_failure"] == "passed", run
 
 
 def test_two_classes_of_one_name_both_run(runs: dict[str, Run]) -> None:

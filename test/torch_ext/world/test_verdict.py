@@ -246,6 +246,19 @@ def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
     assert (judge([waited, failed(1, time_s=2.0)]).culprits, judge([waited, failed(1)]).victims) == ((1,), (0,))
 
 
+def test_a_sender_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
+    """The error is seen where the device is waited for, and no collective shows who waited for whom."""
+    said = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
+    waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
+    verdict = judge([waited, passed(1), passed(2)])
+    assert (verdict.culprits, verdict.victims) == ((2,), (0,))
+    assert verdict.summary.endswith("look at rank 2 first")
+    own = replace(waited, receipt=Receipt(Said.FAILED, 1.0, said, said, transport=False))
+    assert judge([own, passed(1), passed(2)]).culprits == (0,), "these are a test's own words"
+    verdict = judge([waited, passed(1), failed(2, time_s=2.0)])
+    assert (verdict.culprits, verdict.victims) == ((2,), (0,))
+
+
 def test_a_peer_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
     """On the host, gloo says that the connection was closed."""
     said = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"

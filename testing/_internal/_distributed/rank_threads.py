@@ -119,9 +119,9 @@ def _races_of(thread: RankThread) -> BaseException | None:
 def _receipt(error: BaseException | None) -> Receipt:
     if error is None:
         return receipts.passed()
-    # An exit with an unknown code fails like an exception, because there is no process to end.
-    unknown = Receipt(Said.FAILED, time.monotonic(), reason=f"SystemExit: {getattr(error, 'code', '')}")
-    return receipts.receipt_of(error) or unknown
+    # An exit with an unknown code fails like an exception, because there is no process to end. It may be the one by
+    # which torch ends the ranks that wait for one that has failed.
+    return receipts.receipt_of(error) or world_rank.failure(error)
 
 
 def start(world_size: int, target: Callable[[int], object]) -> list[threading.Thread]:
