@@ -133,6 +133,20 @@ def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests(command: Comma
     assert command("--last-failed") == 2
 
 
+@pytest.mark.parametrize("rounds", [3, 30])
+def test_what_failed_in_one_round_failed_last_time(
+    command: Command, flaky: Callable[..., Flaky], rounds: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = flaky(A2=1)  # in the first round, and of thirty only the last twenty are kept
+    assert command("--repeat", str(rounds), "TestA") == 1
+    capsys.readouterr()
+    command("--history", A2)
+    assert capsys.readouterr().out.splitlines()[-1] == f"  1 failed, {min(rounds, 20) - 1} passed"
+    ran.ran.clear()
+    assert command("--last-failed") == 0 and ran.ran == [A2]
+    assert command("--last-failed") == 2
+
+
 def test_failed_first_keeps_everything(command: Command, executor: FakeExecutor) -> None:
     executor.endings = {C2: ending(C2)}
     command()
