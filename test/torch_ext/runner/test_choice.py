@@ -203,6 +203,18 @@ def test_changed_counts_new_files(repository: Path, command: Command, executor: 
     assert command("--changed") == 0 and executor.ran == [A1, A2, B1]
 
 
+def test_changed_says_that_a_clone_is_shallow(
+    repository: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "suites/b/test_two.py").write_text("# changed\n")
+    git(repository, "commit", "-qam", "two")
+    git(repository, "clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
+    assert main(["--root", "shallow/suites", "--changed=HEAD~1"]) == 2
+    told = "git knows no revision 'HEAD~1'; this clone is shallow and may lack it; fetch more of it first: git fetch "
+    assert told in capsys.readouterr().err
+    assert command("--changed=HEAD~1") == 0
+
+
 def test_changed_without_git_is_a_usage_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--changed") == 2
     assert "--changed asks git, which says" in capsys.readouterr().err
@@ -399,6 +411,19 @@ def test_a_list_for_machines_has_the_address_of_each_test(command: Command, caps
     assert json.loads(line) == {"test": D1, "file": "b/test_two.py", "class": "TestD", "method": "test_1"}
     assert command("--list", "--json", "list.jsonl") == 0
     assert len(Path("list.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_list_is_in_the_order_in_which_tests_run(
+    command: Command, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.endings = {C2: ending(C2)}
+    command()
+    for order in ("--failed-first", "--random-order=7", "--random-order=8"):
+        command(order)
+        ran = list(executor.ran)
+        capsys.readouterr()
+        assert ran != IDS and command(order, "--list") == 0
+        assert capsys.readouterr().out.splitlines() == ran
 
 
 def test_history_shows_how_a_test_ended(
