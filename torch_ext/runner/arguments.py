@@ -99,6 +99,8 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     def read(text: str) -> object:
         if not text and row.const is not True:
             return row.const
+        if not text and not row.many:
+            raise argparse.ArgumentTypeError("got nothing, as from a variable that is not set")
         try:
             return row.read(text)
         except ValueError as error:

@@ -76,6 +76,9 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--audit-order", "--json"], "--audit-order prints what it finds, and has nothing for --json; leave that"),
         (["--history", "TestA", "--html=a"], "--history shows earlier runs, and has nothing for --html; leave that"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
+        (["--history", ""], "argument --history: got nothing, as from a variable that is not set"),
+        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
+        (["--cluster", ""], "argument --cluster: got nothing"),
         (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
     ],
 )
