@@ -402,6 +402,37 @@ def test_until_failure_ends_with_the_round_that_fails(command: Command, monkeypa
     assert command("TestB", "--until-failure", "--repeat", "2") == 0
 
 
+def test_every_report_misses_what_a_later_round_did_not_run(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Flaky):
+        def _run_all(self, tests, options, sink):  # type: ignore[no-untyped-def]
+            self.interrupt_at = A2 if len(self.ran) >= 3 else ""
+            return super()._run_all(tests, options, sink)
+
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", Stopped({}))
+    reports = ("--json", "events", "--junit", "junit.xml", "--html", "page.html")
+    assert command("a", "--repeat", "3", *reports) == 130
+    assert f"Not run: 2 tests, the first of them {A2}" in capsys.readouterr().out
+    end = json.loads(Path("events").read_text().splitlines()[-1])
+    assert (end["passed"], end["not_run"]) == (4, [A2, B1])
+    assert len(re.findall("<skipped ", Path("junit.xml").read_text())) == 2
+    assert "2 not run</b>" in Path("page.html").read_text()
+
+
+def test_coverage_counts_flaky_tests_as_run(
+    command: Command, flaky: Callable[..., Flaky], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flaky(A1=1)
+    assert command("TestA", "--reruns", "1", "--coverage") == 0
+    out = capsys.readouterr().out
+    assert "a/test_one.py  2 found, 2 run, 1 passed, 0 failed, 1 flaky, 0 expected failures, 0 skipped\n" in out
+    assert re.search(r"^ +1  flaky$", out, re.M)
+    assert command("TestB", "--coverage", "--json") == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("{") :])["flaky"] == 0
+
+
 # --- list and history -------------------------------------------------------------------------------------------------
 
 
