@@ -66,8 +66,10 @@ class _Parser(argparse.ArgumentParser):
         if flag.startswith("-"):
             from torch_ext.runner.nearest import nearest
 
-            near = nearest(flag, [flag for row in TABLE for flag in row.flags if flag.startswith("--")])
+            near = nearest(flag, [known for known in self._option_string_actions if known.startswith("--")])
             message = f"there is no option {flag}" + (f"; nearest: {', '.join(near)}" if near else "")
+            if any(flag in row.flags for row in TABLE):
+                message = f"{flag} is no option of one file; run_test.py has it"
         if unread := re.fullmatch(r"\[Errno \d+\] (.*): '(.*)'", message):
             message = f"@{unread[2]} cannot be read: {unread[1]}" if unread[2] else "got @, expected @FILE"
         raise _Mistake(message)

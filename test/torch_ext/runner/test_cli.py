@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -517,6 +518,21 @@ def test_a_file_by_itself_reruns_by_itself(
     assert main_for_file(str(root / INPUT), ["-f", "--device", "cpu"]) == 1
     assert f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in capsys.readouterr().out
     assert executor.options[-1].script == f"suites/{INPUT}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--changed", "--changed is no option of one file; run_test.py has it"),
+        ("--include", "--include is no option of"),
+    ],
+)
+def test_a_file_by_itself_says_which_options_are_the_runners(
+    root: Path, capsys: pytest.CaptureFixture[str], flag: str, told: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main_for_file(root / INPUT, [flag]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_file_by_itself_is_always_asked_anew(root: Path, executor: FakeExecutor) -> None:
