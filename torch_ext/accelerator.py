@@ -137,8 +137,9 @@ def _what_the_machine_has() -> str:
         importlib.import_module(_PROVIDERS[_SIMULATED])
     except (ImportError, OSError, RuntimeError) as error:
         print(
-            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: {error} Until "
-            "then, tests that need an accelerator are skipped; the summary of a run counts them.",
+            f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: "
+            f"{str(error).rstrip('.')}. Until then, tests that need an accelerator are skipped; the summary of a run "
+            "counts them.",
             file=sys.stderr,
             flush=True,
         )

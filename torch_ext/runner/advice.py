@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.keywords import words_without_match
+from torch_ext.runner.names import Collected
 from torch_ext.runner.nearest import nearest, parts, spellings
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import TestName
-from torch_ext.runner.selection import SelectionError
+from torch_ext.runner.selection import Selected, Selection, SelectionError
 
-__all__ = ["refuse_own_tests", "why_nothing"]
+__all__ = ["left_out", "refuse_own_tests", "why_nothing"]
 
 
 def refuse_own_tests(options: Options, folder: str) -> None:
@@ -41,6 +42,27 @@ def why_nothing(options: Options, files: Sequence[TestFile], tests: Sequence[Tes
     near = [name for word in words_without_match(options.keywords, tests) for name in nearest(word, names)]
     advice = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
     return f"none of {len(tests)} tests fits -k {typed!r}{advice}"
+
+
+def left_out(selection: Selection, selected: Selected, collected: Iterable[Collected]) -> list[str]:
+    """Say what was asked for and does not run though other tests do: patterns that fit no test that is known, files of
+    pytest's, and files that a pattern names alone and that hold no test.
+    """
+    known = "no test that is known fits it, and some files cannot be imported"
+    said = [f"{text!r}: {known}{'; ' * bool(advice)}{advice}" for text, advice in selected.unseen]
+    folders = [target.files for target in selection.include if not target.names]
+    asked = {file for files in folders for file in files}
+    alone = {file for files in folders if len(files) == 1 for file in files}
+    theirs = []
+    for one in collected:
+        if one.tests or one.error or (selection.include and one.file.name not in asked):
+            continue
+        if why := _written_for_pytest(one.file):
+            theirs.append(f"no test in {one.file.name}{why}")
+        elif one.file.name in alone:
+            said.append(f"no test in {one.file.name}")
+    others = f" ({len(theirs) - 1} more files are like it)" if len(theirs) > 1 else ""
+    return said + [f"{told}{others}" for told in theirs[:1]]
 
 
 def _written_for_pytest(file: TestFile) -> str:

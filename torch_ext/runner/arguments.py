@@ -54,6 +54,10 @@ class _Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
         text = re.sub(r"(^|\s)#.*", "", line).strip()
+        flag, _, value = text.partition(" ")
+        if value and any(flag in row.flags for row in TABLE):
+            raise _Mistake(f"got the line {text!r} in a file that @ names, which has one argument a line; "
+                           f"write {flag} and {value.strip()} in lines of their own")  # fmt: skip
         return [text] if text else []
 
     def error(self, message: str) -> NoReturn:
@@ -62,8 +66,10 @@ class _Parser(argparse.ArgumentParser):
         if flag.startswith("-"):
             from torch_ext.runner.nearest import nearest
 
-            near = nearest(flag, [flag for row in TABLE for flag in row.flags if flag.startswith("--")])
+            near = nearest(flag, [known for known in self._option_string_actions if known.startswith("--")])
             message = f"there is no option {flag}" + (f"; nearest: {', '.join(near)}" if near else "")
+            if any(flag in row.flags for row in TABLE):
+                message = f"{flag} is no option of one file; run_test.py has it"
         if unread := re.fullmatch(r"\[Errno \d+\] (.*): '(.*)'", message):
             message = f"@{unread[2]} cannot be read: {unread[1]}" if unread[2] else "got @, expected @FILE"
         raise _Mistake(message)
@@ -95,6 +101,8 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     def read(text: str) -> object:
         if not text and row.const is not True:
             return row.const
+        if not text and not row.many:
+            raise argparse.ArgumentTypeError("got nothing, as from a variable that is not set")
         try:
             return row.read(text)
         except ValueError as error:
@@ -276,15 +284,13 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
             raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
     if options.coverage and options.json not in ("", "-"):
         raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
-    files = {"--json": options.json, "--junit": options.junit, "--html": options.html, "--trace": options.trace}
-    for flag, file in files.items():
-        if file.endswith(".py") or os.path.isdir(file):
-            raise _Mistake(f"got {flag} {file}, which is no place for a report; write {flag}=FILE")
+    _check_reports(options, settings)
     if options.completion:
         from torch_ext.runner.completion import NotInstalledError, script
+        from torch_ext.runner.listing import write_out
 
         try:
-            print(script(options.completion))
+            write_out(f"{script(options.completion)}\n", "the script")
         except NotInstalledError as error:
             raise _Mistake(str(error)) from None
         raise SystemExit(0)
@@ -294,8 +300,39 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     return options
 
 
+# What runs no test, or tells nothing of those that it runs but on stdout, and which reports it has nonetheless.
+_WITHOUT_REPORTS = {
+    "list_only": ("--list runs no test", ("json",)),
+    "history": ("--history shows earlier runs", ()),
+    "audit_order": ("--audit-order prints what it finds", ()),
+}
+
+
+def _check_reports(options: Options, settings: Mapping[str, Setting]) -> None:
+    """Refuse reports that would not be written, or not as a whole."""
+    fields = ("json", "junit", "html", "trace")
+    for field, (what, has) in _WITHOUT_REPORTS.items():
+        for report in fields:
+            typed = report in settings and settings[report].source == _FLAGS
+            if getattr(options, field) and typed and report not in has:
+                raise _Mistake(f"{what}, and has nothing for --{report}; leave that out")
+    places: dict[str, str] = {}
+    for field in fields:
+        file = str(getattr(options, field))
+        if file.endswith(".py") or os.path.isdir(file):
+            raise _Mistake(f"got --{field} {file}, which is no place for a report; write --{field}=FILE")
+        place = os.path.realpath(file)
+        if file in ("", "-") or (os.path.exists(place) and not os.path.isfile(place)):  # a pipe, or /dev/null
+            continue
+        if place in places:
+            raise _Mistake(f"--{places[place]} and --{field} both name {file}; give each report a file of its own")
+        places[place] = field
+
+
 def _show(options: Options, settings: Mapping[str, Setting]) -> None:
     """Print the value of each option and where it comes from."""
+    from torch_ext.runner.listing import write_out  # on use: what starts a run need not load it
+
     rows = [row for row in {row.field: row for row in TABLE}.values() if row.field != "show_config"]
     names = {row.field: "verbosity" if row.field == "verbosity" else row.flags[-1].lstrip("-") for row in rows}
     names["keywords"] = "keywords"
@@ -305,10 +342,14 @@ def _show(options: Options, settings: Mapping[str, Setting]) -> None:
         text = found.typed if found is not None else None
         value = options.root if row.field == "typed_root" else getattr(options, row.field)
         texts[row.field] = text if text is not None else _shown(value)
+    texts["jobs"] = "auto" if options.jobs == 0 else texts["jobs"]
+    texts["shard"] = texts["shard"].replace(" ", "/")
     widths = [max(map(len, column)) for column in (names.values(), texts.values())]
+    lines = []
     for row in rows:
         source = settings[row.field].source if row.field in settings else "default"
-        print(f"{names[row.field]:<{widths[0]}}  {texts[row.field]:<{min(widths[1], 40)}}  {source}")
+        lines.append(f"{names[row.field]:<{widths[0]}}  {texts[row.field]:<{min(widths[1], 40)}}  {source}\n")
+    write_out("".join(lines), "the options")
 
 
 def _shown(value: object) -> str:

@@ -21,9 +21,10 @@ def changed_files(folder: Path, revision: str) -> frozenset[Path]:
     try:
         _git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except ValueError:
-        raise ValueError(
-            f"git knows no revision {revision!r}; write --changed=REV, and patterns apart from it"
-        ) from None
+        advice = "write --changed=REV, and patterns apart from it"
+        if _git(top, "rev-parse", "--is-shallow-repository").strip() == "true":
+            advice = "this clone is shallow and may lack it; fetch more of it first: git fetch --unshallow"
+        raise ValueError(f"git knows no revision {revision!r}; {advice}") from None
     differing = _git(top, "diff", "--name-only", "--no-renames", "-z", revision, "--")
     new = _git(top, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset((top / name).resolve() for name in f"{differing}{new}".split("\0") if name)

@@ -114,9 +114,11 @@ def check_its_calls(test: unittest.TestCase) -> None:
     test._callTestMethod = call_and_check  # type: ignore[attr-defined]
     if not isinstance(test, unittest.IsolatedAsyncioTestCase):
         clean_up = test._callCleanup  # type: ignore[attr-defined]
-        test._callCleanup = lambda function, *args, **kwargs: clean_up(  # type: ignore[attr-defined]
-            _checked(function, _cleanup_name(function)), *args, **kwargs
-        )
+
+        def clean_up_and_check(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            clean_up(_checked(function, _cleanup_name(function)), *args, **kwargs)
+
+        test._callCleanup = clean_up_and_check  # type: ignore[attr-defined]
 
 
 def check_its_fixtures(cls: type[unittest.TestCase]) -> None:

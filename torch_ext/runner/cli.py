@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch_ext import cache
 from torch_ext.compat import untested_torch
-from torch_ext.runner.advice import refuse_own_tests, why_nothing
+from torch_ext.runner.advice import left_out, refuse_own_tests, why_nothing
 from torch_ext.runner.arguments import parse, parse_for_file
 from torch_ext.runner.changed import changed_files
 from torch_ext.runner.choice import Choice
@@ -267,8 +267,12 @@ def _select_and_run_with(
         return _usage_error(f"nothing selected: {why}")
     if selected.tests and not fitting:  # else only files whose names nobody knows would be told
         _complain(f"warning: {why_nothing(options, wanted, selected.tests)}")
+    for told in left_out(selection, selected, () if options.upstream else collected):
+        _complain(f"warning: {told}")
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     if options.history or options.list_only:
+        if options.failed_first or options.random_order is not None:
+            tests = list(make_plan(*choice.arrange(wanted, tests), needs).tests)
         return _list(options, tests, needs, failures, history)
     judge = _judge(options, wanted, collected)
     for one in collected:

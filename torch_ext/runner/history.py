@@ -6,6 +6,9 @@ One JSON file for each root lies in the cache's folder, for the last 100 roots. 
 test, at most 20,000 tests, and no record older than 90 days. A run reads it once, and adds its own records at its end,
 under a lock and by renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that
 cannot be read or written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
+
+A run of several rounds adds a record of a test for each, all with the same time, by which they are known to be of one
+run: what failed in any of its rounds failed last time. Of more rounds than are kept, those that failed stay.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Record:
     """One ending of a test.
 
     Attributes:
-        time_s: when it was told (``time.time``).
+        time_s: when its run told it (``time.time``); the same for all that a run tells.
         device: the device type that was asked for; empty: the machine's best.
         status: the value of its ``Status``.
         duration_s: how long it took.
@@ -73,6 +76,7 @@ class History:
         self._records: dict[str, list[Record]] | None = None
         self._new: list[tuple[str, Record]] = []
         self._cleared: set[str] = set()
+        self._now_s: float | None = None
 
     def records(self, test: str) -> Sequence[Record]:
         """Return the records of the test with this id, the oldest first."""
@@ -84,9 +88,9 @@ class History:
         return self._known
 
     def failed(self, test: TestName) -> bool:
-        """Whether ``test`` failed when it last ran, by itself or with its class or file."""
+        """Whether ``test`` failed in a round of the last run that had it, by itself or with its class or file."""
         ids = (test.id, TestName(test.file, test.cls).id, test.file)
-        return any(found[-1].status in _FAILED for each in ids if (found := self._known.get(each)))
+        return any(_failed_last(found) for each in ids if (found := self._known.get(each)))
 
     def expected_s(self, test: TestName) -> float | None:
         """Return how long ``test`` should take, by its last times on this device, else on any; None if it has none."""
@@ -98,7 +102,9 @@ class History:
         """Keep ``result``, the last word on its test in this round, for :meth:`save`."""
         seconds = sum(one.duration_s for one in (*result.earlier, result)) / (len(result.earlier) + 1)
         said = _said((*result.earlier, result)[0])
-        record = Record(time.time(), self._device, result.status.value, round(seconds, 4), result.attempt, said)
+        if self._now_s is None:
+            self._now_s = time.time()
+        record = Record(self._now_s, self._device, result.status.value, round(seconds, 4), result.attempt, said)
         self._new.append((result.test.id, record))
         if result.test.method:  # its file could be imported
             self._cleared |= {result.test.file, TestName(result.test.file, result.test.cls).id}
@@ -114,7 +120,7 @@ class History:
             for test, record in self._new:
                 known.setdefault(test, []).append(record)
             _write(self._path, _bounded(known))
-            self._new = []
+            self._new, self._now_s = [], None
             _drop_old_roots(self._path.parent)
 
     @property
@@ -132,6 +138,11 @@ class History:
 
 
 _FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
+
+
+def _failed_last(records: Sequence[Record]) -> bool:
+    """Whether one of the last run's records is of a failure."""
+    return any(one.status in _FAILED for one in records if one.time_s == records[-1].time_s)
 
 
 def _said(result: TestResult) -> str:
@@ -160,10 +171,29 @@ def _read(path: Path) -> dict[str, list[Record]]:
 
 def _bounded(known: Mapping[str, list[Record]]) -> dict[str, list[Record]]:
     oldest_s = time.time() - _AGE_S
-    recent = {test: [one for one in records if one.time_s >= oldest_s][-_RECORDS:] for test, records in known.items()}
+    young = {test: [one for one in records if one.time_s >= oldest_s] for test, records in known.items()}
+    recent = {test: _last(records) for test, records in young.items()}
     newest = sorted((test for test in recent if recent[test]), key=lambda test: -recent[test][-1].time_s)[:_TESTS]
     kept = set(newest)
     return {test: records for test, records in recent.items() if test in kept}
+
+
+def _last(records: Sequence[Record]) -> list[Record]:
+    """Return the last that are kept. Rounds of one run push out others of it that passed before any that failed.
+
+    >>> rounds = [Record(1.0, "", "failed", 0.0), *[Record(1.0, "", "passed", 0.0)] * 30]
+    >>> [one.status for one in _last(rounds)].count("failed"), len(_last(rounds))
+    (1, 20)
+    """
+    surplus = len(records) - _RECORDS
+    if surplus <= 0:
+        return list(records)
+    of_last = [one.time_s == records[-1].time_s for one in records]
+    ranked = sorted(
+        range(len(records)), key=lambda at: (of_last[at], of_last[at] and records[at].status in _FAILED, at)
+    )
+    dropped = set(ranked[:surplus])
+    return [one for at, one in enumerate(records) if at not in dropped]
 
 
 def _drop_old_roots(folder: Path) -> None:

@@ -63,7 +63,9 @@ class _Parser:
     def parse(self) -> _Filter:
         found = self.alternatives()
         if self.tokens:
-            raise self.error(f"'and' or 'or' before {self.tokens[0]!r}")
+            lower = self.tokens[0].lower()
+            advice = f"; write {lower} in small letters" if lower in _OPERATORS and lower != self.tokens[0] else ""
+            raise self.error(f"'and' or 'or' before {self.tokens[0]!r}{advice}")
         return found
 
     def alternatives(self) -> _Filter:

@@ -11,7 +11,7 @@ from torch_ext.runner.history import Record
 from torch_ext.runner.results import Needs, OutputError, TestName
 from torch_ext.world.phrases import printable
 
-__all__ = ["list_as_json", "list_ids", "show_history"]
+__all__ = ["list_as_json", "list_ids", "show_history", "write_out"]
 
 
 def list_ids(tests: Sequence[TestName]) -> None:
@@ -20,7 +20,7 @@ def list_ids(tests: Sequence[TestName]) -> None:
     Raises:
         OutputError: stdout takes no more.
     """
-    _print("".join(f"{printable(test.id)}\n" for test in tests))
+    write_out("".join(f"{printable(test.id)}\n" for test in tests))
 
 
 def list_as_json(tests: Sequence[TestName], needs: Mapping[TestName, Needs], path: str) -> None:
@@ -52,14 +52,20 @@ def show_history(test: TestName, records: Sequence[Record]) -> None:
         number[record.status] = number.get(record.status, 0) + 1
     total = ", ".join(f"{count} {status}" for status, count in number.items())
     lines.append(f"  {total}" if records else "  no record")
-    _print("".join(f"{printable(line)}\n" for line in lines))
+    write_out("".join(f"{printable(line)}\n" for line in lines), "the history")
 
 
-def _print(text: str) -> None:
+def write_out(text: str, what: str = "the list") -> None:
+    """Write ``text``, of which ``what`` says what it is, to stdout, and have the system know it at once.
+
+    Raises:
+        OutputError: stdout takes no more.
+        BrokenPipeError: stdout's reader has left.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"the list cannot be written: {error}") from error
+        raise OutputError(f"{what} cannot be written: {error}") from error

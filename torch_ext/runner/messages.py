@@ -35,7 +35,8 @@ __all__ = [
 # Frames of the process that sends these messages, hidden on both sides: what a class process prints is read where none
 # of its own modules is loaded.
 frames.hide(r"/runner/class_process\.py", "main", outwards=True)
-frames.hide(r"/runner/class_process\.py", "call_and_check", "set_up_class")
+frames.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
+frames.hide(r"/runner/interrupts\.py", "_take")
 
 
 @dataclass(frozen=True)

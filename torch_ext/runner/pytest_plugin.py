@@ -195,7 +195,11 @@ class _Run:
             def planned(found: Collected) -> Sequence[Batch]:
                 return [batch for batch in plan if batch.file == found.file]
 
-            executor.run(plan, take, planned)
+            try:
+                executor.run(plan, take, planned)
+            except KeyboardInterrupt:
+                ordered.finish()  # what has ended before its turn has come is to be in the report
+                raise
             ordered.finish()
             _stop_if_asked(self._session)
             self._report_missing()
@@ -263,7 +267,8 @@ class _Run:
 
     def _report_error(self, name: str, text: str) -> None:
         """Report what failed though it is no test: a file or a class."""
-        location = (name.partition("::")[0], 0, name)
+        file, _, cls = name.partition("::")
+        location = (file, 0, cls or file)
         report = pytest.TestReport(name, location, {}, "failed", _Text(text, location[0], 0), "setup")
         hook = self._session.config.hook
         hook.pytest_runtest_logstart(nodeid=name, location=location)

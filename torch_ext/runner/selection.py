@@ -83,10 +83,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selected:
-    """The tests that were selected, and those files among the unimportable ones that could hold selected tests."""
+    """The tests that were selected, and those files among the unimportable ones that could hold selected tests.
+
+    ``unseen`` are patterns that fit no test that is known, and could mean one in such a file, each with advice.
+    """
 
     tests: tuple[TestName, ...]
     broken: tuple[str, ...]
+    unseen: tuple[tuple[str, str], ...] = ()
 
 
 def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Target:
@@ -222,13 +226,15 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
     by_file: dict[str, list[TestName]] = {}
     for test in tests:
         by_file.setdefault(test.file, []).append(test)
+    unseen: list[tuple[str, str]] = []
     for target in (*selection.include, *selection.exclude):
         near = tests if len(target.files) > 1 else [test for file in target.files for test in by_file.get(file, ())]
         if not _explained(target, selection, near, broken):
             raise _unmatched(target, selection.files, tests)
-    return Selected(
-        fitting_tests(selection, tests), tuple(file for file in broken if _suspect(file, selection.include, tests))
-    )
+        if target.names and target.files.intersection(broken) and not any(map(target.matches, tests)):
+            unseen.append((target.text, _advice(target, selection.files, tests)))
+    suspects = tuple(file for file in broken if _suspect(file, selection.include, tests))
+    return Selected(fitting_tests(selection, tests), suspects, tuple(unseen))
 
 
 def fitting_tests(selection: Selection, tests: Sequence[TestName]) -> tuple[TestName, ...]:
@@ -267,6 +273,10 @@ def _suspect(file: str, include: Sequence[Target], tests: Sequence[TestName]) ->
 
 
 def _unmatched(target: Target, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
-    near = nearest(target.text, spellings(files, tests))
-    advice = f"nearest: {', '.join(near)}" if near else "nothing resembles it; --list shows every test"
+    advice = _advice(target, files, tests) or "nothing resembles it; --list shows every test"
     return SelectionError(f"{target.text!r} matches no folder, module, class or test; {advice}")
+
+
+def _advice(target: Target, files: Sequence[str], tests: Sequence[TestName]) -> str:
+    near = nearest(target.text, spellings(files, tests))
+    return f"nearest: {', '.join(near)}" if near else ""

@@ -133,6 +133,20 @@ def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests(command: Comma
     assert command("--last-failed") == 2
 
 
+@pytest.mark.parametrize("rounds", [3, 30])
+def test_what_failed_in_one_round_failed_last_time(
+    command: Command, flaky: Callable[..., Flaky], rounds: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = flaky(A2=1)  # in the first round, and of thirty only the last twenty are kept
+    assert command("--repeat", str(rounds), "TestA") == 1
+    capsys.readouterr()
+    command("--history", A2)
+    assert capsys.readouterr().out.splitlines()[-1] == f"  1 failed, {min(rounds, 20) - 1} passed"
+    ran.ran.clear()
+    assert command("--last-failed") == 0 and ran.ran == [A2]
+    assert command("--last-failed") == 2
+
+
 def test_failed_first_keeps_everything(command: Command, executor: FakeExecutor) -> None:
     executor.endings = {C2: ending(C2)}
     command()
@@ -187,6 +201,18 @@ def test_changed_counts_new_files(repository: Path, command: Command, executor: 
     git(repository, "rm", "-q", "--cached", "suites/a/test_one.py")
     git(repository, "commit", "-qm", "gone")
     assert command("--changed") == 0 and executor.ran == [A1, A2, B1]
+
+
+def test_changed_says_that_a_clone_is_shallow(
+    repository: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "suites/b/test_two.py").write_text("# changed\n")
+    git(repository, "commit", "-qam", "two")
+    git(repository, "clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
+    assert main(["--root", "shallow/suites", "--changed=HEAD~1"]) == 2
+    told = "git knows no revision 'HEAD~1'; this clone is shallow and may lack it; fetch more of it first: git fetch "
+    assert told in capsys.readouterr().err
+    assert command("--changed=HEAD~1") == 0
 
 
 def test_changed_without_git_is_a_usage_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,6 +402,37 @@ def test_until_failure_ends_with_the_round_that_fails(command: Command, monkeypa
     assert command("TestB", "--until-failure", "--repeat", "2") == 0
 
 
+def test_every_report_misses_what_a_later_round_did_not_run(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Flaky):
+        def _run_all(self, tests, options, sink):  # type: ignore[no-untyped-def]
+            self.interrupt_at = A2 if len(self.ran) >= 3 else ""
+            return super()._run_all(tests, options, sink)
+
+    monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", Stopped({}))
+    reports = ("--json", "events", "--junit", "junit.xml", "--html", "page.html")
+    assert command("a", "--repeat", "3", *reports) == 130
+    assert f"Not run: 2 tests, the first of them {A2}" in capsys.readouterr().out
+    end = json.loads(Path("events").read_text().splitlines()[-1])
+    assert (end["passed"], end["not_run"]) == (4, [A2, B1])
+    assert len(re.findall("<skipped ", Path("junit.xml").read_text())) == 2
+    assert "2 not run</b>" in Path("page.html").read_text()
+
+
+def test_coverage_counts_flaky_tests_as_run(
+    command: Command, flaky: Callable[..., Flaky], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flaky(A1=1)
+    assert command("TestA", "--reruns", "1", "--coverage") == 0
+    out = capsys.readouterr().out
+    assert "a/test_one.py  2 found, 2 run, 1 passed, 0 failed, 1 flaky, 0 expected failures, 0 skipped\n" in out
+    assert re.search(r"^ +1  flaky$", out, re.M)
+    assert command("TestB", "--coverage", "--json") == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("{") :])["flaky"] == 0
+
+
 # --- list and history -------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +442,19 @@ def test_a_list_for_machines_has_the_address_of_each_test(command: Command, caps
     assert json.loads(line) == {"test": D1, "file": "b/test_two.py", "class": "TestD", "method": "test_1"}
     assert command("--list", "--json", "list.jsonl") == 0
     assert len(Path("list.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_list_is_in_the_order_in_which_tests_run(
+    command: Command, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.endings = {C2: ending(C2)}
+    command()
+    for order in ("--failed-first", "--random-order=7", "--random-order=8"):
+        command(order)
+        ran = list(executor.ran)
+        capsys.readouterr()
+        assert ran != IDS and command(order, "--list") == 0
+        assert capsys.readouterr().out.splitlines() == ran
 
 
 def test_history_shows_how_a_test_ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import unittest
 from collections.abc import Callable, Iterator
@@ -94,6 +95,21 @@ def test_interrupt_is_a_failure_with_its_traceback(where: str) -> None:
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
     assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
+
+
+@pytest.mark.parametrize("where", ["test_a", "a cleanup"])
+def test_a_trace_begins_in_the_code_of_the_test(where: str) -> None:
+    def fails(*of_a_method: unittest.TestCase) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def adds(self: unittest.TestCase) -> None:
+        self.addCleanup(fails)
+
+    ended = ending(case(test_a=fails if where == "test_a" else adds))
+    (problem,) = ended.problems
+    assert isinstance(problem, Raised)
+    found = re.findall(r'File ".*/([^/]+)", line \d+, in (\w+)', problem.trace)
+    assert found == [("test_class_process.py", "fails")], problem.trace
 
 
 def test_interrupt_in_a_cleanup_or_a_subtest_is_a_failure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -247,6 +248,45 @@ def test_a_broken_file_stops_a_run_that_stops_at_the_first_failure(
     assert broken.plans == []
 
 
+def test_a_pattern_that_only_a_broken_file_could_explain_is_told(
+    command: Callable[..., int], broken: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("-i", "TestInputs") == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: 'TestInputs': no test that is known fits it, and some files cannot be imported")
+    assert "; nearest: TestInput" in told
+    assert command("-i", "TestInput") == 0 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "def test_call(): pass\n",
+            ": its tests are functions such as test_call, which pytest runs and unittest",
+        ),
+        ("class TestRpc:\n    def test_call(self): pass\n", ": its tests are classes without a base such as TestRpc"),
+        ("", ""),
+    ],
+)
+def test_a_file_that_was_asked_for_and_has_no_test_is_told(
+    command: Callable[..., int],
+    executor: FakeExecutor,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    told: str,
+) -> None:
+    executor.fake_collector.layout = {**LAYOUT, RPC: []}
+    (root / RPC).write_text(text)
+    for patterns in ((), ("distributed",), (RPC, INPUT)):
+        assert command(*patterns) == 0
+        said = f"warning: no test in {RPC}{told}" if told or RPC in patterns else ""
+        err = capsys.readouterr().err
+        assert err.startswith(said) if said else err == "", patterns
+    assert command("TestInput") == 0 and capsys.readouterr().err == "", "it means no file"
+
+
 def test_a_broken_file_fails_the_list(
     command: Callable[..., int], broken: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,16 +375,16 @@ from torch_ext.runner.cli import main
 
 root, file = sys.argv[1:]
 sys.modules["torch_ext.runner.execute"] = FakeExecutor(FakeCollector({{file: ["TestA.test_1"]}}))
-code = main(["--root", root, "-i", file])
+code = main(["--root", root, "-i", file, {more}])
 for descriptor in range(3):
     os.fstat(descriptor)  # or the next file that is opened would take its place
 raise SystemExit(code)
 """
 
 
-def run_in(root: Path, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+def run_in(root: Path, before: str = "", more: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", RUN.format(before=before), str(root), RPC],
+        [sys.executable, "-c", RUN.format(before=before, more=more), str(root), RPC],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, stderr=subprocess.PIPE, text=True, timeout=60, **how,
     )  # fmt: skip
 
@@ -361,6 +401,23 @@ def test_a_full_disk_is_one_sentence(root: Path) -> None:
     assert done.returncode == 1
     (told,) = done.stderr.splitlines()
     assert told.startswith("error: the report cannot be written: ") and "No space left" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--show-config"], "error: the options cannot be written: "),
+        (["--list", "--json"], "error: the list cannot be written to stdout: "),
+        (["--json"], "error: the JSON report cannot be written to stdout: "),
+        (["--history", "TestA"], "error: the history cannot be written: "),
+    ],
+)
+def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], told: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_in(root, more=f"*{arguments!r}", stdout=full)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(told) and "No space left" in said
 
 
 def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: Path) -> None:
@@ -461,6 +518,21 @@ def test_a_file_by_itself_reruns_by_itself(
     assert main_for_file(str(root / INPUT), ["-f", "--device", "cpu"]) == 1
     assert f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in capsys.readouterr().out
     assert executor.options[-1].script == f"suites/{INPUT}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--changed", "--changed is no option of one file; run_test.py has it"),
+        ("--include", "--include is no option of"),
+    ],
+)
+def test_a_file_by_itself_says_which_options_are_the_runners(
+    root: Path, capsys: pytest.CaptureFixture[str], flag: str, told: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main_for_file(root / INPUT, [flag]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_file_by_itself_is_always_asked_anew(root: Path, executor: FakeExecutor) -> None:

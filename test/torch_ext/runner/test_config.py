@@ -62,6 +62,41 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert found["verbosity"] == ("1", file)
 
 
+def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["-j", "auto", "--shard", "2/3", "--root", str(project), "--show-config"])
+    found = shown(capsys)
+    assert (found["jobs"][0], found["shard"][0]) == ("auto", "2/3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--list", "--junit", "a"], "--list runs no test, and has nothing for --junit; leave that out"),
+        (["--audit-order", "--json"], "--audit-order prints what it finds, and has nothing for --json; leave that"),
+        (["--history", "TestA", "--html=a"], "--history shows earlier runs, and has nothing for --html; leave that"),
+        (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
+        (["--history", ""], "argument --history: got nothing, as from a variable that is not set"),
+        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
+        (["--cluster", ""], "argument --cluster: got nothing"),
+        (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    Path("lines").write_text("TestA\n--repeat 3\n")
+    with pytest.raises(SystemExit) as ended:
+        parse(["--root", str(project), *arguments])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_reports_of_the_configuration_do_not_stop_a_list(project: Path) -> None:
+    write(project, 'junit = "junit.xml"\nhtml = "/dev/null"')
+    for typed in (["--list", "--json"], ["--audit-order"], ["--history", "TestA"], ["--trace=/dev/null"]):
+        assert parse(["--root", str(project), *typed]).junit == "junit.xml"
+
+
 def test_every_option_is_shown_with_its_source(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--root", str(project), "--show-config"])

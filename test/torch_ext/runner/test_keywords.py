@@ -66,6 +66,7 @@ def test_expressions_mean_what_they_mean_in_python(text: str) -> None:
         ("(a or b", "a closing parenthesis"),
         ("a)", "'and' or 'or' before ')'"),
         ("a b", "'and' or 'or' before 'b'"),
+        ("a AND b", "'and' or 'or' before 'AND'; write and in small letters"),
     ],
 )
 def test_an_incomplete_expression_says_what_is_missing(text: str, expected: str) -> None:

@@ -108,6 +108,57 @@ def test_x_stops_at_the_first_failure(tmp_path: Path) -> None:
     assert "stopping after 1 failures" in run.out
 
 
+INTERRUPTED = """
+class TestA(Case):
+    def test_waits(self):
+        time.sleep(600)
+
+
+class TestB(Case):
+    def test_fails(self):
+        raise ValueError("no")
+
+
+class TestC(Case):
+    @classmethod
+    def setUpClass(cls):
+        raise ValueError("never")
+
+    def test_waits(self):
+        pass
+"""
+CTRL_C = """
+from torch_ext.runner import execute
+from torch_ext.runner.results import TestResult
+
+run, told = execute.RunExecutor.run, set()
+
+
+def interrupted(self, plan, sink, renew):
+    def take(event):
+        sink(event)
+        if isinstance(event, TestResult):
+            told.add(event.test.cls)
+        if told == {"TestB", "TestC"}:
+            raise KeyboardInterrupt
+
+    run(self, plan, take, renew)
+
+
+execute.RunExecutor.run = interrupted
+"""
+
+
+def test_an_interrupt_reports_what_has_ended_before_its_turn_has_come(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, INTERRUPTED)
+    (tmp_path / "conftest.py").write_text(CTRL_C)
+    run = suite.run_pytest(*PLUGIN, "--slots", "8")
+    assert run.code == 2 and run.status == {"test_fails": "failed", "TestC": "error"}, run
+    assert "KeyboardInterrupt" in run.out and "1 failed, 1 error" in run.out, run
+    assert re.search(r"^test_suite\.py::TestC ERROR", run.out, re.M), run
+    assert suite.survivors() == {}
+
+
 def test_a_number_of_slots_is_checked(tmp_path: Path) -> None:
     run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "--slots", "none")
     assert run.code == 4 and "got --slots 'none', expected a number above 0, auto or off" in run.err, run

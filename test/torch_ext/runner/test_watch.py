@@ -54,6 +54,19 @@ def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks() ->
     assert view.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
 
 
+def test_the_view_counts_a_test_once_however_often_it_runs() -> None:
+    view = running()
+    for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
+        view.add(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3), 101.0)
+        assert sum(view.counts.values()) == 1 and view.counts[status] == 1
+    view.add(passed(TWO), 101.0)
+    view.add(passed(OTHER), 101.0)
+    assert view.summary(102.0) == "[3/3]  2 passed  1 flaky  2 s"
+    view.new_round(102.0)
+    view.add(TestResult(ONE, Status.FAILED, 1.0), 103.0)
+    assert view.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky")
+
+
 def test_a_slow_test_is_told_when_it_becomes_slow_and_when_its_time_has_doubled() -> None:
     view = running(recorded=20.0)
     view.begin(Began(ONE), 100.0)

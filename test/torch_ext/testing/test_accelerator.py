@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
     assert "tests run on plain cpu: " in told[0] and "torch_ext.sim" in told[0]
+    assert re.search(r"[^.]\. Until then, tests that need an accelerator are skipped", told[0])
 
 
 @pytest.mark.parametrize("wish", ["cpu", "cuda"])

@@ -55,7 +55,10 @@ class CoverageReporter(AtEnd):
         self._out.line("Coverage:")
         width = max(map(len, [*files, "all"]), default=0)
         for file, sums in [*by_file.items(), ("all", total)]:
-            self._out.line(f"  {file:{width}}  ", ", ".join(f"{number} {name}" for name, number in sums.items()))
+            self._out.line(
+                f"  {file:{width}}  ",
+                ", ".join(f"{number} {name}" for name, number in sums.items() if number or name != "flaky"),
+            )
         if why_not:
             self._out.line("Why not:")
         for reason, number in why_not.most_common():
@@ -67,9 +70,10 @@ def _sums(results: list[TestResult], missing: int) -> dict[str, int]:
     failed = counted[Status.FAILED] + counted[Status.UNEXPECTED_SUCCESS]
     return {
         "found": len(results) + missing,
-        "run": counted[Status.PASSED] + counted[Status.XFAIL] + failed,
+        "run": counted[Status.PASSED] + counted[Status.XFAIL] + counted[Status.FLAKY] + failed,
         "passed": counted[Status.PASSED],
         "failed": failed,
+        "flaky": counted[Status.FLAKY],
         "expected failures": counted[Status.XFAIL],
         "skipped": counted[Status.SKIPPED],
     }
@@ -78,4 +82,6 @@ def _sums(results: list[TestResult], missing: int) -> dict[str, int]:
 def _why_not(result: TestResult) -> str:
     if result.reason:
         return result.reason
+    if result.status is Status.FLAKY:
+        return "flaky"
     return "expected failure" if result.status is Status.XFAIL else "failed" if result.problems else "no reason given"

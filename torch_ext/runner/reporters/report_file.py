@@ -62,4 +62,5 @@ class ReportFile:
             if self._stream is None and isinstance(error, BrokenPipeError):
                 raise
             reason = os.strerror(error.errno or 0)
-            raise OutputError(f"{self._what} cannot be written to {self._path}: {reason}") from error
+            place = "stdout" if self._stream is None else self._path
+            raise OutputError(f"{self._what} cannot be written to {place}: {reason}") from error

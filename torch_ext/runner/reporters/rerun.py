@@ -20,7 +20,8 @@ def rerun_command(options: Options, test: TestName) -> str:
     >>> rerun_command(Options(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
     'python a/test_b.py TestC.test_d'
     """
-    return " ".join([_start(options, test), *_conditions(options)])
+    reuse = [f"--reuse {options.reuse}"] if options.reuse else []
+    return " ".join([_start(options, test), *_conditions(options), *reuse])
 
 
 def rerun_on_shared_ranks(options: Options, tests: Iterable[TestName]) -> str:
@@ -48,6 +49,10 @@ def _conditions(options: Options) -> list[str]:
         given.append(("--timeout", f"{options.timeout_s:g}"))
     if options.start_method != "fork":
         given.append(("--start-method", options.start_method))
+    given += [("--races", options.races), ("--schedule", options.schedule)]
+    if options.seed is not None:
+        given.append(("--seed", str(options.seed)))
+    given.append(("--cluster", options.cluster))
     upstream = [shlex.join(["--upstream", *options.upstream])] if options.upstream else []
     if options.cuda_as_sim:
         upstream.append("--cuda-as-sim")

@@ -13,6 +13,7 @@ __all__ = ["Running", "spell_s"]
 
 # A test is slow that has run for this long, and for several times as long as when it last passed.
 _SLOW_S, _SLOW_FACTOR = 30.0, 3.0
+_COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Running:
         self._began_s = now_s
         self._done: dict[TestName, None] = {}
         self._done_s = 0.0
+        self._counted: dict[TestName, Status] = {}
 
     def replan(self, plan: Plan) -> None:
         """Count against ``plan`` from now on."""
@@ -72,7 +74,10 @@ class Running:
 
     def add(self, result: TestResult, now_s: float) -> None:
         """A result has come."""
+        if result.attempt > 1 and (before := self._counted.get(result.test)) is not None:
+            self.counts[before] -= 1  # of several attempts the last counts
         self.counts[result.status.counted] += 1
+        self._counted[result.test] = result.status.counted
         if result.test in self._planned and result.test not in self._done:
             self._done[result.test] = None
             self._done_s += self._expected_s(result.test)
@@ -94,11 +99,10 @@ class Running:
     def summary(self, now_s: float) -> str:
         """Return how far the run has come, in one line.
 
-        Counts in the order passed, failed, skipped; those that are 0 are left out.
+        Counts in the order passed, failed, skipped, flaky; those that are 0 are left out.
         """
         parts = [f"[{len(self._done)}/{len(self._planned)}]"]
-        parts += [f"{self.counts[one]} {one.value}" for one in (Status.PASSED, Status.FAILED, Status.SKIPPED)
-                  if self.counts[one]]  # fmt: skip
+        parts += [f"{self.counts[one]} {one.value}" for one in _COLUMNS if self.counts[one]]
         parts.append(spell_s(now_s - self._began_s))
         left_s = self.left_s(now_s)
         if left_s is not None and len(self._done) < len(self._planned):
