@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from xml.etree import ElementTree
 
 import pytest
 import xmlschema
+
+from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.reporters.trace import TraceReporter
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
+from torch_ext.world.rank_times import RankTimes
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
@@ -308,9 +314,29 @@ def test_the_trace_holds_what_each_rank_did_inside_its_test(ran: Ran) -> None:
         inside = [one for one in mine if test["ts"] < one["ts"] + one["dur"] and one["ts"] < test["ts"] + test["dur"]]
         assert [one["name"] for one in inside] == ["start", "body", "teardown"]
         for one, following in itertools.pairwise(inside):
-            assert abs(one["ts"] + one["dur"] - following["ts"]) <= 2
+            assert one["ts"] + one["dur"] == following["ts"]
     met = {one["args"]["rank"] for one in drawn if one["name"] == "rendezvous"}
     assert met == {1}, "test_hangs alone makes a group, and its rank 0 had no time to tell"
+
+
+def test_no_slice_of_a_row_begins_before_the_one_in_front_of_it_has_ended(tmp_path: Path) -> None:
+    trace = TraceReporter(ReportFile(str(tmp_path / "trace.json"), "the trace"))
+    start_s = time.monotonic()
+    test = TestName("a.py", "TestA", "test_1")
+    for number in range(200):  # of lengths that are no whole microseconds
+        at_s = start_s + number * 0.01
+        edges = [at_s + part * 0.0010007 for part in range(4)]
+        rank = RankTimes(0, "passed", edges[0], edges[1], (0.0, 0.0), edges[2], edges[3])
+        trace.begin(Began(TestName("a.py", "TestA")))
+        trace.begin(Began(test))
+        trace.add(TestResult(test, Status.PASSED, 0.003, ranks=(rank,)))
+        trace.over(Over(TestName("a.py", "TestA")))
+    trace.finish()
+    drawn = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    for kind in ("rank", "test", "class"):
+        found = sorted((one["ts"], one["ts"] + one["dur"]) for one in drawn if one["cat"] == kind)
+        assert len(found) == (600 if kind == "rank" else 200)
+        assert [pair for pair in itertools.pairwise(found) if pair[1][0] < pair[0][1]] == [], kind
 
 
 def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:

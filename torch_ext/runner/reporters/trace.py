@@ -111,6 +111,7 @@ class TraceReporter:
         self._slice(name, "test" if told else "class", self._rows.get(key, 0) * _RANKS, began_s, ended_s, told)
 
     def _slice(self, name: str, kind: str, row: int, began_s: float, ended_s: float, told: dict[str, Any]) -> None:
-        start_us, length_us = (began_s - self._start_s) * 1e6, (ended_s - began_s) * 1e6
-        place = {"pid": 1, "tid": row, "ts": round(start_us), "dur": max(1, round(length_us))}
+        # Both ends are rounded alike: Perfetto drops a slice that begins before the one in front of it has ended.
+        start_us, end_us = (round((each_s - self._start_s) * 1e6) for each_s in (began_s, ended_s))
+        place = {"pid": 1, "tid": row, "ts": start_us, "dur": max(0, end_us - start_us)}
         self._events.append({"ph": "X", "name": name, "cat": kind, **place, "args": told})
