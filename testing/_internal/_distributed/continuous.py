@@ -257,7 +257,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
-        name = test_id.rpartition(".")[2]
+        name = test_id.rpartition(f"{cls.__name__}.")[2]  # which may have dots
         self = cls(name)
         self.rank = cls.rank
         self.world_size = cls.world_size

@@ -188,7 +188,7 @@ class MultiProcessTestCase(TestCase):
         return False
 
     def _current_test_name(self) -> str:
-        return self.id().rpartition(".")[2]
+        return self._testMethodName  # which may have dots, so that id() does not tell where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits.
