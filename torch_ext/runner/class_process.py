@@ -195,7 +195,7 @@ class _Result(unittest.TestResult):
     def end_fork(self, error: BaseException | None) -> None:
         """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
         if os.getpid() != self._pid:
-            end_fork(error)
+            end_fork(error, frames.read_error(error)[1] if error is not None else "")
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._end_with_zygote()
