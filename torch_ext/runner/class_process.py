@@ -14,6 +14,7 @@ import time
 import traceback
 import unittest
 from collections.abc import Callable, Sequence
+from time import monotonic  # as it is now: a test may put a clock of its own in its place
 from types import TracebackType
 from typing import Any
 
@@ -196,12 +197,12 @@ class _Result(unittest.TestResult):
     def end_fork(self, error: BaseException | None) -> None:
         """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
         if os.getpid() != self._pid:
-            end_fork(error)
+            end_fork(error, frames.read_error(error)[1] if error is not None else "")
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._end_with_zygote()
         super().startTest(test)
-        self._started_s = time.monotonic()
+        self._started_s = monotonic()
         self._error, self._status, self._problems, self._reasons = None, None, [], []
         rank_times.take()  # of a world that a fixture has started
         self.tell(TestStarted(_method(test), timeout_of(test), hasattr(type(test), "world_size")))
@@ -214,7 +215,7 @@ class _Result(unittest.TestResult):
             self._fail(_problem(passing_by))
         elif self._status is None:
             self._fail(Remark("unittest ended the test without saying how."))
-        took_s = time.monotonic() - self._started_s
+        took_s = monotonic() - self._started_s
         status = self._status or Status.FAILED
         reasons, ranks = "; ".join(self._reasons), rank_times.take()
         printed = self._printed_bytes()

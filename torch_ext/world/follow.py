@@ -8,10 +8,10 @@ import contextlib
 import os
 import selectors
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from time import monotonic  # as it is now: a test may put a clock of its own in its place
 
 from torch_ext.world import _os, frames, notices, outsiders, rank_times
 from torch_ext.world.callbacks import Callbacks
@@ -91,8 +91,8 @@ class RankProcess:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended, at most ``timeout`` seconds."""
-        end = float("inf") if timeout is None else time.monotonic() + timeout
-        while self._world and self._exit_code is None and (left := end - time.monotonic()) > 0:
+        end = float("inf") if timeout is None else monotonic() + timeout
+        while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
             self._world.pump(None if left == float("inf") else left)
 
     def terminate(self) -> None:
@@ -125,7 +125,7 @@ class World:
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
-        self.started_s = time.monotonic()
+        self.started_s = monotonic()
         self.zygote = zygote
         self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
@@ -169,6 +169,11 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the ranks, or the test that they run now, began."""
+        return monotonic() - self.started_s
 
     # Events
 
@@ -293,7 +298,7 @@ class World:
         Returns:
             The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
         """
-        self.started_s = time.monotonic()
+        self.started_s = monotonic()
         self.ticket = Ticket(test, self.ticket.attempt + 1)
         self._receipts.clear()
         self._collectives.clear()
@@ -337,12 +342,12 @@ class World:
         stacks: dict[int, str] = {}
         try:
             while not watch.done:
-                if time.monotonic() >= watch.deadline_s:
+                if monotonic() >= watch.deadline_s:
                     self._catch_up()
-                for step in watch.advance(time.monotonic()):
+                for step in watch.advance(monotonic()):
                     self._take(step.act, step.ranks, stacks)
                 if not watch.done:
-                    left = watch.deadline_s - time.monotonic()
+                    left = watch.deadline_s - monotonic()
                     self.pump(None if left == float("inf") else max(0.0, left))
         finally:
             self._listeners.remove(watch)
@@ -418,11 +423,11 @@ class World:
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}) if silent else {})
 
     def _await_collectives(self, ranks: Sequence[int]) -> None:
-        patience = Patience(_ANSWER_S, time.monotonic(), _MORE_S)
+        patience = Patience(_ANSWER_S, monotonic(), _MORE_S)
         while missing := [rank for rank in ranks if rank not in self._collectives and rank not in self._ended]:
-            if patience.is_over(time.monotonic(), sum(map(self._starved_s, missing))):
+            if patience.is_over(monotonic(), sum(map(self._starved_s, missing))):
                 return
-            self.pump(max(0.0, patience.look_s - time.monotonic()))
+            self.pump(max(0.0, patience.look_s - monotonic()))
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
@@ -477,15 +482,15 @@ def read_stacks(
     If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
     """
     texts = dict.fromkeys(pipes, b"")
-    patience = Patience(most_s, time.monotonic(), _MORE_S if starved_s else 0.0)
+    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
     with selectors.DefaultSelector() as ready:
         for rank, pipe in pipes.items():
             ready.register(pipe, selectors.EVENT_READ, rank)
         while ready.get_map():
             silent = [rank for rank, text in texts.items() if not text]
-            if patience.is_over(time.monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
+            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
                 break
-            left = max(0.0, patience.look_s - time.monotonic())
+            left = max(0.0, patience.look_s - monotonic())
             events = ready.select(left if silent else min(left, _QUIET_S))
             if not events and not silent:
                 break

@@ -37,7 +37,8 @@ def timeout_of(case: Any) -> float:
     if asked is not None:
         return asked
     test_id = case.id()
-    own = getattr(getattr(type(case), test_id.rpartition(".")[2], None), LIMIT_ATTRIBUTE, None)
+    name = getattr(case, "_testMethodName", test_id.rpartition(".")[2])  # which may have dots
+    own = getattr(getattr(type(case), name, None), LIMIT_ATTRIBUTE, None)
     if own is None:
         own = getattr(type(case), "timeout", None)
     if isinstance(own, timedelta):

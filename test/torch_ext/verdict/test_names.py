@@ -105,3 +105,42 @@ def test_a_file_that_looks_at_nothing_is_imported_once(tmp_path: Path) -> None:
     assert first.stdout == second.stdout and len(first.stdout.splitlines()) == 30
     assert "imports 30 files to name their tests" in first.stderr
     assert second.stderr == "30 tests\n"
+
+
+DOTS = """
+class TestDotsOfRanks(Ranks):
+    pass
+
+
+class TestDotsOfClass(Standing):
+    pass
+
+
+class TestDotsOfThreads(Threads):
+    pass
+
+
+@with_timeout(3)
+def test_sleeps(self):
+    forever()
+
+
+for cls in (TestDotsOfRanks, TestDotsOfClass, TestDotsOfThreads):
+    base = cls.__name__
+    setattr(cls, f"test_{base}_0.5", lambda self: self.check())
+    setattr(cls, f"test_{base}_..", lambda self: self.fail(f"rank {self.rank} ran"))
+setattr(TestDotsOfRanks, "test_limit_0.5", test_sleeps)
+"""
+
+
+def test_name_with_dots_is_the_name_of_a_test(tmp_path: Path) -> None:
+    """Tests that are made of numbers (``test_tolerance_0.5``) have such names."""
+    told = tmp_path / "events.jsonl"
+    with programs(tmp_path, DOTS) as suite:
+        run = suite.run("--json", str(told))
+    events = [json.loads(line) for line in told.read_text().splitlines()]
+    ended = {each["method"]: each for each in events if each["event"] == "result"}
+    for base in ("Ranks", "Class", "Threads"):
+        assert ended[f"test_TestDotsOf{base}_0.5"]["status"] == "passed", run
+        assert "ran" in ended[f"test_TestDotsOf{base}_.."]["text"], run
+    assert "timed out" in ended["test_limit_0.5"]["text"], run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import Programs, programs
+from test.torch_ext.verdict.programs import Programs, named_first, programs, tells_of_a_hang
 from test.torch_ext.world.suites import Run
 
 # How a test is interrupted, and the base class of the test.
@@ -160,4 +160,33 @@ def test_interrupt_of_the_group_that_the_supervisor_ignores_is_no_pass(
         # Whoever was interrupted or not: a body that was cut short is no pass, and one that was not is one.
         assert (run.status.get(test) == "passed") == ended, run
         assert run.code == (0 if ended else 1), run
+        suite.assert_nothing_left()
+
+
+CLOCKS = """
+from unittest import mock
+
+
+class TestClock(Ranks):
+    # As freezegun does. The parent half waits by a clock too.
+    def setUp(self):
+        for name in ("time.monotonic", "time.time"):
+            patch = mock.patch(name, return_value=5.0)
+            patch.start()
+            self.addCleanup(patch.stop)
+        super().setUp()
+
+    def test_hangs_under_a_clock_that_stands_still(self):
+        self.join_group()
+        if self.rank == 1:
+            threading.Event().wait()
+        dist.barrier()
+"""
+
+
+def test_clock_that_the_parent_half_has_replaced_does_not_keep_a_hang_from_being_told(tmp_path: Path) -> None:
+    with programs(tmp_path, CLOCKS) as suite:
+        found = suite.run("--timeout", "30", extra={"TORCH_EXT_HANG_AFTER": "3"})
+        text = found.text["test_hangs_under_a_clock_that_stands_still"]
+        assert tells_of_a_hang(text) and named_first(text) == {1}, text
         suite.assert_nothing_left()

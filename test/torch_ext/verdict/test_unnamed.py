@@ -280,6 +280,7 @@ def test_plain_test_that_judges_its_forked_child_learns_how_it_ended(runs: dict[
     assert run.status["test_c_plain_child_fails"] == "failed", run
     assert "AssertionError: 256 != 0" in run.text["test_c_plain_child_fails"]
     assert "AssertionError: the child" in run.text["test_c_plain_child_fails"]
+    assert "class_process.py" not in run.text["test_c_plain_child_fails"]
     assert run.status["test_d_plain_child_exits"] == "passed", run
     assert run.status["test_e_plain_child_after_a_failure"] == "passed", run
 

@@ -96,7 +96,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=selectors.EVENT_READ)
     for module in (follow, callbacks):
         monkeypatch.setattr(module, "selectors", fake)
-    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(follow, "monotonic", lambda: clock.now_s)
     return clock
 
 

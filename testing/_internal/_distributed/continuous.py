@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import tempfile
-import time
 import unittest
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,7 +203,7 @@ class MultiProcContinuousTest(TestCase):
         try:
             _tell(world, world.new_round(f"the end of {cls.__qualname__}"), run=False)
             outcomes = world.wait(Limits(test_s=min(_END_S, settings.time_limit_s() or _END_S)))
-            raise_verdict(outcomes, time.monotonic() - world.started_s)
+            raise_verdict(outcomes, world.took_s)
         finally:
             world.close()
             if cls.rdvz_file is not None and os.path.exists(cls.rdvz_file):
@@ -226,7 +225,7 @@ class MultiProcContinuousTest(TestCase):
                 cls._drop_ranks()
         if not may_be_expected(outcomes):
             expect_no_more(self)
-        raise_verdict(outcomes, time.monotonic() - world.started_s)
+        raise_verdict(outcomes, world.took_s)
 
     @classmethod
     def _forget_ranks(cls) -> World | None:
@@ -258,7 +257,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
-        name = test_id.rpartition(".")[2]
+        name = test_id.rpartition(f"{cls.__name__}.")[2]  # which may have dots
         self = cls(name)
         self.rank = cls.rank
         self.world_size = cls.world_size

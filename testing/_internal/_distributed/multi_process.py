@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 import tempfile
-import time
 import unittest
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -189,7 +188,7 @@ class MultiProcessTestCase(TestCase):
         return False
 
     def _current_test_name(self) -> str:
-        return self.id().rpartition(".")[2]
+        return self._testMethodName  # which may have dots, so that id() does not tell where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits.
@@ -302,7 +301,7 @@ class MultiProcessTestCase(TestCase):
             expect_no_more(self)
         if self._conditions is not None:
             self._is_kept = type(self)._kept_ranks.keep(self._world, self._conditions, self._outcomes)
-        self._check_return_codes(fn, time.monotonic() - self._world.started_s)
+        self._check_return_codes(fn, self._world.took_s)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Judge the ranks' outcomes; see :func:`raise_verdict`."""

@@ -97,7 +97,7 @@ class MultiThreadedTestCase(TestCase):
 
     @property
     def _current_test_name(self) -> str:
-        return self.id().rpartition(".")[2]
+        return self._testMethodName  # which may have dots, so that id() does not tell where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         """Return a replacement for test method ``fn``: in the main thread it waits, in the others it runs ``fn``."""
