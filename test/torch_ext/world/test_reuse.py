@@ -31,10 +31,12 @@ class TestA(Case):
 
     def test_3_skips(self):
         note(self)
+        self.join_group()
         self.skipTest("no reason")
 
     def test_4_fails(self):
         note(self)
+        self.assertFalse(dist.is_initialized())
         if self.rank == 1:
             raise ValueError("this is rank 1")
         self.check()

@@ -330,6 +330,8 @@ class MultiProcessTestCase(TestCase):
             call_with_cleanups(self, getattr(self, test_name))
         except BaseException as error:
             rank = world_rank.current()
+            if in_reused_rank() and self.destroy_pg_upon_exit:
+                receipts.end_group_unless_released()  # a skip is no reason to leave the next test a group
             receipt = None if in_reused_rank() else receipts.receipt_of(error)
             if receipt is None or rank is None:
                 raise
