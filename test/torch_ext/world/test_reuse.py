@@ -102,6 +102,22 @@ def test_without_it_every_test_has_ranks_of_its_own(suite: Suite) -> None:
     assert [found[1] for found in ranks(suite).values()] == [1, 1, 1, 1]
 
 
+BRIEF = """
+class TestBrief(Case):
+    pass
+
+
+for number in range(40):
+    setattr(TestBrief, f"test_{number}", lambda self: self.join_group())
+"""
+
+
+def test_no_rank_ends_a_group_that_another_one_is_still_making(tmp_path: Path) -> None:
+    """Without a collective, nothing else keeps them together."""
+    run = Suite(tmp_path, BRIEF).run("--reuse", "class")
+    assert run.code == 0 and list(run.status.values()) == ["passed"] * 40, run
+
+
 POLLUTED = """
 STATE = {}
 

@@ -111,10 +111,13 @@ def run_tests_in_rank(
         receipt = receipts.run_test(run, rank, name, file_name, connection, **kwargs)
         if me.report(receipt).said is Said.FAILED:
             sys.exit(receipts.TEST_ERROR_EXIT_CODE)
-        if receipts.take_wish_to_end_group() and c10d.is_initialized():
-            c10d.destroy_process_group()
         try:
             ticket, name, file_name = tests.recv()
         except (EOFError, OSError):  # the parent half has let go
+            ticket = None
+        # Now that all ranks have reported: before, another one may not have made its group yet.
+        if receipts.take_wish_to_end_group() and c10d.is_initialized():
+            c10d.destroy_process_group()
+        if ticket is None:
             return
         me.begin(ticket)
