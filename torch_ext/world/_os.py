@@ -33,6 +33,7 @@ __all__ = [
     "environment_of",
     "flush_output",
     "group_of",
+    "is_ending",
     "is_stopped",
     "lead_process_group",
     "own_children",
@@ -54,6 +55,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MADV_COLLAPSE = 25
+_PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -279,6 +281,17 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}
+
+
+def is_ending(pid: int) -> bool:
+    """Whether ``pid`` ends, or will as soon as it gets a core because it has been sent SIGKILL; False if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status") as stream:
+            pending = (int(line.split()[1], 16) for line in stream if line.startswith(("SigPnd:", "ShdPnd:")))
+            killed = any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+        return killed or bool(int(stat_of(pid)[6]) & (_PF_EXITING | _PF_SIGNALED))
+    except (OSError, IndexError):
+        return False
 
 
 def end_process(pid: int, how: int = signal.SIGKILL) -> None:

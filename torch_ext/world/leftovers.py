@@ -66,9 +66,10 @@ class Leftovers:
                 elif owner in living:
                     kept += 1
                 else:
+                    ended = not command or _os.is_ending(pid)  # a zombie has no command line
                     _os.end_process(pid)
                     os.waitpid(pid, 0)
-                    if command:  # a zombie has none: it ended by itself
+                    if not ended:
                         found.append(LeftBehind(indices.get(owner, last), pid, command))
             if kept == len(adopted):
                 break

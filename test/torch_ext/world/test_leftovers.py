@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from test.torch_ext.world.suites import Suite
+from torch_ext.world import _os
+from torch_ext.world.leftovers import Leftovers
+from torch_ext.world.protocol import LeftBehind
 
 SHARES_MEMORY = """
 import torch.multiprocessing
@@ -36,3 +42,19 @@ def test_the_manager_of_shared_memory_takes_its_files_with_it(suite: Suite) -> N
     assert "left a process behind" not in run.out + run.err
     assert suite.survivors() == {}
     assert suite.files_left() == []
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_process_that_its_test_has_killed_is_not_left_behind(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """On a busy machine it may need a while to end."""
+    child = subprocess.Popen(["sleep", "600"])
+    assert not _os.is_ending(child.pid)
+    if killed:
+        os.kill(child.pid, signal.SIGKILL)
+    answers = iter([[child.pid], []])
+    monkeypatch.setattr(_os, "children_of", lambda pid: next(answers))
+    monkeypatch.setattr(_os, "command_line", lambda pid: "sleep 600")
+    found = Leftovers().end_those_of({}, (), 1)
+    assert found == (() if killed else (LeftBehind(1, child.pid, "sleep 600"),))
+    child.wait()
+    assert not _os.is_ending(child.pid)
