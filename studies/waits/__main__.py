@@ -1,6 +1,6 @@
-"""Measures the table of waits, and writes it to docs/waits.md.
+"""Measures the table of waits, and writes it to studies/waits/README.md.
 
-python -m test.torch_ext.suite_waits [--family FSDP2 ...] [--most 6]
+python -m studies.waits [--family FSDP2 ...] [--most 6]
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import time
 
 import torch
 
-from test.torch_ext.suite_waits.measure import PAGE, SUITES, all_sites, measure
-from test.torch_ext.suite_waits.sites import MODULES
-from test.torch_ext.suite_waits.table import render
+from studies.waits.measure import PAGE, SUITES, all_sites, measure
+from studies.waits.sites import MODULES
+from studies.waits.table import render
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m test.torch_ext.suite_waits", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m studies.waits", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--family", nargs="+", choices=[*MODULES], default=[*MODULES], help="whose waits (default: all)"
     )
     parser.add_argument("--most", type=int, default=6, help="tests in which a wait is deleted (default: 6)")
     parser.add_argument("--suites", default="", help="only in classes whose module and name this pattern finds")
-    parser.add_argument("--print", action="store_true", help="print the table, and leave docs/waits.md as it is")
+    parser.add_argument(
+        "--print", action="store_true", help="print the table, and leave studies/waits/README.md as it is"
+    )
     asked = parser.parse_args()
     start = time.monotonic()
     chosen = [site for site in all_sites() if site.family in asked.family]

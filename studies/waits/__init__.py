@@ -2,5 +2,5 @@
 
 Those of FSDP1, FSDP2, DDP and DTensor.
 
-``python -m test.torch_ext.suite_waits`` measures, and writes docs/waits.md.
+``python -m studies.waits`` measures, and writes studies/waits/README.md.
 """

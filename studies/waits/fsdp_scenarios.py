@@ -13,7 +13,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.tensor import init_device_mesh
 
-from test.torch_ext.suite_waits.scenarios import ScenarioTest
+from studies.waits.scenarios import ScenarioTest
 from torch_ext.testing._internal.common_fsdp import get_devtype
 from torch_ext.testing._internal.common_utils import run_tests
 

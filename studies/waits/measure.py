@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from test.torch_ext.suite_waits.covers import Cover, Ending, find_covers
-from test.torch_ext.suite_waits.sites import MODULES, Site, delete, mark, sites
+from studies.waits.covers import Cover, Ending, find_covers
+from studies.waits.sites import MODULES, Site, delete, mark, sites
 
-__all__ = ["PAGE", "SUITES", "Ending", "Verdict", "all_sites", "begin", "mark_all", "measure", "reach", "try_without"]
+__all__ = ["PAGE", "SUITES", "Verdict", "all_sites", "begin", "mark_all", "measure"]
 
-CHECKOUT = Path(__file__).resolve().parents[3]
-PAGE = CHECKOUT / "docs" / "waits.md"
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).with_name("README.md")
 DEADLINE_S = 3600
 SHORT_S = 10  # a test that takes longer is not run again and again to see what covers a wait
 FOLDER_VARIABLE = "SUITE_WAITS_FOLDER"
@@ -51,10 +51,10 @@ SUITES: dict[str, str] = {
     "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardGradientAccumulation": "",
     "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardHSDPTraining": "",
     "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardShareCommContext": "",
-    "test.torch_ext.suite_waits.scenarios:TestDDP": "",
-    "test.torch_ext.suite_waits.scenarios:TestDTensor": "",
-    "test.torch_ext.suite_waits.fsdp_scenarios:TestFSDP1": "",
-    "test.torch_ext.suite_waits.fsdp_scenarios:TestFSDP2": "",
+    "studies.waits.scenarios:TestDDP": "",
+    "studies.waits.scenarios:TestDTensor": "",
+    "studies.waits.fsdp_scenarios:TestFSDP1": "",
+    "studies.waits.fsdp_scenarios:TestFSDP2": "",
 }
 
 CLASS = """
@@ -147,7 +147,7 @@ def _run(
     for suite, deleted, pattern in wanted:
         patterns[suite, deleted].append(pattern)
     modules = sorted({suite.partition(":")[0] for suite, _ in patterns})
-    text = "from test.torch_ext.suite_waits.measure import begin, mark_all\n"
+    text = "from studies.waits.measure import begin, mark_all\n"
     text += "".join(f"import {module} as suite{number}\n" for number, module in enumerate(modules))
     names: dict[str, tuple[str, Deleted | None]] = {}
     for number, (suite, deleted) in enumerate(patterns):

@@ -1,6 +1,6 @@
 """Where torch's code waits, or keeps memory from being used again: found in its source, and deleted one at a time.
 
-A function's code object is exchanged in place, as in ``suite_faults.mutation``. Runs in ranks too.
+A function's code object is exchanged in place, as in ``test/torch_ext/suite_faults/mutation.py``. Runs in ranks too.
 """
 
 from __future__ import annotations

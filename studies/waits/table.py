@@ -1,17 +1,15 @@
-"""The table of waits as text, and back."""
+"""The table of waits as text."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from test.torch_ext.suite_waits.covers import Cover
-from test.torch_ext.suite_waits.measure import Verdict
-from test.torch_ext.suite_waits.sites import MODULES, Site
+from studies.waits.covers import Cover
+from studies.waits.measure import Verdict
+from studies.waits.sites import MODULES, Site
 
-__all__ = ["CoveredRow", "covered_rows", "release_of", "render"]
+__all__ = ["render"]
 
 
 def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str, most: int) -> str:
@@ -62,50 +60,3 @@ def _stand_in(cover: Cover | None) -> str:
         return "; nothing that runs depends on it"
     others = ", ".join(_where(other) for other in cover.others)
     return f"; covered by {others}: without them, {cover.race}; `{cover.test.partition(':')[2]}`"
-
-
-@dataclass(frozen=True)
-class CoveredRow:
-    """What a table says of a wait that others cover.
-
-    Attributes:
-        site: the wait.
-        others: the waits that cover it.
-        race: what is reported without all of them.
-        test: where, as ``Class.method``.
-    """
-
-    site: str
-    others: tuple[str, ...]
-    race: str
-    test: str
-
-
-_WHERE = r"`\S+:\d+` `\S+`"
-_COVERED = re.compile(
-    rf"^\| .* \| ({_WHERE}) \| redundant \| .*; covered by ({_WHERE}(?:, {_WHERE})*): without them, (.*); `(\S+)` \|$",
-    re.MULTILINE,
-)
-
-
-def covered_rows(table: str, known: Sequence[Site]) -> list[CoveredRow]:
-    """Return the rows of a table that name what covers a wait.
-
-    Raises:
-        KeyError: a row names a place that is none of the ``known`` waits.
-    """
-    ids = {_where(site.id): site.id for site in known}
-    return [
-        CoveredRow(ids[where], tuple(ids[other] for other in re.findall(_WHERE, others)), race, test)
-        for where, others, race, test in _COVERED.findall(table)
-    ]
-
-
-def release_of(table: str) -> str:
-    """Return the release of torch that a table was measured with.
-
-    >>> release_of("Measured with torch 2.13.0+cpu, each wait deleted in up to 4 tests.")
-    '2.13.0+cpu'
-    """
-    (release,) = re.findall(r"^Measured with torch (\S+), ", table, re.MULTILINE)
-    return str(release)
