@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
+import os
 import sys
 
 import torch
 from torch.utils import backend_registration
 
+from torch_ext import machine_memory
 from torch_ext.sim import build
 from torch_ext.sim._name import NAME
 
@@ -35,12 +38,15 @@ def register() -> None:
         _comm,
         _dynamo,
         _module,
+        _native,
         _pinning,
         _rpc,
         _sharing,
         races,
     )
 
+    atexit.register(_native.before_finalization)  # first of ours, so that it runs last
+    _count_memory()
     torch._register_device_module(NAME, _module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _collectives.register()
@@ -52,6 +58,16 @@ def register() -> None:
     _by_name.register()
     _sharing.register()
     races.check_program()
+
+
+def _count_memory() -> None:
+    from torch_ext.sim import _native
+
+    file = machine_memory.share()
+    if file:
+        page = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        _native.use_memory_page(page)
+        os.close(page)
 
 
 def _claim_name() -> None:

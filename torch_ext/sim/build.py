@@ -48,7 +48,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
     {"autocast", "bindings", "flight_record", "generated", "launcher", "memory_snapshot", "observer_log", "profiler"}
-    | {"reduction", "rpc_agent", "running", "sharing"}
+    | {"finalization", "reduction", "rpc_agent", "running", "sharing"}
     | {"sim_work", "simccl", "races/autograd_node", "races/python_reads"}
     | {"races/report", "races/trace"}
     | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}

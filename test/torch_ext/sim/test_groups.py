@@ -120,9 +120,6 @@ def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 12), reason="torch 2.11 asks every group that it splits for its CUDA backend"
-)
 @pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some, _check_split_after_unlike_histories])
 def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
     # Torch splits device-bound groups only.

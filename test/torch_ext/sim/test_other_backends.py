@@ -274,6 +274,5 @@ def _check_threaded(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot destroy its threaded group")
 def test_threaded_group_serves_each_thread_its_device() -> None:
     ranks.run(1, _check_threaded)

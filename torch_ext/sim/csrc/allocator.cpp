@@ -18,6 +18,7 @@
 #include "device.h"
 #include "kernel_observer.h"
 #include "kernel_scope.h"
+#include "machine_memory.h"
 #include "memory_history.h"
 #include "stream.h"
 
@@ -27,6 +28,8 @@ namespace {
 using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr int kPoisonByte = 0xff;
+constexpr const char* kLimitVariable = "TORCH_EXT_SIM_MEMORY";
+constexpr size_t kDefaultLimit = size_t{16} << 30;
 
 std::atomic<uint8_t> poison{0}; // one bit for each PoisonFor
 
@@ -34,9 +37,10 @@ using Pools = std::array<std::unique_ptr<BlockPool>, kMaxDevices>;
 
 Pools& pools() {
   static auto* all = [] {
+    const size_t limit = bytes_of_variable(kLimitVariable, kDefaultLimit);
     auto* created = new Pools();
     for (size_t index = 0; index < created->size(); ++index) {
-      (*created)[index] = std::make_unique<BlockPool>(static_cast<c10::DeviceIndex>(index));
+      (*created)[index] = std::make_unique<BlockPool>(static_cast<c10::DeviceIndex>(index), limit);
     }
     return created;
   }();

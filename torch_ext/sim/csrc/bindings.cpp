@@ -2,14 +2,17 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <tuple>
 
 #include "allocator.h"
 #include "device.h"
+#include "finalization.h"
 #include "flight_record.h"
 #include "generated.h"
 #include "generator.h"
 #include "hooks.h"
 #include "kernel_scope.h"
+#include "machine_memory.h"
 #include "memory_snapshot.h"
 #include "observer_log.h"
 #include "pinned_memory.h"
@@ -48,6 +51,12 @@ PYBIND11_MODULE(_native, m) {
     set_memory_limit(static_cast<c10::DeviceIndex>(index), nbytes);
   });
   m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
+  m.def("use_memory_page", &use_memory_page);
+  m.def("machine_memory", [] {
+    const auto memory = machine_memory();
+    return std::make_tuple(memory.cap, memory.run, memory.process);
+  });
+  m.def("before_finalization", &before_finalization, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("set_memory_fraction", [](int index, double fraction) {
     set_memory_fraction(static_cast<c10::DeviceIndex>(index), fraction);

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "allocator.h"
+#include "machine_memory.h"
 #include "out_of_memory.h"
 #include "stream.h"
 
@@ -99,13 +100,20 @@ std::pair<Block*, Totals> BlockPool::take(size_t nbytes, c10::Stream stream) {
   if (block == nullptr) {
     block = take_idle(rounded, stream.id());
   }
+  auto whose = Short::kDevice;
   if (block == nullptr) {
-    block = take_fresh(nbytes, rounded);
+    block = take_fresh(nbytes, rounded, whose);
+  }
+  if (block == nullptr && whose == Short::kMachine) {
+    lock.unlock(); // other devices of this process may hold idle memory
+    device_allocator()->emptyCache();
+    lock.lock();
+    block = take_fresh(nbytes, rounded, whose);
   }
   if (block == nullptr) {
     stats_.num_ooms += 1;
     lock.unlock();
-    raise_out_of_memory(*this, nbytes);
+    raise_out_of_memory(*this, nbytes, whose);
   }
   block->requested = nbytes;
   block->rounded = rounded;
@@ -269,14 +277,14 @@ Block* BlockPool::take_dangerous(size_t rounded, c10::Stream stream) {
   return chosen;
 }
 
-Block* BlockPool::take_fresh(size_t nbytes, size_t rounded) {
-  const auto has_room = [&] { return total(stats_.reserved_bytes) + rounded <= allowance(); };
-  if (!has_room()) {
+Block* BlockPool::take_fresh(size_t nbytes, size_t rounded, Short& whose) {
+  void* memory = take_from_host(rounded, whose);
+  if (memory == nullptr) {
     stats_.num_alloc_retries += 1;
     release_idle();
+    memory = take_from_host(rounded, whose);
   }
-  void* memory = nullptr;
-  if (!has_room() || posix_memalign(&memory, kBlockAlignment, sizeof(Block) + rounded) != 0) {
+  if (memory == nullptr) {
     return nullptr;
   }
   auto* block = new (memory) Block{this, rounded, nbytes, rounded, next_serial.fetch_add(1), 0, nullptr};
@@ -288,6 +296,24 @@ Block* BlockPool::take_fresh(size_t nbytes, size_t rounded) {
   increase(stats_.segment, rounded, 1);
   stats_.num_device_alloc += 1;
   return block;
+}
+
+void* BlockPool::take_from_host(size_t rounded, Short& whose) const {
+  const size_t held = total(stats_.reserved_bytes), allowed = allowance();
+  if (held > allowed || rounded > allowed - held) {
+    whose = Short::kDevice;
+    return nullptr;
+  }
+  whose = Short::kMachine;
+  if (!take_from_machine(rounded)) {
+    return nullptr;
+  }
+  void* memory = nullptr;
+  if (posix_memalign(&memory, kBlockAlignment, sizeof(Block) + rounded) != 0) {
+    return_to_machine(rounded);
+    return nullptr;
+  }
+  return memory;
 }
 
 // No stream uses the block any more.
@@ -356,6 +382,7 @@ void BlockPool::release(Block* block) {
     std::unique_lock<std::shared_mutex> lock(block_index().mutex);
     block_index().blocks.erase(static_cast<const char*>(block->data()));
   }
+  return_to_machine(block->capacity);
   block->~Block();
   std::free(block);
 }

@@ -33,6 +33,9 @@ constexpr size_t kBlockAlignment = 64;
 
 class BlockPool;
 
+// Whose memory is too short for a request: see machine_memory.h.
+enum class Short : uint8_t { kDevice, kMachine };
+
 // Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
 // which torch's interface frees without a context.
 struct alignas(kBlockAlignment) Block {
@@ -78,7 +81,7 @@ struct Totals {
 // Safe to call from any thread.
 class BlockPool {
  public:
-  explicit BlockPool(c10::DeviceIndex device) : device_(device) {}
+  BlockPool(c10::DeviceIndex device, size_t limit) : device_(device), limit_(limit) {}
 
   c10::DeviceIndex device() const { return device_; }
 
@@ -114,7 +117,8 @@ class BlockPool {
   Totals totals() const;
   Block* take_idle(size_t rounded, c10::StreamId home);
   Block* take_dangerous(size_t rounded, c10::Stream stream);
-  Block* take_fresh(size_t nbytes, size_t rounded); // nullptr past what is allowed
+  Block* take_fresh(size_t nbytes, size_t rounded, Short& whose); // nullptr past what is allowed
+  void* take_from_host(size_t rounded, Short& whose) const;       // likewise
   size_t allowance() const;
   void settle(Block* block);
   void make_idle(Block* block);
@@ -124,7 +128,7 @@ class BlockPool {
   void count_taken(const Block& block);
   const c10::DeviceIndex device_;
   std::mutex mutex_;
-  size_t limit_ = size_t{16} << 30;
+  size_t limit_;
   double fraction_ = 1;
   size_t idle_bytes_ = 0;
   std::unordered_map<uint64_t, std::vector<Block*>> idle_;           // by home and capacity, newest last

@@ -17,6 +17,7 @@
 
 #include "block_pool.h"
 #include "call_stack.h"
+#include "machine_memory.h"
 #include "memory_history.h"
 
 namespace torch_ext::sim {
@@ -83,9 +84,21 @@ std::string list_of(const std::vector<std::pair<std::string, Held>>& held) {
   return text;
 }
 
+std::string message_of_machine(size_t nbytes) {
+  const auto memory = machine_memory();
+  if (memory.cap == 0) {
+    return c10::str("sim out of memory: the machine's, not the device's. The host refused ", readable(nbytes), ".");
+  }
+  return c10::str(
+      "sim out of memory: the machine's, not the device's. Tried to allocate ", readable(nbytes),
+      ". The processes of this run hold ", readable(memory.run), " on simulated devices together, this one ",
+      readable(memory.process), "; they may hold ", readable(memory.cap),
+      ", by default 80 % of what the machine or its cgroup had available when the run began.");
+}
+
 } // namespace
 
-void raise_out_of_memory(BlockPool& pool, size_t nbytes) {
+void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
   const auto stats = pool.stats();
   const auto current = [](const c10::CachingAllocator::StatArray& array) {
     return static_cast<size_t>(array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
@@ -100,6 +113,11 @@ void raise_out_of_memory(BlockPool& pool, size_t nbytes) {
   const auto advice = is_recording_memory()
       ? ""
       : " To see the lines that allocated it, call torch.sim.memory._record_memory_history() first.";
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, whose == Short::kDevice, message_of_machine(nbytes),
+      held.empty() ? "" : "\nAllocated by tensors of this process, most first:", list_of(held),
+      held.empty() ? " " : "\n", "Free tensors, use fewer ranks, or bound each device with --memory SIZE. ",
+      "TORCH_EXT_SIM_MACHINE_MEMORY=BYTES sets another cap.", advice);
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, "sim out of memory. Tried to allocate ", readable(nbytes),
       ". Device sim:", static_cast<int>(pool.device()), " has a total capacity of ", readable(limit), " of which ",

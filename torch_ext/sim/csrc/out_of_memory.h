@@ -7,7 +7,7 @@
 
 namespace torch_ext::sim {
 
-// Raises OutOfMemoryError, which says what holds the memory of `pool`. Called with no lock held.
-[[noreturn]] void raise_out_of_memory(BlockPool& pool, size_t nbytes);
+// Raises OutOfMemoryError, which says whose memory is short and what holds that of `pool`. Called with no lock held.
+[[noreturn]] void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose);
 
 } // namespace torch_ext::sim

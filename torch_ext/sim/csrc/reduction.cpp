@@ -50,8 +50,7 @@ bool is_bitwise(const ReduceOp& op) {
 }
 
 at::Tensor factor_of(const ReduceOp& op) {
-  // The name of torch 2.11, which later releases keep beside the one without NCCL.
-  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(
       supplement != nullptr,
       "PREMUL_SUM without a factor: make the operation with torch.distributed._make_nccl_premul_sum.");

@@ -34,13 +34,6 @@ namespace {
 
 using c10d::OpType;
 
-// Torch before 2.13 has no name of its own for this operation.
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-constexpr OpType kReduceScatterTensors = OpType::COALESCED;
-#else
-constexpr OpType kReduceScatterTensors = OpType::REDUCE_SCATTER_TENSOR_COALESCED;
-#endif
-
 Tensors flatten(const TensorLists& lists) {
   Tensors flat;
   for (const auto& list : lists) {
@@ -268,7 +261,7 @@ class SimCCL final : public Launcher {
       calls.push_back(whole_scatter_of(outputs[i], inputs[i], kName, options));
     }
     return launch(
-        {kReduceScatterTensors, kName, inputs, outputs, options.asyncOp,
+        {OpType::REDUCE_SCATTER_TENSOR_COALESCED, kName, inputs, outputs, options.asyncOp,
          with_timeout(std::move(calls), options.timeout)});
   }
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 # Draw from the device's own generator, for some samples at least. A call that did draw is compared by shapes, types and
 # devices; one that did not, by values. An operator that is not named here may not draw.
 RANDOM = frozenset(
@@ -81,8 +79,6 @@ GPU_ONLY = frozenset(
         "nn.functional.batch_norm.without_cudnn",
         "torch.ops.aten._efficient_attention_forward",
         "torch.ops.aten._flash_attention_forward",
-        # Has kernels for the host since 2.13.
-        *(["torch._scaled_mm_v2"] if torch.__version__ < (2, 13) else []),
     }
 )
 
@@ -114,11 +110,4 @@ REFUSED_BY_HOST = {
     "nn.functional.embedding": "scale_grad_by_freq not supported with sparse gradients",
     "nn.functional.embedding_bag": "scale_grad_by_freq not supported with sparse gradients",
     "scatter": "derivative for aten::scatter is not implemented",
-}
-
-# Operators named above that older releases lack, with the first release that must have them.
-SINCE = {
-    "nn.functional.linear_cross_entropy": (2, 13),
-    "nn.functional.linear_cross_entropy.chunked": (2, 13),
-    "nn.functional.linear_cross_entropy.chunked_none": (2, 13),
 }

@@ -66,7 +66,6 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.skipif("LOCAL_RANK" in os.environ, reason="a launcher has chosen the device")
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot flatten what its attention flattens")
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_causal_attention_of_dtensors_matches_that_of_tensors(world_of_one: None, requires_grad: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh

@@ -18,11 +18,6 @@ import torch_ext.sim  # noqa: F401 - registers the device
 SIM: Any = torch.get_device_module("sim")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 13),
-    reason="torch takes no profilers of devices from outside before 2.13",
-)
-
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Any]:

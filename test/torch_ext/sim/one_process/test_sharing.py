@@ -23,7 +23,6 @@ def _double(given: Any, answers: Any) -> None:
     given.get()  # the sender's memory stays until it is done
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="is_shared() of torch 2.11 knows the host's memory only")
 def test_both_processes_see_what_either_writes() -> None:
     context = mp.get_context("spawn")
     given, answers = context.Queue(), context.Queue()

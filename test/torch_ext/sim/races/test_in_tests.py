@@ -155,21 +155,6 @@ class TestStanding(Standing):
 
     def test_4_fixed(self):
         race(fixed=True)
-
-
-class TestReused(One):
-    def test_1_fixed(self):
-        race(fixed=True)
-
-    def test_2_race(self):
-        race()
-
-    def test_3_fixed(self):
-        race(fixed=True)
-
-    def test_4_race_then_skip(self):
-        race()
-        self.skipTest("not now")
 """
 )
 IMPORTS = """
@@ -204,14 +189,9 @@ def check(run: Run, tests: int) -> None:
 def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> None:
     with programs(tmp_path, IMPORTS + RANKS) as suite:
         run = suite.run(extra=SIM)
-        check(run, tests=28)
+        check(run, tests=24)
         assert "the numbers are wrong" in run.text["test_race_then_error"]
         suite.assert_nothing_left()
-
-
-def test_a_race_fails_its_test_in_ranks_that_serve_others_too(tmp_path: Path) -> None:
-    with programs(tmp_path, IMPORTS + RANKS) as suite:
-        check(suite.run("--reuse", "class", "-k", "TestReused", extra=SIM), tests=4)
 
 
 def test_races_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""A program that ran a backward on ``sim`` ends with its own exit code, however it was started and however it ends.
+
+In the programs here a device thread is sure to need Python after finalization has begun, unless the exit function of
+Note [Threads at exit] (``csrc/finalization.h``) lets it finish.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+SIM = "import atexit, os, signal, sys, threading, time\nimport torch\nimport torch_ext.sim\n"
+BACKWARD = """
+import sys, torch
+def backward(device="sim"):
+    a = torch.ones(3, 3, device=device, requires_grad=True)
+    (a @ a).sum().backward()
+"""
+# A graph task holds a copy of the context. Where a device thread is the last to drop it, it waits then until Python
+# finalizes, or for a second, and needs the interpreter's lock afterwards.
+LATE = """
+import contextvars, ctypes, os, select, sys, threading, time
+value, main, late, limit_s = contextvars.ContextVar("value"), threading.get_ident(), [], 1
+reader, writer = os.pipe()
+class Late:
+    def __del__(self):
+        if threading.get_ident() != main:
+            late.append(1)
+            select.select([reader], [], [], limit_s)
+class Finalization:
+    def __del__(self, write=os.write, writer=writer, usleep=ctypes.PyDLL(None).usleep):
+        write(writer, b"now")
+        usleep(500_000)
+def end_late():
+    late.clear()
+    while not late:
+        token = value.set(Late())
+        backward()
+        value.reset(token)
+        time.sleep(0.05)  # else the next backward waits for the thread
+sys.modules["finalization"] = Finalization()
+end_late()
+"""
+UNMENDED = "from torch_ext.sim import _native\natexit.unregister(_native.before_finalization)\n"
+ABORTED = "terminate called without an active exception"
+
+# What ends the program after its backward, the exit code, and what is printed.
+ENDS: dict[str, tuple[str, int, str]] = {
+    "at its end": ("", 0, ""),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "an exception": ("raise ValueError('mine')", 1, "ValueError: mine"),
+    "Ctrl-C": ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+    "several devices": ("[backward(f'sim:{index}') for index in range(4)]", 0, ""),
+    "an exception in backward": (
+        """
+def fail(grad): raise ValueError("in backward")
+a = torch.ones(3, device="sim:1", requires_grad=True)
+b = a * 2
+b.register_hook(fail)
+b.sum().backward()
+""",
+        1,
+        "ValueError: in backward",
+    ),
+    "reentrant backward, in threads of their own": (
+        """
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, device="sim", requires_grad=True)
+                Deep.apply(x, ctx.depth - 1).sum().backward()
+        return grad, None
+Deep.apply(torch.ones(1, device="sim", requires_grad=True), 80).sum().backward()
+""",
+        0,
+        "",
+    ),
+    "exit functions": (
+        "atexit.register(print, 'later', flush=True)",
+        0,
+        "later\nearlier\n",
+    ),
+    "daemon threads in a backward": (
+        """
+def train():
+    while True: backward()
+sys.setswitchinterval(1e-4)
+for _ in range(3): threading.Thread(target=train, daemon=True).start()
+time.sleep(0.2)
+""",
+        0,
+        "",
+    ),
+    "daemon threads that know no device": (
+        """
+def train():
+    while True: backward("cpu")
+sys.setswitchinterval(1e-4)
+for _ in range(3): threading.Thread(target=train, daemon=True).start()
+time.sleep(0.2)
+""",
+        0,
+        "",
+    ),
+    "exit functions called twice": (
+        "from torch_ext.sim import _native\n_native.before_finalization()\nbackward()",
+        0,
+        "",
+    ),
+    "anomaly mode": ("with torch.autograd.detect_anomaly(): backward()", 0, ""),
+    "a default device": ("torch.set_default_device('sim:2'); backward()", 0, ""),
+}
+# Registered before the simulator: this function runs after its own.
+EARLIER = """
+import atexit
+def earlier():
+    print("earlier", flush=True)
+    backward()
+atexit.register(earlier)
+"""
+
+MAIN = "\nif __name__ == '__main__':\n"
+FORKED = """
+child = os.fork()
+if not child:
+    import sys
+    KEEP
+    sys.exit(0)
+sys.exit(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+""".replace("    KEEP", LATE.replace("\n", "\n    "))
+SPAWNED = """
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join()
+    sys.exit(abs(child.exitcode))
+"""
+DDP = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("simccl")
+torch.sim.set_device(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Linear(3, 3).to("sim"))
+model(torch.ones(2, 3, device="sim")).sum().backward()
+dist.destroy_process_group()
+"""
+WORK = "def work():" + LATE.replace("\n", "\n    ") + "\n"
+PYTHON = (sys.executable,)
+# The program and what starts it.
+WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "script": (SIM + BACKWARD + LATE, PYTHON),
+    "by a variable": (BACKWARD + LATE, PYTHON),
+    "torchrun": (
+        SIM + BACKWARD + DDP + LATE,
+        (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    ),
+    "torch_ext run": (BACKWARD + DDP + LATE, (*PYTHON, "-m", "torch_ext", "run", "-n", "2")),
+    "forked": (SIM + BACKWARD + FORKED, PYTHON),
+    "spawned": (SIM + BACKWARD + WORK + MAIN + SPAWNED, PYTHON),
+    "pytest": (
+        SIM + BACKWARD + WORK + "def test_backward():\n    work()\n",
+        (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    ),
+}
+
+
+def run(program: str, folder: Path, command: tuple[str, ...] = PYTHON) -> tuple[int, str]:
+    file = folder / "test_program.py"
+    file.write_text(program, encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if "import torch_ext" not in program and command == PYTHON:
+        environment["TORCH_EXT_SIM"] = "1"
+    done = subprocess.run(
+        [*command, str(file)], env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -> None:
+    text, code, shown = ENDS[end]
+    before = EARLIER if end == "exit functions" else ""
+    ended, output = run(before + SIM + BACKWARD + LATE + text, tmp_path)
+    assert (ended, ABORTED in output) == (code, False), output
+    assert shown in output
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_ends_well_however_it_was_started(way: str, tmp_path: Path) -> None:
+    code, output = run(WAYS[way][0], tmp_path, WAYS[way][1])
+    assert (code, ABORTED in output) == (0, False), output
+
+
+# Ranks of `torch_ext run` end without finalization.
+FINALIZED = [way for way in WAYS if way != "torch_ext run"]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way == "script" else pytest.mark.long) for way in FINALIZED]
+)
+def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
+    text, command = WAYS[way]
+    code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, command)
+    # Of the process itself, of its child, or of a worker of torchrun's, which tells the exit code of that.
+    assert code in (-signal.SIGABRT, signal.SIGABRT) or "SIGABRT" in output, output
+    assert ABORTED in output or "Fatal Python error: PyEval_SaveThread" in output, output
+
+
+def test_the_exit_function_starts_no_threads(tmp_path: Path) -> None:
+    count = "print(len(os.listdir('/proc/self/task')))\n"
+    code, output = run(
+        SIM + count + "from torch_ext.sim import _native\n_native.before_finalization()\n" + count, tmp_path
+    )
+    before, after = output.split()
+    assert (code, before) == (0, after)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_many_programs_under_load(way: str, tmp_path: Path) -> None:
+    """500 scripts, and 60 of each other way, eight at a time. Threads are late by chance only, as in real programs."""
+    times = 500 if way == "script" else 60
+    text, command = WAYS[way]
+    text = text.replace("end_late()\n", "backward()\n")
+
+    def once(number: int) -> tuple[int, str]:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        return run(text, folder, command)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        ended = list(pool.map(once, range(times)))
+    assert [output for code, output in ended if code or ABORTED in output] == []
