@@ -12,7 +12,7 @@ from importlib import metadata
 
 __all__ = ["UntestedTorchWarning", "untested_torch"]
 
-_OLDEST, _NEWEST = (2, 11), (2, 15)
+_OLDEST, _NEWEST = (2, 13), (2, 15)
 
 # A release, with or without a local version ("2.13.0+cpu"). Nightly and source builds have letters before the plus.
 _RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)*(\.post\d+)?(\+.*)?")

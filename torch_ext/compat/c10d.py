@@ -12,6 +12,8 @@ from torch_ext.compat._lookup import lazy_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
     from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group, _get_default_store
 
     # Missing from torch's stubs.
@@ -38,9 +40,12 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
-def watch_groups(made: Callable[[float, float], None]) -> None:
+def watch_groups(
+    made: Callable[[float, float], None], destroyed: Callable[[list[str]], None], wrap: Wrap = lambda make: make
+) -> None:
     """Have ``made`` called whenever a process group has been made in this process, with its beginning and its end by
-    ``time.monotonic``.
+    ``time.monotonic``; and ``destroyed``, whenever groups have been, with their names, or none for all. Torch's
+    function that makes a group is replaced by what ``wrap`` returns for it.
     """
     from torch.distributed import distributed_c10d
 
@@ -48,19 +53,36 @@ def watch_groups(made: Callable[[float, float], None]) -> None:
     if make is None or make.__module__ == __name__:
         return
 
+    wrapped = wrap(make)
+
     @functools.wraps(make, assigned=("__name__", "__qualname__", "__doc__"))
     def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         began_s = time.monotonic()
-        group = make(*args, **kwargs)
+        group = wrapped(*args, **kwargs)
         made(began_s, time.monotonic())
         return group
 
     distributed_c10d._new_process_group_helper = _new_process_group_helper
+    forget_one, forget_all = distributed_c10d._unregister_process_group, distributed_c10d._unregister_all_process_groups
+
+    @functools.wraps(forget_one)
+    def _unregister_process_group(name: Any) -> None:
+        forget_one(name)
+        destroyed([str(name)])
+
+    @functools.wraps(forget_all)
+    def _unregister_all_process_groups() -> None:
+        forget_all()
+        destroyed([])
+
+    torch_c10d: Any = distributed_c10d
+    torch_c10d._unregister_process_group = _unregister_process_group
+    torch_c10d._unregister_all_process_groups = _unregister_all_process_groups
 
 
-def bind_gloo(interface: str, address: Callable[[], str]) -> None:
+def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda make: make) -> None:
     """Have gloo listen at ``address()`` wherever it would take the first address of ``interface``, in this process. An
-    empty address leaves it to torch.
+    empty address leaves it to torch. What makes a group or a device is replaced by what ``wrap`` returns for it.
 
     Groups whose devices a test has made itself, of other interfaces or names, are left alone.
     """
@@ -71,9 +93,10 @@ def bind_gloo(interface: str, address: Callable[[], str]) -> None:
     from torch.distributed import ProcessGroupGloo
 
     Gloo: Any = ProcessGroupGloo  # the stubs lack what is private
-    make_group, make_device = Gloo.__init__, Gloo.create_device
-    if hasattr(make_group, "__wrapped__"):
+    if hasattr(Gloo.__init__, "__wrapped__"):
         return
+    make_group, make_device = wrap(Gloo.__init__), wrap(Gloo.create_device)
+    Gloo.create_default_device = staticmethod(wrap(Gloo.create_default_device))
     loopback = (interface, "localhost", "127.0.0.1")
 
     @functools.wraps(make_group)

@@ -38,10 +38,7 @@ __getattr__ = lazy_names(
         "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode",),
         "TrainingState": ("torch.distributed.fsdp._common_utils:TrainingState",),
         "_gather_state_dict": ("torch.distributed._state_dict_utils:_gather_state_dict",),
-        "checkpoint": (
-            "torch.distributed._composable:checkpoint",
-            "torch.distributed._composable.checkpoint_activation:checkpoint",
-        ),
+        "checkpoint": ("torch.distributed._composable:checkpoint",),
         "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",),
         "dynamo_config": ("torch._dynamo:config",),
         "param_group": ("torch.distributed.fsdp._fully_shard:_fsdp_param_group",),

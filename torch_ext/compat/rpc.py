@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch_ext.compat._lookup import lazy_names
 
@@ -34,9 +36,21 @@ __all__ = [
     "set_rpc_timeout",
     "use_rpc_pickler",
     "wait_all",
+    "watch_agents",
 ]
 
 _HOME = "torch.distributed.rpc"
+
+
+def watch_agents(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have what starts an agent of RPC replaced by what ``wrap`` returns for it, in this process. Idempotent. Does
+    nothing in a torch without RPC.
+    """
+    functions: Any = sys.modules.get(f"{_HOME}.api")
+    start = getattr(functions, "_set_and_start_rpc_agent", None)
+    if start is not None and not hasattr(start, "__wrapped__"):
+        functions._set_and_start_rpc_agent = wrap(start)
+
 
 __getattr__ = lazy_names(
     __name__,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from torch.testing._internal.common_utils import FILE_SCHEMA
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.multi_threaded_pg import (
-        ProcessLocalGroup,
         _install_threaded_pg,
         _uninstall_threaded_pg,
     )
@@ -25,14 +28,13 @@ __all__ = [
     "FILE_SCHEMA",
     "TEST_SKIPS",
     "FakeStore",
-    "ProcessLocalGroup",
+    "ThreadedWorld",
     "_install_threaded_pg",
     "_uninstall_threaded_pg",
     "around_threaded_collectives",
-    "compare_threaded_collectives",
-    "complete_threaded_world",
     "keep_upstream",
     "prepare_for_threads",
+    "separate_threaded_worlds",
     "upstream_module",
     "upstream_name",
 ]
@@ -44,13 +46,17 @@ _THREADED = "torch.testing._internal.distributed.multi_threaded_pg"
 _PLACES = {
     "FILE_SCHEMA": (f"{_UTILS}:FILE_SCHEMA",),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
-    "ProcessLocalGroup": (f"{_THREADED}:ProcessLocalGroup",),
     "TEST_SKIPS": (f"{_DISTRIBUTED}:TEST_SKIPS",),
     "_install_threaded_pg": (f"{_THREADED}:_install_threaded_pg",),
     "_uninstall_threaded_pg": (f"{_THREADED}:_uninstall_threaded_pg",),
 }
 
 __getattr__ = lazy_names(__name__, _PLACES)
+
+# How many of a rank's last collectives of a group are known.
+_MOST_CALLED = 16
+# Seconds for the other ranks to call the collective in which two differ.
+_ALL_COME_S = 1.0
 
 _kept: dict[str, ModuleType] = {}
 
@@ -80,13 +86,6 @@ def keep_upstream(name: str) -> None:
             __getattr__(each)
 
 
-def complete_threaded_world() -> None:
-    """Add ``comms``, which ``destroy_process_group`` clears, to torch's threaded world. torch 2.11 lacks it."""
-    world = importlib.import_module(_THREADED).ThreadLocalWorld
-    if not hasattr(world, "comms"):
-        world.comms = property(lambda _: [])  # threaded groups have no communicators
-
-
 def around_threaded_collectives(around: Callable[..., AbstractContextManager[None]]) -> Callable[[], None]:
     """Enter a context around each rank's part of each collective of torch's threaded group.
 
@@ -112,36 +111,138 @@ def around_threaded_collectives(around: Callable[..., AbstractContextManager[Non
     return undo
 
 
-def compare_threaded_collectives() -> None:
-    """Have a rank of torch's threaded group fail that calls another collective than the rank that began it. Idempotent.
+class ThreadedWorld:
+    """The collectives of one test whose ranks are threads.
 
-    The group itself does for all ranks what the first one has called, whatever the others have.
+    Torch keeps those of all tests in one place, by the name of the group. So a thread of a test that has timed out
+    would take part in a collective of the next test, whose groups have the same names.
+
+    Args:
+        line_here: returns the user's line that the calling thread is in, for messages; empty if there is none.
+    """
+
+    def __init__(self, line_here: Callable[[], str]) -> None:
+        self._line_here = line_here
+        self._terminate = threading.Event()  # the name by which torch's collectives ask for it
+        self._begun: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._called: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and group
+        self._groups: dict[str, list[int]] = {}
+
+    def end(self) -> None:
+        """Wake the ranks from their collectives, which raise SystemExit from now on. Idempotent."""
+        self._terminate.set()
+        with self._changed:
+            begun = list(self._begun.values())
+            self._changed.notify_all()
+        for collective in begun:
+            for condition in (collective._start_cond, collective._done_cond):
+                with condition:
+                    condition.notify_all()
+
+    def start(self, collective: Any, group: Any) -> Any:
+        """Return the collective of ``group`` that the calling rank is to join.
+
+        Raises:
+            RuntimeError: another rank has called another one.
+            SystemExit: the world has ended.
+        """
+        here = importlib.import_module("torch").distributed.get_rank()
+        with self._changed:
+            if self._terminate.is_set():
+                sys.exit("Test termination event occurs: this thread belongs to a test that is over.")
+            begun = self._begun.get(group.pg_name)
+            if begun is None:
+                begun = importlib.import_module(_THREADED).Collective(group.size(), collective, self)
+                begun.calls = {}
+                self._begun[group.pg_name] = begun
+            begun.calls[here] = _described(collective), self._line_here()
+            self._note_call(here, group, collective)
+            self._changed.notify_all()
+            if begun.calls[here][0] != _described(begun._collective):
+                # What most ranks call is known once all have come.
+                self._changed.wait_for(lambda: len(begun.calls) == group.size(), _ALL_COME_S)
+                calls = "; ".join(
+                    f"rank {rank} called {call}{f' at {line}' if line else ''}"
+                    for rank, (call, line) in sorted(begun.calls.items())
+                )
+                raise RuntimeError(
+                    f"the ranks differ in a collective of group {group.pg_name!r}: {calls}. "
+                    "Have all ranks of a group call the same collectives in the same order."
+                )
+        return begun
+
+    def finish(self, collective: Any, group: Any) -> None:
+        """Forget ``collective``, of which a rank has the result. The first one does it for all."""
+        with self._changed:
+            if self._begun.get(group.pg_name) is collective:
+                del self._begun[group.pg_name]
+            here = importlib.import_module("torch").distributed.get_rank()
+            self._called[here, group.pg_name][-1]["retired"] = True
+
+    def record(self, rank: int) -> str:
+        """Return the collectives of a rank as its flight record would have them, in JSON."""
+        with self._changed:
+            entries = [entry for (of, _), called in self._called.items() if of == rank for entry in called]
+            return json.dumps({"entries": entries, "groups": self._groups})
+
+    def _note_call(self, rank: int, group: Any, collective: Any) -> None:
+        name = group.pg_name
+        if name not in self._groups:
+            self._groups[name] = importlib.import_module("torch").distributed.get_process_group_ranks(group)
+        called = self._called.setdefault((rank, name), [])
+        number = called[-1]["collective_seq_id"] + 1 if called else 1
+        called.append(
+            {
+                "process_group": [name, "default_pg" if name == "0" else ""],
+                "collective_seq_id": number,
+                "profiling_name": f"threaded:{_name(collective)}",
+            }
+        )
+        del called[:-_MOST_CALLED]
+
+
+def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorld | None]) -> None:
+    """Have the threads for which ``world_of`` knows a world meet only in that one, and their collectives be compared:
+    torch's group does for all ranks what the first one has called, whatever the others have. Idempotent.
+
+    Threads that ranks start, such as autograd's, belong to the world in which their group was used first.
     """
     group: Any = importlib.import_module(_THREADED).ProcessLocalGroup
-    start = group._start_coll.__func__
+    start, finish = group._start_coll.__func__, group._end_coll.__func__
     if hasattr(start, "__wrapped__"):
         return
 
-    @functools.wraps(start)
-    def start_alike(cls: Any, collective: Any, pg: Any) -> Any:
-        here = importlib.import_module("torch").distributed.get_rank()
-        begun = start(cls, collective, pg)
-        if begun._collective is collective:
-            begun.begun_by = here
-        elif (called := _described(collective)) != (expected := _described(begun._collective)):
-            raise RuntimeError(
-                f"the ranks differ in a collective of group {pg.pg_name!r}: rank {here} called {called}, and rank "
-                f"{begun.begun_by} {expected}. Have all ranks of a group call the same collectives in the same order."
-            )
-        return begun
+    def world_for(pg: Any) -> ThreadedWorld | None:
+        world = world_of(threading.current_thread()) or getattr(pg, "_torch_ext_world", None)
+        pg._torch_ext_world = world
+        return world
 
-    group._start_coll = classmethod(start_alike)
+    @functools.wraps(start)
+    def start_in_world(cls: Any, collective: Any, pg: Any) -> Any:
+        world = world_for(pg)
+        return start(cls, collective, pg) if world is None else world.start(collective, pg)
+
+    @functools.wraps(finish)
+    def finish_in_world(cls: Any, collective: Any, pg: Any) -> None:
+        world = world_for(pg)
+        if world is None:
+            finish(cls, collective, pg)
+        else:
+            world.finish(collective, pg)
+
+    group._start_coll, group._end_coll = classmethod(start_in_world), classmethod(finish_in_world)
 
 
 def _described(collective: Any) -> str:
     own = vars(collective)
     known = [f"{name}={own[name]}" for name in ("src", "dst") if name in own]
-    return f"{type(collective).__name__}({', '.join(known)})"
+    return f"{_name(collective)}({', '.join(known)})"
+
+
+def _name(collective: Any) -> str:
+    """Return what a user calls a collective of torch's threaded group, such as ``all_reduce`` for ``AllReduce``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(collective).__name__).lower()
 
 
 def _reads_and_writes(collective: Any, rank: int, data: Any) -> tuple[list[Any], list[Any]]:
@@ -166,7 +267,7 @@ def prepare_for_threads() -> None:
     """Replace CUDA's device guard before there are threads, if torch's fake tensors would replace it later.
 
     On a machine without a GPU, every fake mode replaces the process's CUDA guard by one that does nothing. Two threads
-    that do so at the same time crash the process (seen with a CUDA build of torch 2.11).
+    that do so at the same time crash the process (seen with a CUDA build).
     """
     torch = importlib.import_module("torch")
     exchange = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)

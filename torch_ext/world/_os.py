@@ -1,4 +1,5 @@
-"""Every operating-system call that the world makes beyond what Python offers on all systems.
+"""Every operating-system call that the world makes beyond what Python offers on all systems, and those that tests put
+others in the place of: taken from here, they are what they were before a test module was imported.
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. On Linux everything here works;
 elsewhere the functions say so through :data:`CAN_FORK` or return nothing, and ranks are fresh interpreters.
@@ -14,15 +15,16 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from typing import IO
+from collections.abc import Callable
+from os import fork, getpid, getppid, waitpid
+from time import monotonic, sleep
+from typing import IO, ParamSpec, TypeVar
 
 __all__ = [
     "CAN_FORK",
     "SUPPORTED",
     "adopt_orphans",
     "children_of",
-    "collapse_memory",
     "command_line",
     "computed_s",
     "delayed_s",
@@ -32,31 +34,41 @@ __all__ = [
     "environment_at_start",
     "environment_of",
     "flush_output",
+    "fork",
+    "getpid",
+    "getppid",
     "group_of",
     "is_ending",
     "is_stopped",
     "lead_process_group",
-    "own_children",
+    "lists_children",
+    "monotonic",
     "require_supported",
     "signal_name",
-    "stand_for",
+    "sleep",
     "starved_s",
     "stat_of",
     "tasks",
     "umask",
     "unnamed_file",
+    "waitpid",
     "watch_exit",
+    "with_room",
 ]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 SUPPORTED = sys.platform != "win32"
 CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-_MADV_COLLAPSE = 25
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
-_HUGE_PAGE_BYTES = 2 << 20
+
+
+# Python's own recursion limit.
+_FRAMES = 1000
 
 
 def require_supported() -> None:
@@ -81,7 +93,7 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel end this process when the thread that started it ends; exit now if ``parent`` is gone already."""
     if CAN_FORK:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
+        if getppid() != parent:
             os._exit(1)
 
 
@@ -100,22 +112,16 @@ def adopt_orphans() -> None:
 def children_of(pid: int) -> list[int]:
     """Return the pids of the live and unreaped children of ``pid``; empty if it is gone or the system cannot tell."""
     found: list[int] = []
-    try:
+    with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as stream:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as stream:
                 found.extend(int(child) for child in stream.read().split())
-    except OSError:
-        pass
     return found
 
 
-def own_children() -> list[int]:
-    """Return the children of this process that its own code has started: not the one that keeps track of
-    multiprocessing's shared memory.
-    """
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    known = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
-    return [child for child in children_of(os.getpid()) if child != known]
+def lists_children() -> bool:
+    """Whether :func:`children_of` finds any on this system."""
+    return os.path.exists(f"/proc/self/task/{getpid()}/children")
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -176,63 +182,17 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def tasks() -> int:
-    """Return how many threads, native ones included, this process has."""
+def tasks(pid: int = 0) -> int:
+    """Return how many threads, native ones included, ``pid`` has; by default this process. 0 if it is gone."""
     try:
-        return len(os.listdir("/proc/self/task"))
+        return len(os.listdir(f"/proc/{pid or 'self'}/task"))
     except OSError:
-        return threading.active_count()
-
-
-class _MemoryMap(ctypes.Structure):
-    """``struct prctl_mm_map`` of ``linux/prctl.h``."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
-        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
-        ("auxv_size", ctypes.c_uint32),
-        ("exe_fd", ctypes.c_uint32),
-    ]
-
-
-_started_with: dict[str, str] | None = None
-_shown: ctypes.Array[ctypes.c_char] | None = None
-
-
-def stand_for(environment: Mapping[str, str]) -> None:
-    """Have this process, and those that it forks, be known as one that was started with ``environment``.
-
-    CI systems such as Jenkins, and our own search for leftovers, read ``/proc/PID/environ`` to tell whose a process is.
-    Where the kernel refuses, or another thread runs, only :func:`environment_at_start` tells.
-    """
-    global _started_with
-    _started_with = dict(environment)
-    if tasks() == 1:  # another one might move the end of the heap meanwhile
-        with contextlib.suppress(OSError, IndexError):
-            _show_environment(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()))
-
-
-def _show_environment(variables: bytes) -> None:
-    global _shown
-    shown = ctypes.create_string_buffer(variables, len(variables))
-    fields = [int(field) if field.isdigit() else 0 for field in stat_of(os.getpid())]
-    # The numbers that proc(5) gives them, of which the list begins with the third.
-    start_code, end_code, start_stack = (fields[number - 3] for number in (26, 27, 28))
-    start_data, end_data, start_brk, arg_start, arg_end = (fields[number - 3] for number in range(45, 50))
-    libc, start = _libc(), ctypes.addressof(shown)
-    end_of_heap = ctypes.cast(libc.sbrk, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t))(0)
-    wanted = _MemoryMap(
-        start_code, end_code, start_data, end_data, start_brk, end_of_heap, start_stack,
-        arg_start, arg_end, start, start + len(variables), exe_fd=0xFFFFFFFF,
-    )  # fmt: skip
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), size, ctypes.c_size_t(0)) == 0:
-        _shown = shown
+        return 0 if pid else threading.active_count()
 
 
 def environment_at_start() -> dict[str, str]:
     """Return the environment that this process's program was started with, whatever has been set since."""
-    return dict(_started_with or environment_of(os.getpid()) or os.environ)
+    return dict(environment_of(getpid()) or os.environ)
 
 
 def watch_exit(pid: int) -> int:
@@ -251,9 +211,9 @@ def watch_exit(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether ``pid`` has been stopped by a signal or a debugger."""
+    """Whether ``pid`` has been stopped by a signal, and not by a debugger."""
     try:
-        return stat_of(pid)[0] in ("T", "t")
+        return stat_of(pid)[0] == "T"
     except (OSError, IndexError):
         return False
 
@@ -314,6 +274,23 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def with_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have ``function`` run with frames enough, whatever recursion limit the test that calls it has set."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        limit = sys.getrecursionlimit()
+        if limit >= _FRAMES:
+            return function(*args, **kwargs)
+        sys.setrecursionlimit(limit + _FRAMES)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.setrecursionlimit(limit)
+
+    return run
+
+
 def flush_output() -> None:
     """Write what this process has printed so far to where it goes. A test may have put anything there."""
     for stream in (sys.stdout, sys.stderr):
@@ -330,6 +307,7 @@ def umask() -> int:
 
 def unnamed_file() -> IO[bytes]:
     """Open a temporary file that has no name, so that nothing is left behind however its holders end. Writes append."""
+    os.makedirs(tempfile.gettempdir(), 0o700, exist_ok=True)  # a test may have removed it
     file = tempfile.TemporaryFile(prefix="torch_ext-", buffering=0)  # noqa: SIM115  # the caller closes it
     if SUPPORTED:
         import fcntl
@@ -337,24 +315,3 @@ def unnamed_file() -> IO[bytes]:
         # Otherwise writers share one file position with the reader, and would overwrite what it has gone back to read.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
-
-
-def collapse_memory() -> int:
-    """Gather this process's heap in huge pages and return how many. See Note [Huge pages].
-
-    Best effort: kernels before 6.1, or without huge pages, refuse, and nothing changes.
-    """
-    if not CAN_FORK:
-        return 0
-    libc, collapsed = _libc(), 0
-    with open("/proc/self/maps") as stream:
-        areas = [line.split() for line in stream]
-    for area in areas:
-        if area[1] != "rw-p" or (len(area) > 5 and area[5] != "[heap]"):
-            continue
-        start, end = (int(bound, 16) for bound in area[0].split("-"))
-        start = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        for page in range(start, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
-            refused = libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
-            collapsed += not refused
-    return collapsed

@@ -1,4 +1,4 @@
-"""Who kept whom waiting: found from what each rank called, and from what its threads wait for. Pure functions.
+"""Which rank is to blame, and the first line of a report. Pure functions.
 
 Note [Who is to blame for a hang]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -7,11 +7,10 @@ A rank that waits is rarely the one at fault. In this order:
 1. Ranks that create a process group need everyone: those who never came are to blame.
 2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few,
    else those whose body is over, if the others' is not: what they wait in is the harness's.
-3. A rank in an unfinished collective waits for every member of the group that has not called it, a rank in ``recv``
-   waits for its peer, and one that waits for what processes hold waits for those of them that are ranks. These are the
-   edges of a graph; a collective that raised an error has not ended in this sense. Those that are waited for and wait
-   for nobody are to blame. If there are none, the ranks are in a deadlock, and its cycle is shown; in it, a rank whose
-   body is over is to blame.
+3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
+   for its peer. These are the edges of a graph; a collective that raised an error has not ended in this sense. Those
+   that are waited for and wait for nobody are to blame. If there are none, the ranks are in a deadlock, and its cycle
+   is shown; in it, a rank whose body is over is to blame, or the few that wait in another collective than most.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -21,34 +20,46 @@ A rank that holds the GIL or has been stopped cannot tell what it called; then t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_ext.world.collectives import (
     Collective,
     Mismatch,
+    destroyed_at,
     first_mismatch,
+    minority,
     read_groups,
     read_record,
     uneven_sizes,
 )
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase
-from torch_ext.world.transport_errors import ran_out_of_time
+from torch_ext.world.transport_errors import disagreement, ran_out_of_time
 
-__all__ = ["find_blame"]
+__all__ = ["blame_absent", "find_blame", "find_disagreement"]
+
+# A wait in words, such as "all_reduce() in test_a (test_a.py:12)", or as the simulated device has it.
+_WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
+_WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
+_NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words. It is not one that all of them call if
-    they hold what is waited for.
+    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words.
+
+    Attributes:
+        call: what the user has called, and the line.
+        group: the process group, if it is a collective that all of them call.
     """
 
     waiting: int
     missing: tuple[int, ...]
     what: str
-    held: bool = False
+    call: tuple[str, str]
+    group: str = ""
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -57,14 +68,46 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
     See Note [Who is to blame for a hang].
     """
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
-    return (
+    found = (
         _creation(outcomes)
         or _difference(outcomes, records)
         or _waiting(outcomes, records)
-        or first_mismatch(records)
+        or _last_difference(outcomes, records)
         or _elsewhere(outcomes, records)
         or uneven_sizes(records)
     )
+    return _with_calls(found, outcomes) if found is not None and found.differ and not found.cause else found
+
+
+def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
+    """Return what ranks of one collective disagree on, by what the backend raised in each of ``failed``; None if it
+    raised nothing of the kind.
+
+    Each error tells the rank's own call and one that differs from it; the ranks of the smaller party are to blame.
+    """
+    told: dict[int, tuple[str, str]] = {}
+    for outcome in failed:
+        for rank, called, line in disagreement(_reason(outcome)):
+            told.setdefault(rank, (called, line))
+    parties: dict[str, list[int]] = {}
+    for rank, (call, _) in sorted(told.items()):
+        parties.setdefault(call, []).append(rank)
+    if len(parties) < 2:
+        return None
+    ranks = minority(parties.values())
+    calls = tuple((tuple(party), call) for call, party in parties.items())
+    lines = {rank: line for rank, (_, line) in told.items() if line}
+    lines |= {o.rank: o.receipt.place for o in failed if o.receipt and o.receipt.place and o.rank not in lines}
+    return Mismatch("", ranks, True, calls, _cause_of_calls(calls, ranks, lines))
+
+
+def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Sequence[Outcome]) -> Mismatch:
+    """Return that ``ranks`` kept ``waiting`` ones waiting, of which a backend or their not waiting tells."""
+    call = _call_of(waiting[0]) if waiting else ("", "")
+    return Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, [o.rank for o in waiting], call))
+
+
+# The ways to differ
 
 
 def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -72,11 +115,30 @@ def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
     others = [o.rank for o in outcomes if o not in creating]
     if not creating or not others:
         return None
-    where = next(wait.words for wait in creating[0].waits if wait.everyone)
-    who = ranks_phrase([o.rank for o in creating])
+    wait = next(wait for wait in creating[0].waits if wait.everyone)
+    who = [o.rank for o in creating]
+    if destroyed := _destroyed(outcomes, others, who, "", _split(wait.words)):
+        return destroyed
     return Mismatch(
-        f"{who} waited in {where}, which needs every rank; {ranks_phrase(others)} never came", tuple(others)
+        f"{ranks_phrase(who)} waited in {wait.words}, which needs every rank; {ranks_phrase(others)} never came",
+        tuple(others),
+        cause=_never_called(outcomes, others, who, _split(wait.words)),
     )
+
+
+def _destroyed(
+    outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], group: str, call: tuple[str, str]
+) -> Mismatch | None:
+    """Return that the ranks of ``absent`` that destroyed ``group``, if there are any, did so while others needed it."""
+    lines = {o.rank: line for o in outcomes if o.rank in absent and (line := destroyed_at(o.collectives, group))}
+    if not lines:
+        return None
+    ranks, verb = tuple(lines), "was" if len(waiting) == 1 else "were"
+    sentence = (
+        f"{ranks_phrase(ranks)} destroyed the process group at {lines[ranks[0]]}, while {ranks_phrase(waiting)} {verb} "
+        f"in {_in_words(call)}"
+    )
+    return Mismatch(sentence, ranks, cause=sentence)
 
 
 def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -86,13 +148,25 @@ def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Coll
     return found if found.ranks else _for_those_that_are_over(found, outcomes, [o.rank for o in outcomes])
 
 
+def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective that some rank has not called, whatever became of it elsewhere."""
+    found = first_mismatch(records)
+    if found is None or found.differ:
+        return found
+    waiting = [o.rank for o in outcomes if o.rank not in found.ranks and o.ending is not Ending.PASSED]
+    return replace(found, cause=_kept(outcomes, found.ranks, waiting, ("a collective", "")))
+
+
 def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
     """Blame those of ``ranks`` whose body is over, if it is not so for all of them: their peers wait for more."""
     over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
     if not over or len(over) == len(ranks):
         return found
     verb = "was over and waited for its peers" if len(over) == 1 else "were over and waited for their peers"
-    return replace(found, sentence=f"{found.sentence}; {ranks_phrase(over)} {verb}", ranks=over)
+    waiting = [o.rank for o in outcomes if o.rank not in over and o.ending is not Ending.PASSED]
+    first = next((o for o in outcomes if o.rank in waiting), outcomes[0])
+    cause = _never_called(outcomes, over, waiting, _call_of(first))
+    return replace(found, sentence=f"{found.sentence}; {ranks_phrase(over)} {verb}", ranks=over, cause=cause)
 
 
 def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -101,14 +175,21 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
     missing = sorted({rank for edge in edges for rank in edge.missing})
     roots = tuple(rank for rank in missing if rank not in waiting)
     if roots:
-        edge = next(edge for edge in edges if set(edge.missing) & set(roots))
-        alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
-        absent = [rank for rank in edge.missing if rank in roots]
-        if edge.held:
-            return Mismatch(f"{ranks_phrase(alike)} waited in {edge.what} for {ranks_phrase(absent)}", roots)
-        return Mismatch(f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called", roots)
+        return _of_roots(outcomes, edges, roots)
     found = _cycle(edges) if missing else None
     return found and _for_those_that_are_over(found, outcomes, found.ranks)
+
+
+def _of_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
+    edge = next(edge for edge in edges if set(edge.missing) & set(roots))
+    alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
+    absent = [rank for rank in edge.missing if rank in roots]
+    sentence = f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called"
+    if not edge.group:
+        return Mismatch(sentence, roots, cause=_kept(outcomes, roots, alike, edge.call))
+    return _destroyed(outcomes, absent, alike, edge.group, edge.call) or Mismatch(
+        sentence, roots, cause=_never_called(outcomes, roots, alike, edge.call)
+    )
 
 
 def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Iterable[_Edge]:
@@ -117,6 +198,7 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
         groups.update(read_groups(outcome.collectives))
     silent = {o.rank for o in outcomes if not o.collectives and o.ending is not Ending.PASSED}
     failed_in = {o.rank: records[o.rank][-1] for o in outcomes if records.get(o.rank) and _failed_in_a_collective(o)}
+    by_rank = {o.rank: o for o in outcomes}
     for rank, record in records.items():
         for each in record:
             if each.finished and each is not failed_in.get(rank):
@@ -126,7 +208,8 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
             unknown = {other for other in members if other not in records and other not in silent}
             absent = tuple(sorted(set(members) - came - unknown - {rank}))
             if absent:
-                yield _Edge(rank, absent, str(each))
+                call = each.name, _call_of(by_rank[rank])[1]
+                yield _Edge(rank, absent, str(each), call, each.group.partition(" ")[0])
 
 
 def _failed_in_a_collective(outcome: Outcome) -> bool:
@@ -162,7 +245,7 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
         for wait in outcome.waits:
             if wait.peers:
                 peers = tuple(peer for peer in wait.peers if peer != outcome.rank)
-                yield _Edge(outcome.rank, peers, wait.words, bool(wait.enders))
+                yield _Edge(outcome.rank, peers, wait.words, _split(wait.words))
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
@@ -178,7 +261,20 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
             break
         path.append(edge.missing[0])
     steps = [f"rank {rank} waits in {after[rank].what} for rank {after[rank].missing[0]}" for rank in path]
-    return Mismatch(f"a deadlock; its cycle: {'; '.join(steps)}", tuple(path))
+    sentence = f"a deadlock; its cycle: {'; '.join(steps)}"
+    parties: dict[str, list[int]] = {}
+    for rank, each in sorted(after.items()):
+        parties.setdefault(each.what, []).append(rank)
+    odd = minority(parties.values()) if all(each.group for each in after.values()) else ()
+    ranks = odd or tuple(sorted(path))
+    waits = [f"rank {rank} in {_in_words(after[rank].call)}" for rank in (*ranks, *(r for r in path if r not in ranks))]
+    if odd:
+        others = ranks_phrase([rank for rank in after if rank not in odd])
+        verb = "waits" if len(odd) == 1 else "wait"
+        cause = f"{ranks_phrase(odd)} {verb} in another collective than {others}: {', '.join(waits)}"
+    else:
+        cause = f"{ranks_phrase(ranks)} wait for each other: {', '.join(waits)}"
+    return Mismatch(sentence, ranks, cause=cause)
 
 
 def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -189,7 +285,87 @@ def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Colle
         return None
     where = next(wait.words for wait in waiting[0].waits if wait.transport)
     doing = "; ".join(f"rank {o.rank} was in {o.waits[0].words}" for o in others if o.waits)
-    sentence = (
-        f"{ranks_phrase([o.rank for o in waiting])} waited in {where}, {ranks_phrase([o.rank for o in others])} did not"
+    ranks = [o.rank for o in others]
+    sentence = f"{ranks_phrase([o.rank for o in waiting])} waited in {where}, {ranks_phrase(ranks)} did not"
+    found = blame_absent(outcomes, ranks, waiting)
+    return replace(found, sentence=f"{sentence}; {doing}" if doing else sentence)
+
+
+# In words
+
+
+def _with_calls(found: Mismatch, outcomes: Sequence[Outcome]) -> Mismatch:
+    lines = {o.rank: line for o in outcomes if (line := _call_of(o)[1])}
+    return replace(found, cause=_cause_of_calls(found.calls, found.ranks, lines))
+
+
+def _cause_of_calls(
+    calls: Sequence[tuple[tuple[int, ...], str]], guilty: Sequence[int], lines: Mapping[int, str]
+) -> str:
+    """Return who called what, beginning with the guilty ranks; if there are none, with all."""
+    first = [(ranks, call) for ranks, call in calls if set(ranks) <= set(guilty)]
+    others = [(ranks, call) for ranks, call in calls if (ranks, call) not in first]
+
+    def told(ranks: Sequence[int], call: str, place: str) -> str:
+        line = next((lines[rank] for rank in ranks if rank in lines), "")
+        return f"{ranks_phrase(ranks)} called {call}{place.format(line) if line else ''}"
+
+    if not first:
+        everyone = ranks_phrase(sorted(rank for ranks, _ in calls for rank in ranks))
+        return f"{everyone} called different collectives: {'; '.join(told(*each, ' at {}') for each in others)}"
+    theirs = "; ".join(told(*each, " ({})") for each in others)
+    return f"{', '.join(told(*each, ' at {}') for each in first)}, where {theirs}"
+
+
+def _never_called(
+    outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]
+) -> str:
+    where = f" ({call[1]})" if call[1] else ""
+    return (
+        f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
+        f"{_whereabouts(outcomes, absent)}"
     )
-    return Mismatch(f"{sentence}; {doing}" if doing else sentence, tuple(o.rank for o in others))
+
+
+def _kept(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]) -> str:
+    return (
+        f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_in_words(call)}"
+        f"{_whereabouts(outcomes, absent)}"
+    )
+
+
+def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
+    """Return what the first of the absent ranks did instead, as the end of a sentence; empty if it is not known."""
+    outcome = next(o for o in outcomes if o.rank == absent[0])
+    who = "it" if len(absent) == 1 else f"rank {absent[0]}"
+    if any(wait.over for wait in outcome.waits) or outcome.ending in (Ending.PASSED, Ending.SKIPPED):
+        return f"; its {outcome.task} was over" if len(absent) == 1 else f"; the {outcome.task} of {who} was over"
+    if any("stopped by a signal" in wait.words for wait in outcome.waits):
+        return f"; {who} was stopped by a signal"
+    return f"; {who} was {outcome.place}" if outcome.place else ""
+
+
+def _call_of(outcome: Outcome) -> tuple[str, str]:
+    """Return the collective or the like that a rank waits in, and the line."""
+    call, line = _split(next((wait.words for wait in outcome.waits if wait.transport and not wait.over), ""))
+    return call, line or (outcome.receipt.place if outcome.receipt is not None else "")
+
+
+def _split(words: str) -> tuple[str, str]:
+    """Return the call and the line of a wait in words.
+
+    >>> _split("all_reduce() in test_a (test_a.py:12)"), _split("the barrier after its body")
+    (('all_reduce', 'test_a.py:12'), ('the barrier after its body', ''))
+    """
+    found = _WAIT.match(words) or _WAIT_OF_DEVICE.match(words)
+    call, line = (found["call"], found["line"]) if found else (words, "")
+    return _NO_ARGUMENTS.sub(r"\1", call), line
+
+
+def _in_words(call: tuple[str, str]) -> str:
+    name, line = call
+    return f"{name or 'a collective'} ({line})" if line else name or "a collective"
+
+
+def _reason(outcome: Outcome) -> str:
+    return outcome.receipt.reason if outcome.receipt is not None else ""

@@ -7,11 +7,18 @@ import selectors
 from collections.abc import Callable
 from typing import Any
 
+from torch_ext.world._os import monotonic
+
 __all__ = ["Callbacks"]
+
+_NEVER = float("inf")
 
 
 class Callbacks:
-    """Calls back when files can be read. A file is a descriptor, or has a ``fileno()``."""
+    """Calls back when files can be read, and when the ``deadline_s`` of one that has any is over.
+
+    A file is a descriptor, or has a ``fileno()``.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -53,7 +60,14 @@ class Callbacks:
 
         A callback may unwatch and close files, and close this too. Once ``stop`` returns True the rest is not called.
         """
-        for key, _ in self._selector.select(timeout_s):
+        late_s = min((getattr(file, "deadline_s", _NEVER) for file in self.files), default=_NEVER)
+        if late_s < _NEVER:
+            left_s = max(0.0, late_s - monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        if late_s <= monotonic():
+            ready += [key for key in self._selector.get_map().values() if _is_late(key.fileobj) and key not in ready]
+        for key in ready:
             # An earlier callback of this round may have unwatched it.
             if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
                 key.data()
@@ -61,3 +75,7 @@ class Callbacks:
     def close(self) -> None:
         """Watch nothing more. Idempotent."""
         self._selector.close()
+
+
+def _is_late(file: object) -> bool:
+    return bool(getattr(file, "deadline_s", _NEVER) <= monotonic())

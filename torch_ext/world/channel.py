@@ -1,40 +1,137 @@
 """Messages with descriptors between the processes of a world, over a Unix stream socket.
 
-A frame is an 8-byte header (payload length in bytes, then the number of descriptors, both unsigned 32-bit integers in
-network order) followed by the pickled payload. The descriptors travel with the header in groups, since the kernel
-accepts at most 253 per message. Messages are pickled, so both ends must be ours; no channel ever leaves the machine.
+A frame is a 12-byte header (a magic number, the length of the payload in bytes and the number of descriptors, each an
+unsigned 32-bit integer in network order) and the pickled payload. The descriptors travel with the header in groups,
+since the kernel accepts at most 253 per message. A payload holds plain data and instances of our own classes; nothing
+else is unpickled. No channel ever leaves the machine.
+
+Note [Broken channels]
+~~~~~~~~~~~~~~~~~~~~~~
+A test can write into any descriptor of its process, and so into its end of a channel. Reading therefore never blocks on
+half a frame: :meth:`Channel.poll` takes in what has arrived and is true when :meth:`Channel.receive` has a whole frame,
+or an end, to tell of. A channel with a wrong magic number, a length or a payload that cannot be, or a frame of which
+nothing more comes for 30 seconds is broken: it carries no further message. The reader tells its peer why, so that the
+process whose channel it was can say so in its own report, and treats the channel as closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import select
 import socket
 import struct
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from os import fstat  # as it is now: a test may replace it
 from typing import Any
 
-__all__ = ["Channel", "ChannelClosedError", "channel_pair", "close_all", "readable"]
+from torch_ext.world import _os
+from torch_ext.world._os import monotonic
 
-_HEADER = struct.Struct("!II")
-_GROUP = 200
+__all__ = [
+    "WRITE_TO_OWN",
+    "Channel",
+    "ChannelBrokenError",
+    "ChannelClosedError",
+    "channel_pair",
+    "close_all",
+    "readable",
+]
 
+_HEADER = struct.Struct("!III")
+_MAGIC = 0xF57E54C4
+_MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
+# Far above any message of ours: an order carries what a test hands to its ranks, a result their output.
+_MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
+_GROUP, _PART_BYTES = 200, 1 << 20
+_INT_BYTES = array("i").itemsize
+_ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
+# How long nothing may arrive of a frame that has begun, in seconds. A sender writes a frame at one go, so only one that
+# has been stopped or starved keeps half of it back.
+_FRAME_S = 30.0
+# The end of a message about a broken channel.
+WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
+# How much of what is no message is read and counted.
+_JUNK_BYTES = 1 << 20
+
+_PACKAGE = __name__.partition(".")[0]
+# Classes of the standard library that our messages hold.
+_STANDARD = {
+    "builtins": ("bytearray", "complex", "frozenset", "range", "set"),
+    "datetime": ("timedelta",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # Python 3.13
+    "signal": ("Signals",),
+}
 
 # Tests may replace it.
 _dumps = pickle.dumps
 
 
 class ChannelClosedError(ConnectionError):
-    """The process at the other end of a channel is gone, or has closed it."""
+    """The process at the other end of a channel is gone, has closed the channel, or has broken it."""
+
+
+class ChannelBrokenError(ChannelClosedError):
+    """Something other than messages of the harness was written into a channel; the message says what, after a subject.
+
+    Attributes:
+        own: this process wrote it, and its peer refused it.
+    """
+
+    def __init__(self, what: str, own: bool = False) -> None:
+        super().__init__(what)
+        self.own = own
+
+
+class _NoFrameError(Exception):
+    """What arrived is no frame; the message says what it is."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _STANDARD.get(module, ()):
+            return super().find_class(module, name)
+        if module.partition(".")[0] == _PACKAGE:
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a message")
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Sent back to a process that has broken a channel."""
+
+    what: str
 
 
 class Channel:
-    """One end of a connection. Owns its socket; not thread-safe."""
+    """One end of a connection. Owns its socket. One thread may send while another receives.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: the socket.
+        peer: inode of the socket at the other end, by which :meth:`receive` names its descriptor in an error; 0 if it
+            is not known.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int = 0) -> None:
+        sock.settimeout(None)  # whatever socket.setdefaulttimeout() says
         self._socket = sock
+        self._peer = peer
+        self._inode = fstat(sock.fileno()).st_ino
+        self._ended: ChannelClosedError | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._header, self._payload = bytearray(), bytearray()
+        self._descriptors: list[int] = []
+        self._groups = 0  # bytes that are still to come with groups of descriptors
+        self.deadline_s = float("inf")
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Channel:
@@ -49,26 +146,34 @@ class Channel:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        self._socket.close()
+        close_all(self._descriptors)
+        self._begin()
+        if self._owns_descriptor():
+            self._socket.close()
+        else:
+            self._socket.detach()
 
     def shut(self) -> None:
         """End the connection for both ends, also for a thread that waits in :meth:`receive`."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether :meth:`receive` would return or raise at once, as far as the first byte is concerned, or would within
-        ``timeout_s`` seconds.
-        """
-        return readable(self._socket.fileno(), timeout_s)
+    # Sending
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message. Blocks while the peer's buffer is full.
 
         Raises:
-            ChannelClosedError: the peer is gone.
+            ChannelClosedError: the peer is gone, or this process has closed the descriptor.
+            ValueError: the message is too long.
         """
         payload = _dumps(message)
-        header = _HEADER.pack(len(payload), len(descriptors))
+        if len(payload) > _MOST_BYTES or len(descriptors) > _MOST_DESCRIPTORS:
+            raise ValueError(
+                f"a message of {len(payload):,} bytes and {len(descriptors):,} descriptors is too long: at most "
+                f"{_MOST_BYTES:,} bytes and {_MOST_DESCRIPTORS:,} descriptors can be sent to another process"
+            )
+        self._check_descriptor()
+        header = _HEADER.pack(_MAGIC, len(payload), len(descriptors))
         try:
             first, rest = descriptors[:_GROUP], descriptors[_GROUP:]
             if first:
@@ -82,61 +187,177 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError("the process at the other end is gone") from error
 
+    def _owns_descriptor(self) -> bool:
+        """Whether the descriptor is still this channel's: a test may close it, and open a file that gets its number."""
+        try:
+            return fstat(self._socket.fileno()).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _check_descriptor(self) -> None:
+        if not self._owns_descriptor():
+            raise ChannelClosedError("this process has closed the descriptor of a connection with the harness")
+
+    # Receiving
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether :meth:`receive` returns or raises without waiting, at once or within ``timeout_s`` seconds.
+
+        Takes in what has arrived. While a frame is incomplete, ``deadline_s`` is when to call this again even if
+        nothing more arrives (``time.monotonic``).
+        """
+        end_s = monotonic() + timeout_s
+        while not self._is_ready():
+            left_s = min(end_s, self.deadline_s) - monotonic()
+            if end_s <= monotonic():
+                return False
+            readable(self._socket.fileno(), max(0.0, left_s))
+        return True
+
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors, which the caller owns. Blocks until it is complete.
 
         Raises:
+            ChannelBrokenError: what has arrived is no message. See Note [Broken channels].
             ChannelClosedError: the peer closed the channel or is gone.
         """
-        descriptors: list[int] = []
+        while not self._is_ready():
+            readable(self._socket.fileno(), max(0.0, self.deadline_s - monotonic()))
+        if self._ended is not None:
+            raise self._ended
+        descriptors, payload, count = self._descriptors, self._payload, _HEADER.unpack(self._header)[2]
+        self._begin()
         try:
-            header = self._read_with_descriptors(_HEADER.size, descriptors)
-            length, count = _HEADER.unpack(header)
-            while len(descriptors) < count:
-                self._read_with_descriptors(1, descriptors)
-            return pickle.loads(self._read(length)), descriptors
-        except ConnectionResetError as error:
+            if len(descriptors) != count:
+                raise ValueError(f"it came with {len(descriptors)} descriptors and not with {count}")
+            message = _Unpickler(io.BytesIO(payload)).load()
+        except Exception as error:  # a payload that is not ours may raise anything
             close_all(descriptors)
-            raise ChannelClosedError("the process at the other end is gone") from error
-        except BaseException:
-            close_all(descriptors)
-            raise
+            self._break(f"a frame of {len(payload)} bytes that is no message ({type(error).__name__}: {error})")
+        else:
+            if not isinstance(message, _Refused):
+                return message, descriptors
+            self._end(ChannelBrokenError(message.what, own=True))
+        raise self._ended or AssertionError("the channel has not ended")
 
-    def _read_with_descriptors(self, size: int, descriptors: list[int]) -> bytes:
-        """Read ``size`` bytes. Add received descriptors to ``descriptors`` at once, since a later read may fail."""
-        data, received, _, _ = socket.recv_fds(self._socket, size, _GROUP + 1)
-        descriptors += received
-        # An interpreter that a zygote starts must not keep the channels of others open: nobody would see them close.
-        for descriptor in received:
-            os.set_inheritable(descriptor, False)
-        if not data:
+    def refuse(self, what: str) -> ChannelBrokenError:
+        """Break the channel, because its peer has sent ``what``; return the error."""
+        self._break(what)
+        if not isinstance(self._ended, ChannelBrokenError):
+            raise AssertionError("a channel cannot be broken after its end")
+        return self._ended
+
+    def _is_ready(self) -> bool:
+        """Take in what has arrived of the next frame alone. Return whether it is complete or the channel ended."""
+        try:
+            while self._ended is None and (missing := self._missing()):
+                self._take(missing)
+        except BlockingIOError:
+            if monotonic() < self.deadline_s:
+                return False
+            self._break(f"{len(self._header) + len(self._payload)} bytes that begin a message, and no more of it")
+        except _NoFrameError as error:
+            self._break(str(error))
+        except ChannelClosedError as error:
+            self._end(error)
+        except OSError as error:
+            self._end(ChannelClosedError("the process at the other end is gone"), error)
+        return True
+
+    def _missing(self) -> int:
+        """How many bytes are missing of the header, of the groups of descriptors, or else of the payload.
+
+        Raises:
+            _NoFrameError: the header is none.
+        """
+        wanted = _HEADER.size - len(self._header)
+        known = min(len(self._header), len(_MAGIC_BYTES))
+        if self._header[:known] != _MAGIC_BYTES[:known]:
+            raise _NoFrameError(self._junk())
+        if wanted:
+            return wanted
+        _, length, count = _HEADER.unpack(self._header)
+        if length > _MOST_BYTES or count > _MOST_DESCRIPTORS:
+            raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
+        return self._groups or length - len(self._payload)
+
+    def _take(self, missing: int) -> None:
+        """Read up to ``missing`` bytes of what stands next in a frame.
+
+        Raises:
+            BlockingIOError: there are none yet.
+            ChannelClosedError: there will be none.
+        """
+        self._check_descriptor()
+        if len(self._header) == _HEADER.size and not self._groups:
+            part = self._socket.recv(min(missing, _PART_BYTES), socket.MSG_DONTWAIT)
+            self._payload += part
+        else:
+            # Not socket.recv_fds(), which drops the flags.
+            part, ancillary, _, _ = self._socket.recvmsg(missing, _ANCILLARY_BYTES, socket.MSG_DONTWAIT)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    received = array("i", data[: len(data) // _INT_BYTES * _INT_BYTES])
+                    self._descriptors += received
+                    # An interpreter that a zygote starts must not keep the channels of others open: nobody would see
+                    # them close.
+                    for descriptor in received:
+                        os.set_inheritable(descriptor, False)
+            if self._groups:
+                self._groups -= len(part)
+            else:
+                self._header += part
+                if len(self._header) == _HEADER.size:
+                    count = _HEADER.unpack(self._header)[2]
+                    self._groups = max(0, -(-count // _GROUP) - 1)
+        if not part:
             raise ChannelClosedError("the process at the other end is gone")
-        return data + self._read(size - len(data))
+        self.deadline_s = monotonic() + _FRAME_S
 
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = self._socket.recv(min(size, 1 << 20))
-            if not part:
-                raise ChannelClosedError("the process at the other end is gone")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+    def _junk(self) -> str:
+        """Read what there is, and describe it."""
+        found = bytes(self._header)
+        with contextlib.suppress(OSError):
+            while len(found) < _JUNK_BYTES and (part := self._socket.recv(_PART_BYTES, socket.MSG_DONTWAIT)):
+                found += part
+        more = " or more" if len(found) >= _JUNK_BYTES else ""
+        return f"{len(found)}{more} bytes that are no message (they begin with {found[:16]!r})"
+
+    def _break(self, what: str) -> None:
+        descriptor = _descriptor_of(self._peer)
+        where = f", descriptor {descriptor}" if descriptor else ""
+        why = f"wrote {what} into its connection with the harness{where}"
+        with contextlib.suppress(OSError, ValueError):
+            payload = _dumps(_Refused(why))
+            self._socket.send(_HEADER.pack(_MAGIC, len(payload), 0) + payload, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            self.shut()
+        self._end(ChannelBrokenError(why))
+
+    def _end(self, why: ChannelClosedError, cause: BaseException | None = None) -> None:
+        close_all(self._descriptors)
+        self._begin()
+        why.__cause__ = cause
+        self._ended = why
 
 
 def channel_pair() -> tuple[Channel, Channel]:
     """Return two connected channels; descriptors of both are closed on exec."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(one), Channel(other)
+    inodes = [fstat(each.fileno()).st_ino for each in (one, other)]
+    return Channel(one, inodes[1]), Channel(other, inodes[0])
 
 
 def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Whether ``descriptor`` can be read from, or comes to an end, within ``timeout_s`` seconds."""
+    """Whether ``descriptor`` can be read from, or comes to an end, within ``timeout_s`` seconds; without limit if that
+    is infinite.
+    """
+    limit_s = None if timeout_s == float("inf") else timeout_s
     if not hasattr(select, "poll"):
-        return bool(select.select([descriptor], [], [], timeout_s)[0])
+        return bool(select.select([descriptor], [], [], limit_s)[0])
     ready = select.poll()  # unlike select(), it takes descriptors above 1023
     ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(timeout_s * 1000))
+    return bool(ready.poll(None if limit_s is None else limit_s * 1000))
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -144,3 +365,15 @@ def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def _descriptor_of(inode: int) -> int:
+    """Return by which number another process has the socket ``inode``; 0 if none has it, or the system cannot tell."""
+    with contextlib.suppress(OSError):
+        for process in os.listdir("/proc"):
+            if process.isdigit() and int(process) != _os.getpid():
+                with contextlib.suppress(OSError):
+                    for number in os.listdir(f"/proc/{process}/fd"):
+                        if os.readlink(f"/proc/{process}/fd/{number}") == f"socket:[{inode}]":
+                            return int(number)
+    return 0

@@ -43,12 +43,13 @@ def child_main(order_channel: Channel, parent: int, at_end: Callable[[], None] =
         replace_thread_pool()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        order, descriptors = order_channel.receive()
+        try:
+            order, descriptors = order_channel.receive()
+        except ChannelClosedError:
+            os._exit(0)  # the zygote ended before it needed this child
         order_channel.close()
         module, _, function = order.target.partition(":")
         code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
-    except ChannelClosedError:
-        code = 0  # the zygote ended before it needed this child
     except SystemExit as stop:
         code = exit_code_of(stop)
     except BaseException:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_ext.world.phrases import ranks_phrase
 
-__all__ = ["Collective", "Mismatch", "first_mismatch", "read_groups", "read_record", "uneven_sizes"]
+__all__ = [
+    "Collective",
+    "Mismatch",
+    "destroyed_at",
+    "first_mismatch",
+    "minority",
+    "read_groups",
+    "read_record",
+    "uneven_sizes",
+]
+
+
+# What the recorder calls after the backend's method.
+_PUBLIC = {
+    "all_gather_base": "all_gather_into_tensor",
+    "allgather_base": "all_gather_into_tensor",
+    "reduce_scatter_base": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,16 @@ class Collective:
         return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
 
     @property
+    def name(self) -> str:
+        """The operation as its callers know it, such as ``"all_gather_into_tensor"``."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        return _PUBLIC.get(name, name)
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}({self.shapes})"
+
+    @property
     def kind(self) -> tuple[str, str]:
         """What must be the same on all ranks; shapes count where the operation wants them equal."""
         name = self.operation.rpartition(":")[2].strip("_")
@@ -49,11 +77,15 @@ class Mismatch:
         sentence: what it is.
         ranks: those that are to blame; empty if that cannot be told.
         differ: whether ranks called different collectives, rather than one of them none.
+        calls: which ranks called what, if they differ.
+        cause: the first line of a report: the ranks to blame, what they did and where, in words of the user's program.
     """
 
     sentence: str
     ranks: tuple[int, ...]
     differ: bool = False
+    calls: tuple[tuple[tuple[int, ...], str], ...] = ()
+    cause: str = ""
 
 
 def read_record(record: str) -> list[Collective]:
@@ -70,6 +102,15 @@ def read_groups(record: str) -> dict[str, list[int]]:
     """Return the ranks of each process group that a record tells of, by the group's name."""
     read = json.loads(record) if record else {}
     return dict(read.get("groups", {})) if isinstance(read, dict) else {}
+
+
+def destroyed_at(record: str, group: str) -> str:
+    """Return the line at which the rank destroyed ``group``, by the first word of its name; empty if it did not."""
+    read = json.loads(record) if record else {}
+    if not isinstance(read, dict) or group in read.get("groups", {}):
+        return ""
+    lines = read.get("destroyed", {})
+    return str(lines.get(group) or lines.get("*") or "")
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Collective:
@@ -92,6 +133,19 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
     found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
     return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that differ from more than half of all, by what each party of ranks did; empty if none do so.
+
+    >>> minority([[0, 3], [1], [2, 4, 5]])
+    ()
+    >>> minority([[0, 2, 3], [1]])
+    (1,)
+    """
+    ranked = sorted(parties, key=len)
+    few = sorted(rank for party in ranked[:-1] for rank in party)
+    return tuple(few) if ranked and len(ranked[-1]) > len(few) else ()
 
 
 def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -133,9 +187,9 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
                 f"{ranks_phrase(ranks)} called {shown[kind].operation}({shown[kind].shapes})"
                 for kind, ranks in kinds.items()
             ]
-            fewest = min(kinds.values(), key=len)
-            odd = tuple(fewest) if 2 * len(fewest) < len(here) else ()
-            return Mismatch(f"the ranks differ in collective #{sequence}: {', '.join(parts)}", odd, differ=True)
+            calls = tuple((tuple(ranks), shown[kind].words) for kind, ranks in kinds.items())
+            sentence = f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
+            return Mismatch(sentence, minority(kinds.values()), differ=True, calls=calls)
         if missing:
             called = next(iter(here.values()))
             sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"

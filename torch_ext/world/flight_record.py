@@ -6,12 +6,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
-__all__ = ["read", "summary"]
+from torch_ext.world import frames
+
+__all__ = ["ALL", "note_destroyed", "read", "summary"]
+
+# In place of a group's name.
+ALL = "*"
+# Where the body has destroyed process groups, by the group's name.
+_destroyed: dict[str, str] = {}
+
+
+def note_destroyed(names: Sequence[str]) -> None:
+    """Note the user's line that destroys these groups now; no names: all groups."""
+    place = frames.place_here()
+    if place:
+        _destroyed.update(dict.fromkeys(names or [ALL], place))
 
 
 def read() -> str:
-    """Return the record as JSON with ``entries`` and ``groups`` (ranks by the group's name), or an empty string.
+    """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
+    ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
 
     It is empty where torch is not loaded or has no recorder, and before the first process group exists.
     """
@@ -21,7 +37,7 @@ def read() -> str:
         from torch_ext.compat.c10d import _dump_fr_trace_json, ranks_of_groups
 
         entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-        return json.dumps({"entries": entries, "groups": ranks_of_groups()})
+        return json.dumps({"entries": entries, "groups": ranks_of_groups(), "destroyed": _destroyed})
     except Exception:  # whatever a release of torch does here, it must not cost the rank its receipt
         return ""
 

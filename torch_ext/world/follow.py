@@ -9,14 +9,15 @@ import os
 import selectors
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
-from time import monotonic  # as it is now: a test may put a clock of its own in its place
 
-from torch_ext.world import _os, frames, notices, outsiders, rank_times
+from torch_ext import machine_memory
+from torch_ext.world import _os, frames, notices, processes, rank_times, threads, unjudged
+from torch_ext.world._os import monotonic
 from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.outcome import Outcome
+from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
+from torch_ext.world.hangs import PARENT_HALF, silence_text
+from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.output import Capture
 from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import (
@@ -126,6 +127,7 @@ class World:
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
         self.started_s = monotonic()
+        self._kills = machine_memory.kills()
         self.zygote = zygote
         self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
@@ -148,6 +150,7 @@ class World:
         self._callbacks.watch(group, self._on_group)
         for process in self.processes:
             self._add(process)
+        unjudged.started(self, len(self.processes))
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
@@ -177,6 +180,7 @@ class World:
 
     # Events
 
+    @_os.with_room
     def pump(self, timeout_s: float | None) -> None:
         """Handle what has happened. If nothing has, wait for at most ``timeout_s`` seconds; without limit if None.
 
@@ -187,6 +191,8 @@ class World:
             self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
+        if not self._group.poll():
+            return
         try:
             message, _ = self._group.receive()
         except ChannelClosedError:
@@ -194,7 +200,7 @@ class World:
             if len(self._ended) < len(self.processes):
                 self.close()
                 raise ZygoteLostError(
-                    "the zygote was killed while ranks were running; they ended with it, and their fate is not known"
+                    "the process that had started the ranks was killed while they ran, and they ended with it"
                 ) from None
             return
         if isinstance(message, Started):
@@ -228,11 +234,14 @@ class World:
 
     def _on_rank(self, process: RankProcess) -> None:
         try:
-            message, _ = process._channel.receive()
-        except Exception:  # it has closed the channel, or a test has written to it: what it says no longer counts
+            message, descriptors = process._channel.receive()
+        except ChannelClosedError as error:
             self._callbacks.unwatch(process._channel)
             process._channel.close()
+            if isinstance(error, ChannelBrokenError):
+                self._take_broken(process, error)
             return
+        close_all(descriptors)
         if process.rank in self._interrupted:
             return  # what it says now is what the signal has made it do
         if isinstance(message, Receipt):
@@ -243,8 +252,6 @@ class World:
             self._collectives[process.rank] = message.json
         elif isinstance(message, Phase):
             self._phases[process.rank] = message
-            for watch in self._listeners:
-                self._tell_phase(watch, process.rank, message)
         elif isinstance(message, Farewell):
             self._left.add(process.rank)
             for watch in self._listeners:
@@ -252,38 +259,28 @@ class World:
         elif isinstance(message, Notice):
             notices.announce(message.text)
 
-    @staticmethod
-    def _tell_phase(watch: Watch, rank: int, phase: Phase) -> None:
-        if phase is Phase.ABORTING:
-            watch.aborting(rank)
+    def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
+        """Have a rank fail that can say nothing more: see Note [Broken channels]."""
+        who = f"the parent half of the test, at the end of rank {process.rank}," if error.own else "this rank"
+        reason = f"{who} {error}"
+        trace, pid = f"{reason}. {WRITE_TO_OWN}\n", process.pid or 0
+        self._take_receipt(process.rank, Receipt(Said.FAILED, monotonic(), reason, trace, ticket=self.ticket, pid=pid))
 
     def _take_receipt(self, rank: int, receipt: Receipt) -> None:
         self._receipts.append((rank, receipt))
+        self._waits.pop(rank, None)  # of a look during the body
         for watch in self._listeners:
             watch.received(rank, receipt)
 
     def _take_progress(self, rank: int, progress: Progress) -> None:
-        if progress.enders and self.processes[rank].is_far:  # whose numbers mean something else here
-            waits = tuple(replace(wait, enders=()) for wait in progress.waits)
-            progress = replace(progress, blocked=False, waits=waits, enders=())
-        if progress.reachable and outsiders.may_act(self._pids_here()):
-            progress = replace(progress, blocked=False)
-        known = {wait.words: wait for wait in self._waits.get(rank, ()) if wait.enders}
-        # Who can end a wait is not always seen, as when some process of the machine is just sending a descriptor.
-        found = (wait if wait.enders else known.get(wait.words, wait) for wait in progress.waits)
-        self._waits[rank] = tuple(self._with_peers(rank, wait) for wait in found)
+        self._waits[rank] = progress.waits
         self._looked.discard(rank)
         for watch in self._listeners:
-            watch.observed(rank, progress)
+            watch.hangs.observed(rank, progress)
 
     def _pids_here(self) -> list[int]:
         """Return the processes of the ranks that live on this machine."""
         return [each.pid for each in self.processes if each.pid and not each.is_far and each.rank not in self._ended]
-
-    def _with_peers(self, rank: int, wait: Wait) -> Wait:
-        """Name the other ranks among the processes that can end ``wait``."""
-        peers = (each.rank for each in self.processes if each.pid in wait.enders and each.rank != rank)
-        return replace(wait, peers=tuple(peers)) if wait.enders else wait
 
     def _on_output(self, process: RankProcess) -> None:
         live = process._capture.live
@@ -298,6 +295,7 @@ class World:
         Returns:
             The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
         """
+        unjudged.started(self, len(self.processes))
         self.started_s = monotonic()
         self.ticket = Ticket(test, self.ticket.attempt + 1)
         self._receipts.clear()
@@ -307,16 +305,24 @@ class World:
         self._delayed_before_s = {each.rank: self._measured(each.rank, _os.delayed_s) for each in self.processes}
         return self.ticket
 
+    @_os.with_room
     def wait(
-        self, limits: Limits, expected_exit: int | None = None, any_exit: bool = False, keep: bool = False
+        self,
+        limits: Limits,
+        expected_exit: int | None = None,
+        any_exit: bool = False,
+        keep: bool = False,
+        on_hang: Callable[[list[Outcome]], object] = lambda outcomes: None,
     ) -> list[Outcome]:
         """Wait until every rank has ended, stopping those that must be stopped; return what became of each.
 
-        With ``keep``, wait only until each has handed in a receipt or ended. The other arguments are :class:`Watch`'s.
+        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` is told of a hang whose ranks
+        go on, with what they do. The other arguments are :class:`Watch`'s.
 
         Raises:
             ZygoteLostError: the zygote died meanwhile.
         """
+        unjudged.asked(self)
         pids = [process.pid or 0 for process in self.processes]
         watch = Watch(
             len(pids),
@@ -329,13 +335,12 @@ class World:
             pids,
             self._computed_s,
             self._starved_s,
+            self._others,
         )
         for rank, receipt in self._receipts:
             watch.received(rank, receipt)
         for rank in self._left:
             watch.left(rank)
-        for rank, phase in self._phases.items():
-            self._tell_phase(watch, rank, phase)
         for ended in self._ended.values():
             watch.ended(ended.index, ended.exit_code, ended.time_s)
         self._listeners.append(watch)
@@ -345,7 +350,12 @@ class World:
                 if monotonic() >= watch.deadline_s:
                     self._catch_up()
                 for step in watch.advance(monotonic()):
-                    self._take(step.act, step.ranks, stacks)
+                    if step.act is Act.REPORT_HANG:
+                        on_hang(self._hung(watch, step.ranks))
+                    elif step.act is Act.REPORT_SILENCE:
+                        notices.show(silence_text(watch.hangs.reasons, self._stacks_of(step.ranks)))
+                    else:
+                        self._take(step.act, step.ranks, stacks)
                 if not watch.done:
                     left = watch.deadline_s - monotonic()
                     self.pump(None if left == float("inf") else max(0.0, left))
@@ -389,13 +399,46 @@ class World:
                 self.send_signal(rank, signal.SIGKILL)
             elif act is Act.LOOK:
                 self._look_at(rank)
+        if act is Act.LOOK:
+            own = threads.observe()
+            for watch in self._listeners:
+                watch.hangs.observed(PARENT_HALF, own)
         if act is Act.INSPECT:
             self._inspect(ranks, stacks)
+
+    def _others(self) -> tuple[str, ...]:
+        """See Note [Who else may act]."""
+        own = processes.others_of_parent_half(self._pids_here())
+        return (*own, *processes.ask_zygote(self.zygote, self._pids_here()))
+
+    def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
+        """Return what became of each rank so far; ``ranks`` hang, and go on."""
+        stacks = self._stacks_of(ranks)
+        self._collectives.clear()
+        for rank in ranks:
+            self._tell(rank, Ask.COLLECTIVES)
+        self._await_collectives(ranks)
+        outcomes = watch.outcomes()
+        for rank in ranks:
+            outcomes[rank].ending = Ending.HUNG
+        return [self._complete(outcome, stacks) for outcome in outcomes]
+
+    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of ranks that go on, as far as they can answer."""
+        for rank in ranks:
+            self._tell(rank, Ask.STACKS)
+        return {rank: frames.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
+
+    def _read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
 
     def _look_at(self, rank: int) -> None:
         """Ask a rank what it waits for; one that has been stopped by a signal cannot answer, and is seen to be."""
         if self._is_stopped(rank):
-            self._take_progress(rank, Progress(True, float("inf"), "stopped", (Wait("was stopped by a signal"),)))
+            self._take_progress(
+                rank,
+                Progress(True, float("inf"), "stopped", (Wait("a stop: it was stopped by a signal, as by SIGSTOP"),)),
+            )
         elif rank not in self._looked:
             self._looked.add(rank)
             self._tell(rank, Ask.PROGRESS)
@@ -412,7 +455,7 @@ class World:
             delayed_s = self._measured(rank, _os.delayed_s)
             self._delayed_s[rank] = delayed_s - self._delayed_before_s.get(rank, 0.0)
         able = [rank for rank in ranks if not self._is_stopped(rank)]
-        stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in able}, _ANSWER_S, self._starved_s))
+        stacks.update(self._read_stacks(able))
         self._await_collectives([rank for rank in able if stacks[rank]])
         # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
         # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
@@ -430,15 +473,21 @@ class World:
             self.pump(max(0.0, patience.look_s - monotonic()))
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
-        outcome.stacks = frames.trim_stacks(stacks.get(outcome.rank, ""))
+        text = stacks.get(outcome.rank, "")
+        if not text and outcome.receipt is None and outcome.rank in self._ended:
+            text = _written_at_end(self.processes[outcome.rank]._stacks)
+        outcome.stacks = frames.trim_stacks(text)
         told = outcome.receipt.waits if outcome.receipt else ()
-        outcome.waits = told or self._waits.get(outcome.rank, ())
+        # A look at a rank that has ended by itself is of some time before.
+        outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
             outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
         outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host
+        killed = outcome.ending is Ending.KILLED and outcome.exit_code == -signal.SIGKILL
+        outcome.out_of_memory = killed and machine_memory.kills() > self._kills
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
         if outcome.rank in self._ended:
@@ -472,6 +521,15 @@ class World:
                 process._stacks = -1
             for connection in process.connections:
                 connection.close()
+
+
+def _written_at_end(pipe: int) -> str:
+    """Return what a rank wrote when its own code ended it; see ``own_exits.py``."""
+    try:
+        os.set_blocking(pipe, False)
+        return os.read(pipe, 1 << 16).decode(errors="replace")
+    except OSError:  # nothing, and a process that the rank has left holds the other end; or it ran elsewhere
+        return ""
 
 
 def read_stacks(

@@ -52,10 +52,10 @@ def reason_not_to_fork() -> str:
 
 def _trial_fork() -> None:
     """See Note [Trial fork]."""
-    pid = os.fork()
+    pid = _os.fork()
     if pid == 0:
         os._exit(0)
-    os.waitpid(pid, 0)
+    _os.waitpid(pid, 0)
 
 
 def _describe_threads() -> str:

@@ -13,12 +13,27 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch_ext.world.protocol import HiddenFrames
 
-__all__ = ["add", "hidden", "hide", "read_error", "trim_stacks"]
+__all__ = ["add", "hidden", "hide", "place_here", "place_in", "place_of", "read_error", "trim_stacks"]
+
+# Code that a user has not written: frames in it say what was called, and the one below them where.
+_NOT_THE_USERS = re.compile(
+    r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
+    r"|/torch/_\w+\.py|/testing/_internal/|^<"
+)
+_FOLDERS_BETWEEN = tuple(
+    os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
+)
+# A frame as tracebacks write it (with a comma, the outermost first), or faulthandler (the innermost first).
+_WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
+# Between a test and the collective that it calls.
+_WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
 
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
@@ -67,6 +82,61 @@ def read_error(error: BaseException) -> tuple[str, str]:
     _trim(shown, _MOST_LINKS)
     more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
     return _in_one_line(error, shown), more + "".join(shown.format())
+
+
+def place_of(error: BaseException) -> str:
+    """Return the user's line from which ``error`` came, such as ``"test_a.py:31"``; empty if none is known."""
+    stack = traceback.extract_tb(error.__traceback__)
+    found = _place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
+    if found is None and error.__cause__ is not None and _links(error) <= _MOST_LINKS:
+        return place_of(error.__cause__)
+    return found[1] if found else ""
+
+
+def place_here() -> str:
+    """Return the user's line that this thread is in, such as ``"test_a.py:31"``; empty if it is in none."""
+    stack = traceback.walk_stack(sys._getframe(1))
+    found = _place([(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack])
+    return found[1] if found else ""
+
+
+def place_in(stacks: str) -> str:
+    """Return where the test of a rank is, in words, by the stacks of its threads: the current one, else the main one.
+
+    >>> place_in('  File "/home/u/test_a.py", line 31 in test_b')
+    'at test_a.py:31'
+    >>> place_in('''  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+    ...   File "/lib/torch/distributed/c10d_logger.py", line 8 in wrapper
+    ...   File "/home/u/test_a.py", line 31 in test_b''')
+    'in all_reduce, called at test_a.py:31'
+    >>> place_in("")
+    ''
+    """
+    threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
+    threads.sort(key=lambda text: not text.startswith("Current"))
+    for text in threads:
+        read = [(found[1], int(found[2]), found[4], bool(found[3])) for found in _WRITTEN.finditer(text)]
+        read = read[::-1] if read and read[0][3] else read
+        found = _place([(file, line, name) for file, line, name, _ in read])
+        if found:
+            inside, line = found
+            return f"in {inside}, called at {line}" if inside else f"at {line}"
+    return ""
+
+
+def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
+    """Return the function of torch's that the user's innermost frame is in, if any, and the line of that frame."""
+    inside = ""
+    for file, line, name in frames:
+        if not _is_not_the_users(file):
+            return inside, f"{os.path.basename(file)}:{line}"
+        if "/torch/" in file and not _WRAPPERS.fullmatch(name):
+            inside = "" if name.startswith("_") else name
+    return None
+
+
+def _is_not_the_users(file: str) -> bool:
+    return file.startswith(_FOLDERS_BETWEEN) or _NOT_THE_USERS.search(file) is not None
 
 
 def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from torch_ext.world import _os
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import child_main
 from torch_ext.world.preparation import load
@@ -32,7 +33,7 @@ def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
     pid.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(os.getpid())]
+    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(_os.getpid())]
     os.set_inheritable(channel, True)
     try:
         return os.posix_spawn(sys.executable, arguments, dict(environment))

@@ -16,7 +16,6 @@ and multiprocessing's resource tracker and fork server. They are nobody's leftov
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection
 
 from torch_ext.world import _os
@@ -54,9 +53,9 @@ class Leftovers:
             last: index of the child that ended last.
         """
         found: list[LeftBehind] = []
-        self._helpers = {pid for pid in self._helpers if not os.waitpid(pid, os.WNOHANG)[0]}
+        self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
         while adopted := [
-            pid for pid in _os.children_of(os.getpid()) if pid not in living and pid not in self._helpers
+            pid for pid in _os.children_of(_os.getpid()) if pid not in living and pid not in self._helpers
         ]:
             kept = 0
             for pid in adopted:
@@ -68,7 +67,7 @@ class Leftovers:
                 else:
                     ended = not command or _os.is_ending(pid)  # a zombie has no command line
                     _os.end_process(pid)
-                    os.waitpid(pid, 0)
+                    _os.waitpid(pid, 0)
                     if not ended:
                         found.append(LeftBehind(indices.get(owner, last), pid, command))
             if kept == len(adopted):
@@ -84,14 +83,14 @@ def _owner(pid: int) -> int:
 
 def end_everything(patience_s: float = _PATIENCE_S) -> None:
     """End and reap every child of this process, those that end by themselves after a while of patience."""
-    patience_end = time.monotonic() + patience_s
+    patience_end = _os.monotonic() + patience_s
     while True:
-        patient = time.monotonic() < patience_end
-        for pid in _os.children_of(os.getpid()):
+        patient = _os.monotonic() < patience_end
+        for pid in _os.children_of(_os.getpid()):
             if not (patient and ends_by_itself(_os.command_line(pid))):
                 _os.end_process(pid)
         try:
-            if not os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
-                time.sleep(0.005)
+            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+                _os.sleep(0.005)
         except ChildProcessError:
             return

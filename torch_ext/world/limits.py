@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 from datetime import timedelta
 from typing import Any
 
 from torch_ext.world import settings
 
-__all__ = ["LIMIT_ATTRIBUTE", "TIMEOUT_DEFAULT", "TIMEOUT_OVERRIDE", "get_timeout", "timeout_of"]
+__all__ = ["LIMIT_ATTRIBUTE", "TIMEOUT_DEFAULT", "TIMEOUT_OVERRIDE", "get_timeout", "seconds_of", "timeout_of"]
 
 # In seconds.
 TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
@@ -32,6 +34,9 @@ def timeout_of(case: Any) -> float:
     The first of these that is set wins: ``TORCH_EXT_TIMEOUT`` (``--timeout``); ``@with_timeout`` on the test; the class
     attribute ``timeout`` (seconds or a ``timedelta``); ``TIMEOUT_OVERRIDE`` by the test's name;
     ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``; 120 seconds.
+
+    Raises:
+        ValueError: it is no finite time above 0.
     """
     asked = settings.time_limit_s()
     if asked is not None:
@@ -40,7 +45,28 @@ def timeout_of(case: Any) -> float:
     name = getattr(case, "_testMethodName", test_id.rpartition(".")[2])  # which may have dots
     own = getattr(getattr(type(case), name, None), LIMIT_ATTRIBUTE, None)
     if own is None:
-        own = getattr(type(case), "timeout", None)
-    if isinstance(own, timedelta):
-        return own.total_seconds()
-    return float(own) if isinstance(own, (int, float)) else float(get_timeout(test_id))
+        own = getattr(case, "timeout", None)
+        own = None if callable(own) else own
+    return seconds_of(get_timeout(test_id) if own is None else own, f"the time limit of {test_id}")
+
+
+def seconds_of(limit: Any, what: str) -> float:
+    """Return a time limit in seconds.
+
+    Args:
+        limit: a number of seconds, or a ``timedelta``.
+        what: which limit it is, in words.
+
+    Raises:
+        ValueError: it is neither, or no finite time above 0.
+
+    >>> seconds_of(timedelta(minutes=1), "the limit"), seconds_of(2, "the limit")
+    (60.0, 2.0)
+    >>> seconds_of(float("nan"), "the limit of TestA")
+    Traceback (most recent call last):
+    ValueError: the limit of TestA is nan; expected a finite number of seconds above 0, or a timedelta
+    """
+    number = limit.total_seconds() if isinstance(limit, timedelta) else limit
+    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < float(number) < math.inf:
+        raise ValueError(f"{what} is {limit!r}; expected a finite number of seconds above 0, or a timedelta")
+    return float(number)

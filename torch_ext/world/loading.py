@@ -21,7 +21,6 @@ from typing import NoReturn
 from torch_ext.world import _os, frames, module_environment
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork
-from torch_ext.world.dependencies import Record, recorded
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process, uncollected
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
@@ -73,27 +72,25 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     command = Channel.from_descriptor(descriptors[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
+    _os.adopt_orphans()  # those of the import too: see Note [Who else may act]
     os.environ.clear()
     os.environ.update(order.environment)
     # In front, wherever it stood: another folder may have a module of the same name.
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
-    importing = os.getpid()
+    importing = _os.getpid()
     try:
-        recording = recorded() if order.record else contextlib.nullcontext(Record())
-        # Noting the environment reads it, which is not to be recorded as the module's doing.
-        with _stacks_to(descriptors[1]), module_environment.noted(), recording as record, uncollected():
+        with _stacks_to(descriptors[1]), module_environment.noted(), uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
     except BaseException as error:
-        if os.getpid() != importing:
+        if _os.getpid() != importing:
             end_fork(error, _trace_of_import())
         command.send(NotLoaded(_trace_of_import(), _leave(error)))
         os._exit(1)
-    if os.getpid() != importing:
+    if _os.getpid() != importing:
         end_fork(None)
-    depends = record.dependencies(_files_below((order.import_root, PACKAGE_ROOT)))
-    command.send(Loaded(depends, frames.hidden()))
+    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), frames.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
 
@@ -105,7 +102,7 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
     command = Channel.from_descriptor(descriptors[0])
     compute_on_one_thread()
     command.send(Loaded())
-    Zygote(command, order.description, order.preparation, gathered=order.gathered).serve()
+    Zygote(command, order.description, order.preparation, original=order.original, others=order.others).serve()
 
 
 @contextlib.contextmanager

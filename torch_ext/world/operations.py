@@ -1,5 +1,9 @@
 """Which operation of a process group, a store or RPC a Python frame is in. Runs in ranks; touches torch only if it is
 loaded.
+
+A thread that waits in a method of a store is in C++, and the Python frame above says what was called, but not on what:
+``group.store().wait(...)`` has a receiver without a name. So :func:`watch_stores` has these methods called through a
+frame that holds the store, the arguments and the time. A store that is made waits too: a server for its clients.
 """
 
 from __future__ import annotations
@@ -10,17 +14,25 @@ import linecache
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from torch_ext.world import _os, stores
+from torch_ext.world import _os
 from torch_ext.world.protocol import Wait
 
-__all__ = ["Operation", "after_body", "operation_of", "peers_waited_for", "test_began", "waits_of_error"]
+__all__ = [
+    "Operation",
+    "after_body",
+    "look_through",
+    "operation_of",
+    "peers_waited_for",
+    "test_began",
+    "waits_of_error",
+    "watch_stores",
+]
 
 # Python files of torch whose functions call into a process group, a store or RPC, and wait there.
 _WAITING_FILES = (
@@ -30,23 +42,11 @@ _WAITING_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/rpc/backend_registry.py",
 )
-# It calls into everything that torch has; what of that waits is told by the object that is called.
+# It dispatches everything; the type of the receiver decides.
 _OPERATORS = "/torch/_ops.py"
-# Waiting in these is done for their caller.
-_OURS = (
-    "/torch_ext/compat/c10d.py",
-    "/torch_ext/compat/testing.py",
-    "/torch_ext/sim/_collectives.py",
-    "/torch_ext/sim/_gloo_halves.py",
-)
-_LOCKS = (
-    "/threading.py",
-    "/queue.py",
-    "/multiprocessing/connection.py",
-    "/multiprocessing/queues.py",
-    "/torch_ext/sim/races/_threads.py",
-    *_OURS,
-)
+# Wait for their caller; with those of layers above, see look_through().
+_looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
+_LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
 # Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
 # workers beforehand.
 _NEEDS_EVERYONE = frozenset(
@@ -56,9 +56,14 @@ _NEEDS_EVERYONE = frozenset(
 _LIMITS = ("timeout", "process_group_timeout")
 # Functions of these that wait for one peer, and the arguments that name it.
 _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
-# Methods by which a test waits itself, by the module of the object's type.
+# Methods by which a test waits itself, and the modules of their objects' types.
 _METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
-_TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed", "torch.futures", "torch._C")
+_TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed")
+_STORE_METHODS = ("barrier", "get", "multi_get", "queue_pop", "wait")
+_STORE_FRAMES = ("wait_in_store", "make_store")
+# The arguments of torch's TCPStore, and its time limit if it is given none, in seconds.
+_OF_SERVER = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
+_SERVER_S = 300.0
 
 # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 _RPC_TIMEOUT_S = 60.0
@@ -67,13 +72,13 @@ _MOST_OF_CALL = 80
 
 _AFTER_BODY = "the barrier after its body, which is over"
 
-_began_s = time.monotonic()
+_began_s = _os.monotonic()
 
 
 def test_began() -> None:
     """Count time limits from now on: what a thread waits for was called after this."""
     global _began_s
-    _began_s = time.monotonic()
+    _began_s = _os.monotonic()
 
 
 def after_body(wait: Callable[..., object], **how: Any) -> None:
@@ -94,51 +99,112 @@ class Operation:
             is known to wait.
         position: changes if the thread has moved on to another call.
         sliced: whether it looks again and again for what it waits for.
-        keyed: whether it waits in a store for what others than ranks may set too.
     """
 
     wait: Wait
     limit_s: float | None
     position: str
     sliced: bool = False
-    keyed: bool = False
+
+
+def look_through(*files: str) -> None:
+    """Have waits in ``files`` (the ends of paths) count as waits of what called them, from now on."""
+    _looked_through.extend(file for file in files if file not in _looked_through)
 
 
 def operation_of(frame: FrameType) -> Operation:
     """Return what a thread whose innermost Python frame is ``frame`` is in."""
     position = f"{id(frame)}:{frame.f_lasti}"
-    while frame.f_code.co_filename.endswith(_LOCKS) and frame.f_back is not None:
+    while frame.f_code.co_filename.endswith((*_LOCKS, *_looked_through)) and frame.f_back is not None:
         frame = frame.f_back
-    limit_s = stores.limit_of(frame)
-    if limit_s is not None and frame.f_back is not None:
-        return _in_store(frame, frame.f_back, limit_s, f"{position}:{frame.f_locals.get('began_s')}")
+    if frame.f_code.co_filename == __file__ and frame.f_code.co_name in _STORE_FRAMES and frame.f_back is not None:
+        return _in_store(frame, frame.f_back, f"{position}:{frame.f_locals.get('began_s')}")
     if frame.f_code.co_filename.endswith((*_WAITING_FILES, _OPERATORS)):
         return _in_torch(frame, position)
     call = _call_at(frame)
     receiver = _receiver(call, frame) if call is not None else None
-    if receiver is None or not type(receiver).__module__.startswith(_TYPES):
+    if call is None or not type(receiver).__module__.startswith(_TYPES):
         return Operation(Wait(_place(frame)), None, position)
-    words = f"{ast.unparse(call)[:_MOST_OF_CALL] if call is not None else '?'} in {_place(frame)}"
-    return Operation(Wait(words, transport=True), _limit_of(receiver, call), position, keyed=_is_store(receiver))
+    words = f"{ast.unparse(call)[:_MOST_OF_CALL]} in {_place(frame)}"
+    # A limit among its arguments is not read: then it may end at once.
+    limit_s = 0.0 if call.args or call.keywords else math.inf
+    return Operation(Wait(words, transport=True), limit_s, position)
 
 
-def _in_store(frame: FrameType, caller: FrameType, limit_s: float, position: str) -> Operation:
-    """``frame`` is the one that ``stores.py`` puts between a store's method and its ``caller``."""
+def watch_stores(makes_transport: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have the waiting methods of torch's stores called through frames that this module knows, in this process. The
+    maker of servers is passed through ``makes_transport``. Idempotent.
+    """
+    torch: Any = sys.modules["torch"]
+    store, server = torch.distributed.Store, torch.distributed.TCPStore
+    for name in _STORE_METHODS:
+        method = getattr(store, name, None)
+        if method is not None and not hasattr(method, "__wrapped__"):
+            setattr(store, name, _watched(method))
+    if not hasattr(server.__init__, "__wrapped__"):
+        server.__init__ = _watched_server(makes_transport(server.__init__))
+
+
+def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wait_in_store(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began_s = _os.monotonic()  # noqa: F841  # _limit_in_store() reads it
+        return method(self, *args, **kwargs)
+
+    return wait_in_store
+
+
+def _watched_server(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def make_store(self: Any, *args: Any, **kwargs: Any) -> None:
+        began_s = _os.monotonic()  # noqa: F841  # _limit_in_store() reads it
+        make(self, *args, **kwargs)
+
+    return make_store
+
+
+def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
+    """``frame`` is the one that :func:`watch_stores` puts between a store's method and its ``caller``."""
+    limit_s = _limit_in_store(frame)
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
         known_s = math.inf if operation.limit_s is None else operation.limit_s
         return replace(operation, limit_s=min(limit_s, known_s), sliced=True)
     call = _call_at(caller)
-    what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else stores.words_for(frame)
-    # A child may be what sets the key.
-    known = None if _os.own_children() else limit_s
-    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), known, position, sliced=True, keyed=True)
+    method = frame.f_locals.get("method")
+    called = f"{method.__name__}() of a store" if method is not None else "TCPStore()"
+    what = ast.unparse(call)[:_MOST_OF_CALL] if call is not None else called
+    return Operation(Wait(f"{what} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
+
+
+def _limit_in_store(frame: FrameType) -> float:
+    """Return before when the call does not end by itself, by ``time.monotonic``."""
+    found = frame.f_locals
+    if "began_s" not in found:
+        return 0.0
+    if "make" in found:
+        given = {**dict(zip(_OF_SERVER, found["args"], strict=False)), **found["kwargs"]}
+        # A client sleeps between two tries to connect, ever longer: it may go on by itself.
+        waits = given.get("is_master", False) and given.get("wait_for_workers", True)
+        return float(found["began_s"]) + _seconds_of_store(given.get("timeout")) if waits else 0.0
+    values = [*found["args"], *found["kwargs"].values()]
+    if any(value is False for value in values):  # queue_pop() that is not to wait
+        return 0.0
+    limits = [value for value in values if isinstance(value, timedelta)] or [found["self"].timeout]
+    return float(found["began_s"]) + _seconds_of_store(limits[0])
+
+
+def _seconds_of_store(limit: Any) -> float:
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else _SERVER_S
+    return seconds if seconds > 0 else math.inf
 
 
 def _in_torch(frame: FrameType, position: str) -> Operation:
     names, limit_s, inner = [], math.inf, frame
     outer: FrameType | None = frame
-    while outer is not None and ("/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(_OURS)):
+    while outer is not None and (
+        "/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(tuple(_looked_through))
+    ):
         names.append(outer.f_code.co_name)
         limit_s = min(limit_s, *(_seconds(outer.f_locals.get(name)) for name in _LIMITS))
         inner, outer = outer, outer.f_back
@@ -151,6 +217,10 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
     words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
     return Operation(Wait(words, peers, everyone, transport=True), _began_s + limit_s, position)
+
+
+def _is_torchs(file: str) -> bool:
+    return "/torch/" in file or file.endswith(tuple(_looked_through))
 
 
 def _is_of_c10d(operator: Any) -> bool:
@@ -193,8 +263,16 @@ def _seconds(value: Any) -> float:
         return value.total_seconds()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # RPC's marks: 0 for no limit, -1 for its default.
-        return math.inf if value == 0 else float(value) if value > 0 else _RPC_TIMEOUT_S
+        return math.inf if value == 0 else float(value) if value > 0 else _rpc_timeout_s()
     return math.inf
+
+
+def _rpc_timeout_s() -> float:
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    try:
+        return float(rpc.get_rpc_timeout()) or math.inf
+    except (AttributeError, RuntimeError):  # no agent runs
+        return _RPC_TIMEOUT_S
 
 
 def _place(frame: FrameType) -> str:
@@ -202,25 +280,32 @@ def _place(frame: FrameType) -> str:
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
-def _method(call: ast.Call | None) -> str:
-    return call.func.attr if call is not None and isinstance(call.func, ast.Attribute) else "?"
-
-
 def _call_at(frame: FrameType) -> ast.Call | None:
-    """Return the method call, by one of the names that wait, that ``frame`` is in."""
+    """Return the call that ``frame`` is in, if it is one of a method that waits.
+
+    Python 3.10 does not tell which call of a line it is: there the line must hold one only.
+    """
     code = frame.f_code
     where = _positions(code)
-    place = where[frame.f_lasti // 2] if frame.f_lasti // 2 < len(where) else (None, None, None, None)
-    line, last = (place[0], place[1]) if place[0] else (frame.f_lineno, frame.f_lineno)
-    text = "".join(linecache.getline(code.co_filename, number) for number in range(line or 0, (last or 0) + 1)).strip()
+    first, last, begin, end = where[frame.f_lasti // 2] if frame.f_lasti // 2 < len(where) else (None,) * 4
+    if first is None or last is None or begin is None or end is None:
+        text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    else:
+        lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+        lines[-1] = lines[-1][:end]  # before the other end, which may be in the same line
+        lines[0] = lines[0][begin:]
+        text = f"({b''.join(lines).decode(errors='replace')})"
     try:
-        tree = ast.parse(
-            text.removesuffix(":") if not text.startswith(("with", "if", "for", "while")) else text + " pass"
-        )
+        tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _method(node) in _METHODS]
-    return calls[0] if len(calls) == 1 else None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    statement = tree.body[0] if tree.body else None
+    is_exact = begin is not None and isinstance(statement, ast.Expr) and statement.value in calls
+    if not (is_exact or (begin is None and len(calls) == 1)):
+        return None
+    call = calls[0]  # a walk is breadth first
+    return call if isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,17 +326,3 @@ def _receiver(call: ast.Call, frame: FrameType) -> Any:
     for name in reversed(names):
         found = getattr(found, "__dict__", {}).get(name)
     return found
-
-
-def _limit_of(receiver: Any, call: ast.Call | None) -> float:
-    """Before when the call does not end by itself. A limit among its arguments is not read: then it may end at once."""
-    if call is None or len(call.args) > 1 or call.keywords or (call.args and not _is_store(receiver)):
-        return 0.0
-    if _is_store(receiver):
-        return _began_s + _seconds(receiver.timeout)
-    return math.inf
-
-
-def _is_store(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_available() and isinstance(value, torch.distributed.Store)

@@ -15,12 +15,14 @@ Glossary
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.protocol import Phase, Receipt, Wait
+from torch_ext.world.frames import place_in
+from torch_ext.world.protocol import Phase, Receipt, Said, Wait
 
 __all__ = ["Ending", "Outcome", "may_be_expected"]
 
@@ -33,12 +35,15 @@ class Ending(Enum):
     SKIPPED = "skipped"
     EXITED = "exited"
     KILLED = "killed"
-    SILENT = "left without a receipt"
+    SILENT = "exited early"
     TIMED_OUT = "timed out"
     HUNG = "hung"
-    STOPPED = "stopped by the harness"
+    STOPPED = "stopped"
 
 
+# What faulthandler writes above the stacks of a process that dies, and how the name of an exception looks.
+_FATAL = "Fatal Python error:"
+_EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
 _EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
@@ -62,6 +67,8 @@ class Outcome:
         task: what it ran, in a word.
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
         host: where it ran, in words, if the test asked for several hosts.
+        out_of_memory: SIGKILL ended it, and the kernel has killed processes meanwhile for want of memory.
+        died_at: :attr:`place`, if ``output`` no longer holds what tells of it.
         delayed_s: for how many seconds of its test it could have run, and waited for a core, until it was stopped.
     """
 
@@ -79,12 +86,19 @@ class Outcome:
     task: str = "test"
     ended_s: float = 0.0
     host: str = ""
+    out_of_memory: bool = False
     delayed_s: float = 0.0
+    died_at: str = ""
 
     @property
     def transport_failure(self) -> Receipt | None:
         """What it said of a failure that a process group, a store or RPC raised; None if it did not fail by one."""
         return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
+
+    @property
+    def sub_tests(self) -> tuple[str, ...]:
+        """The sub-tests that failed, or skipped if no part failed."""
+        return tuple(part.sub_test for part in self.receipt.parts if part.sub_test) if self.receipt else ()
 
     @property
     def who(self) -> str:
@@ -96,60 +110,87 @@ class Outcome:
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
+    def was_stopped(self) -> bool:
+        return self.ending in (Ending.TIMED_OUT, Ending.HUNG, Ending.STOPPED)
+
+    @property
     def ok(self) -> bool:
         return self.ending in (Ending.PASSED, Ending.SKIPPED)
 
+    @property
+    def place(self) -> str:
+        """Where in the user's code the rank was when it ended or was stopped, such as ``"at test_a.py:31"``; empty if
+        it is not known.
+        """
+        if self.receipt is not None and self.receipt.said is Said.FAILED:
+            return f"at {self.receipt.place}" if self.receipt.place else ""
+        fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
+        return self.died_at or place_in(self.stacks) or place_in(fatal)
+
     def describe(self) -> str:
-        """Say in a few words how the rank ended.
+        """Say in a few words how the rank ended, and where in the user's code.
 
         >>> Outcome(1, Ending.KILLED, exit_code=-11).describe()
         'was killed by SIGSEGV'
         >>> Outcome(0, Ending.EXITED, exit_code=3).describe()
-        'exited with code 3 without a receipt'
+        'exited with code 3 before its test was over'
+        >>> Outcome(0, Ending.FAILED, receipt=Receipt(Said.FAILED, 1.0, "ValueError: no", place="a.py:7")).describe()
+        'raised ValueError at a.py:7: no'
         """
-        reason = _shorten(self.receipt.reason) if self.receipt else ""
-        after = f" after its {self.task} had {self.receipt.said.value}" if self.receipt else ""
-        if not after and self.phase is Phase.SETTLING:
-            body = "body" if self.task == "test" else self.task
-            after = f" after its {body} was over, in what that left to be done,"
         if self.ending is Ending.PASSED:
             return "passed"
-        if self.ending is Ending.FAILED:
-            return f"failed with {reason}"
         if self.ending is Ending.SKIPPED:
-            return f"skipped: {reason}"
+            return f"skipped: {_shorten(self.receipt.reason) if self.receipt else ''}"
+        if self.ending is Ending.FAILED:
+            return self._failure()
+        place = f" {self.place}" if self.place else ""
         if self.ending is Ending.KILLED:
-            return f"was killed by {signal_name(-(self.exit_code or 0))}{after}".rstrip(",")
-        if self.ending is Ending.EXITED:
-            before = (
-                " without a receipt" if self.task == "test" else "" if after else f" before its {self.task} was over"
-            )
-            return f"exited with code {self.exit_code}{after}{'' if self.receipt else before}".rstrip(",")
-        if self.ending is Ending.SILENT:
-            if self.task != "test":
-                early = after or f" before its {self.task} was over"
-                return f"left with code 0, by os._exit() or the like,{early}".rstrip(",")
-            return f"left with code 0{after} without a receipt: something ended the process before its test was over"
+            by = ", most likely by the kernel's out-of-memory killer" if self.out_of_memory else ""
+            return f"was killed by {signal_name(-(self.exit_code or 0))}{by}{place}{self._when('')}"
+        if self.ending in (Ending.EXITED, Ending.SILENT):
+            early = "by os._exit() or the like, before" if not self.exit_code and not place else "before"
+            return f"exited with code {self.exit_code or 0}{place}{self._when(f'{early} its {self.task} was over')}"
         if self.ending in (Ending.TIMED_OUT, Ending.HUNG):
-            importing = " while it was importing" if self.phase is None and self.receipt is None else ""
-            return f"{self.ending.value}{after or importing}".rstrip(",")
-        if self.phase is Phase.ABORTING:
-            return "was ending by SIGABRT when the harness stopped it"
-        return f"was stopped by the harness{after or f' while its {self.task} was running'}"
+            importing = "while it was importing" if self.phase is None and self.receipt is None else ""
+            return f"{self.ending.value}{place}{self._when(importing)}"
+        return f"was stopped{place}{self._when(f'while its {self.task} was running')}"
+
+    def _failure(self) -> str:
+        reason = _shorten(self.receipt.reason) if self.receipt else ""
+        error, _, message = reason.partition(": ")
+        if not _EXCEPTION.fullmatch(error):
+            return f"failed: {reason}"
+        where = f" {self.place}" if self.place else ""
+        if error.startswith("torch_ext.world."):  # a name that says nothing to a user
+            return f"failed{where}: {message}"
+        error = error.rpartition(".")[2] if error.startswith("torch_ext.") else error
+        return f"raised {error}{where}: {message}" if message else f"raised {error}{where}"
+
+    def _when(self, otherwise: str) -> str:
+        """Return how far the test was, with a space before it."""
+        if self.receipt is not None:
+            return f" after its {self.task} had {self.receipt.said.value}"
+        if self.phase is Phase.SETTLING:
+            return f" after its {self.task} had ended, in a thread or an exit function that it had left"
+        return f" {otherwise}" if otherwise else ""
 
 
 def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
     """Whether ranks ended in a way in which they may where the test is expected to fail: one that fails is enough. None
-    may hang or die, and a disagreement about skipping is no failure of what the test is about.
+    may hang or die, no cleanup or thread may fail, and no rank may skip alone.
 
     >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
     True
-    >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.SKIPPED)])
+    >>> may_be_expected([Outcome(0, Ending.FAILED), Outcome(1, Ending.SKIPPED)])
     False
     """
+    outcomes = list(outcomes)
     endings = {outcome.ending for outcome in outcomes}
-    disagree = Ending.SKIPPED in endings and len(endings) > 1 and Ending.FAILED not in endings
-    return endings.issubset(_EXPECTABLE) and not disagree
+    failed = [outcome.receipt for outcome in outcomes if outcome.ending is Ending.FAILED and outcome.receipt]
+    if not all(part.expectable for receipt in failed for part in receipt.parts):
+        return False
+    skips_alone = Ending.SKIPPED in endings and len(endings) > 1
+    return endings.issubset(_EXPECTABLE) and not skips_alone
 
 
 def _shorten(text: str, limit: int = 160) -> str:

@@ -15,10 +15,10 @@ nothing but wait.
 ==================  =======================================================================================
 from -> to          messages
 ==================  =======================================================================================
-client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`; on a group channel :class:`Signal`
+client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`, :class:`AskOthers`;
+                    on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
 client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
-zygote -> lent root :class:`LentOrder` as the payload of an :class:`Order`, answered likewise or by :class:`DoesNotFit`
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
@@ -42,18 +42,16 @@ __all__ = [
     "STACK_SIGNAL",
     "AddClient",
     "Ask",
+    "AskOthers",
     "Collectives",
     "Copy",
     "CopyOrder",
-    "Dependencies",
     "Devices",
-    "DoesNotFit",
     "Ended",
     "Farewell",
     "HiddenFrames",
     "Inherited",
     "LeftBehind",
-    "LentOrder",
     "Loaded",
     "ModuleOrder",
     "NotLoaded",
@@ -61,6 +59,7 @@ __all__ = [
     "Order",
     "Phase",
     "Preparation",
+    "Process",
     "Progress",
     "RankOrder",
     "Receipt",
@@ -104,7 +103,6 @@ class Start:
         environment: the children's environment. The zygote compares it with the one that it was started with.
         interpreter: give every child a fresh interpreter.
         spares: how many children to fork ahead of the next request.
-        outlive: closing the group channel leaves the children be. They end by themselves when they are not needed.
         ahead: modules that the zygote imports before it forks; see Note [Imports at first use].
     """
 
@@ -112,13 +110,21 @@ class Start:
     environment: dict[str, str]
     interpreter: bool = False
     spares: int = 0
-    outlive: bool = False
     ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class AddClient:
     """Serve another command channel, whose descriptor comes along. Closing that one does not end the zygote."""
+
+
+@dataclass(frozen=True)
+class AskOthers:
+    """Ask which processes may act besides the harness and ``ranks`` (pids); see Note [Who else may act]. Descriptor:
+    the channel on which a tuple of their descriptions comes back.
+    """
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -209,39 +215,9 @@ class RootOrder:
 
 
 @dataclass(frozen=True)
-class LentOrder:
-    """What a child becomes that is to be the first zygote of a run, as if the run had started it. Descriptors: its
-    command channel, its stderr, and its working directory.
-
-    Attributes:
-        root: what it loads.
-        environment: the run's.
-        umask: likewise.
-        limits: the soft and the hard limit of each resource, by the number that :mod:`resource` knows it by.
-        cores: the cores that the run may use.
-        ignored: the signals that the run ignores, as under nohup.
-    """
-
-    root: RootOrder
-    environment: dict[str, str]
-    umask: int
-    limits: dict[int, tuple[int, int]]
-    cores: tuple[int, ...]
-    ignored: frozenset[int]
-
-
-@dataclass(frozen=True)
-class DoesNotFit:
-    """The child cannot be what the run would have started; ``why`` is the end of a sentence about it, for users."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class ModuleOrder:
     """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``.
 
-    With ``record`` it tells all that the names of the module's tests depend on, not just the files that are imported.
     The modules ``first`` are imported before it, in ranks that are fresh interpreters too.
     """
 
@@ -250,8 +226,15 @@ class ModuleOrder:
     file: str
     environment: dict[str, str]
     argv: tuple[str, ...]
-    record: bool = False
     first: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by its pid and when it started, in the kernel's ticks: pids are used again."""
+
+    pid: int
+    start: str
 
 
 @dataclass(frozen=True)
@@ -261,12 +244,14 @@ class CopyOrder:
     Attributes:
         description: what it is called in messages.
         preparation: what fresh interpreters load.
-        gathered: its heap lies in huge pages already.
+        original: the zygote that it is a copy of.
+        others: processes of that one which it has not forked itself.
     """
 
     description: str
     preparation: Preparation
-    gathered: bool
+    original: int = 0
+    others: tuple[Process, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -287,23 +272,6 @@ class HiddenFrames:
 
 
 @dataclass(frozen=True)
-class Dependencies:
-    """What the names of a module's tests depend on.
-
-    Attributes:
-        imported: files of all modules that the zygote holds from below the project's folders.
-        paths: other files that were read, and folders that were listed, while it was imported.
-        variables: environment variables that were asked for meanwhile.
-        unsure: what else it did, of which nobody can tell later whether it would go as it went; empty if nothing.
-    """
-
-    imported: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    unsure: str = ""
-
-
-@dataclass(frozen=True)
 class Devices:
     """How many devices the ranks of a machine must share, and the environment variable that narrows them down.
 
@@ -319,11 +287,11 @@ class Loaded:
     """The zygote is ready.
 
     Attributes:
-        depends: what the names of the tests that it has loaded depend on.
+        imported: files of all modules that it holds from below the project's folders.
         hidden_frames: what the layers that it has loaded leave out of reports.
     """
 
-    depends: Dependencies = Dependencies()
+    imported: tuple[str, ...] = ()
     hidden_frames: tuple[HiddenFrames, ...] = ()
 
 
@@ -351,7 +319,6 @@ class Wait:
         everyone: whether it waits for all ranks, as the creation of a process group does.
         transport: whether it is an operation of a process group, a store or RPC.
         over: whether the body is over, and the harness waits for the other ranks.
-        enders: the processes that alone can end it, if it is a wait for processes and not for ranks.
     """
 
     words: str
@@ -359,7 +326,6 @@ class Wait:
     everyone: bool = False
     transport: bool = False
     over: bool = False
-    enders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -425,7 +391,6 @@ class Phase(Enum):
 
     RUNNING = "has loaded what its task needs, and runs it"
     SETTLING = "the body is over, and what it left to be done is being done"
-    ABORTING = "is ending by SIGABRT"
 
 
 @dataclass(frozen=True)
@@ -452,23 +417,27 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank waits for. See Note [Provable hangs].
+    """Whether a rank can go on, and what it waits for. See Note [Provable hangs].
 
     Attributes:
-        blocked: whether no thread of the rank can go on by itself before ``until_s``.
-        until_s: when the first time limit of what it waits for ends, by ``time.monotonic``; infinite if there is none.
+        blocked: whether no thread of the rank can go on by itself before ``until_s`` and ``raises_s``.
+        until_s: when the first time limit of a lock ends, by ``time.monotonic``; infinite if there is none.
+        raises_s: the same for an operation of torch's, which raises then.
         fingerprint: differs from an earlier one if any thread has run meanwhile.
         waits: what each thread with Python code waits for, in words.
-        enders: processes that can end one of its waits; it is blocked only as long as all of these are.
-        reachable: whether others than ranks may end one of its waits, by a key of a store or by a signal.
+        record: changes whenever a collective begins or ends.
+        may_act: what can go on, in words.
+        among_ranks: whether it waits for peers in memory that ranks alone share, and no signal is handled.
     """
 
     blocked: bool
     until_s: float
     fingerprint: str
     waits: tuple[Wait, ...] = ()
-    enders: tuple[int, ...] = ()
-    reachable: bool = False
+    record: str = ""
+    may_act: tuple[str, ...] = ()
+    among_ranks: bool = False
+    raises_s: float = float("inf")
 
 
 class Said(Enum):
@@ -477,6 +446,19 @@ class Said(Enum):
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a test that failed, or of a skipped test one that skipped.
+
+    Attributes:
+        sub_test: the sub-test in words, such as ``(x=1)``; empty for the test itself and its cleanups.
+        expectable: it failed as a test that is expected to fail may.
+    """
+
+    sub_test: str
+    expectable: bool
 
 
 @dataclass(frozen=True)
@@ -491,6 +473,8 @@ class Receipt:
         transport: whether the failure was raised by what connects the ranks (a process group, a store, RPC), not by the
             test's own code.
         waits: what it waited for when it failed, if the failure tells.
+        place: the line of the user's code from which the failure came, such as ``"test_a.py:31"``, if it is known.
+        parts: the parts of the test that failed, in order; of a skip, those that skipped. Empty if nobody knows any.
         ticket: which run of which test it is about; set by the rank.
         pid: the process that hands it in; set by the rank.
         began_s: when the body began; set by the rank.
@@ -503,6 +487,8 @@ class Receipt:
     trace: str = ""
     transport: bool = False
     waits: tuple[Wait, ...] = ()
+    place: str = ""
+    parts: tuple[Part, ...] = ()
     ticket: Ticket = NO_TICKET
     pid: int = 0
     began_s: float = 0.0

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 
-from torch_ext.world import _os, scratch
+from torch_ext.world import _os, scratch, transports
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.fork_safety import reason_not_to_fork
 from torch_ext.world.loading import become_zygote
@@ -21,17 +21,29 @@ from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
 from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
 
-__all__ = ["forget", "given_is_gone", "never_start_ranks", "pid_behind", "prepare", "use", "zygote_for"]
+__all__ = [
+    "forget",
+    "given_is_gone",
+    "never_start_ranks",
+    "pid_behind",
+    "prepare",
+    "use",
+    "watch_this_process",
+    "zygote_for",
+    "zygote_of_this_process",
+    "zygotes",
+]
 
 
 class _Zygotes:
     """The zygotes of this process. A forked child has none: its parent's are not its own."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner = _os.getpid()
         self.given: Channel | None = None
         self.lost_given = False
         self.starts_none = False
+        self.is_watched = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
         self.loaded: dict[str, Channel] = {}
@@ -43,7 +55,7 @@ _zygotes = _Zygotes()
 
 def _mine() -> _Zygotes:
     global _zygotes
-    if _zygotes.owner != os.getpid():
+    if _zygotes.owner != _os.getpid():
         _zygotes = _Zygotes()
     return _zygotes
 
@@ -82,7 +94,7 @@ def zygote_for(module: str) -> Channel:
     why = reason_not_to_fork()
     if not why:
         return _fork(own)
-    announce(f"this process cannot fork its ranks' zygote, so a fresh interpreter loads {module} for them: {why}")
+    announce(f"this process cannot be forked, so a fresh interpreter loads {module} for the ranks: {why}")
     return _load(own, module)
 
 
@@ -94,11 +106,35 @@ def pid_behind(channel: Channel) -> int:
     return next((zygote.pid for zygote in own.zygotes if zygote.channel is channel), 0)
 
 
+def zygote_of_this_process() -> Channel | None:
+    """Return a command channel to the zygote that adopts what this process leaves behind; None if this process does."""
+    return _mine().given
+
+
+def zygotes() -> tuple[int, ...]:
+    """Return the pids of the zygotes that this process has started."""
+    own = _mine()
+    forked = (own.forked[2],) if own.forked is not None else ()
+    return (*forked, own.root.process.pid) if own.root is not None else forked
+
+
+def watch_this_process() -> None:
+    """Have this process, which runs tests by itself, adopt its orphans, and know the threads of its transports. A child
+    of a zygote need not: see Note [Who else may act].
+    """
+    own = _mine()
+    if own.given is None and not own.starts_none and not own.is_watched:
+        own.is_watched = True
+        _os.adopt_orphans()
+        transports.prepare()
+
+
 def prepare(module: str) -> None:
     """Fork the zygote of ``module`` now if that is safe, before something in this process makes it unsafe. Otherwise do
     nothing.
     """
     own = _mine()
+    watch_this_process()
     known = (
         own.starts_none
         or own.given is not None
@@ -115,7 +151,7 @@ def forget(channel: Channel) -> None:
     channel.close()
     if own.forked is not None and own.forked[0] is channel:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(own.forked[2], 0)
+            _os.waitpid(own.forked[2], 0)
         own.forked = None
     if own.given is channel:
         own.given, own.lost_given = None, True
@@ -131,7 +167,7 @@ def _fork(own: _Zygotes) -> Channel:
     modules = frozenset(sys.modules)
     folder = scratch.folder()
     _os.flush_output()
-    pid = os.fork()
+    pid = _os.fork()
     if pid == 0:
         try:
             ours.close()
@@ -159,7 +195,7 @@ def _alive(own: _Zygotes) -> bool:
         return False
     channel, _, pid = own.forked
     try:
-        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if _os.waitpid(pid, os.WNOHANG) == (0, 0):
             return True
     except ChildProcessError:
         pass  # somebody else in this process reaped it
@@ -201,14 +237,14 @@ def _loads_again(own: _Zygotes, module: str) -> bool:
 
 
 def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
-    if own.owner == os.getpid():
+    if own.owner == _os.getpid():
         channel.close()
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+            _os.waitpid(pid, 0)
 
 
 def _end_root(own: _Zygotes) -> None:
-    if own.owner == os.getpid():
+    if own.owner == _os.getpid():
         for zygote in own.zygotes:
             zygote.close()
         if own.root is not None:

@@ -16,7 +16,6 @@ order. So does a rank that failed: its peers must see connections close instead 
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import math
 import multiprocessing
@@ -24,17 +23,15 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import flight_record, frames, loopback, operations, transport_errors, transports
+from torch_ext.world import _os, flight_record, frames, loopback, operations, own_exits, transport_errors, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.hosts import NUMBER_VARIABLE
-from torch_ext.world.last_words import say_before_abort
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
@@ -43,6 +40,7 @@ from torch_ext.world.protocol import (
     Farewell,
     Inherited,
     Notice,
+    Part,
     Phase,
     Progress,
     RankOrder,
@@ -51,7 +49,7 @@ from torch_ext.world.protocol import (
     Ticket,
 )
 from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_globals
-from torch_ext.world.stall import LISTENER, observe
+from torch_ext.world.threads import LISTENER, leave_out, observe
 from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
 __all__ = ["Rank", "current", "failure", "main", "this_rank"]
@@ -61,8 +59,9 @@ _RELEASE_WAIT_S = 1.0
 
 # Stand between a test and torch.
 frames.hide(r"/compat/c10d\.py")
-frames.hide(r"/world/stores\.py", "wait_in_store")
-frames.hide(r"/world/operations\.py", "after_body")
+frames.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
+frames.hide(r"/world/threads\.py", "make_transport")
+frames.hide(r"/world/own_exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
 # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": transports.LOOPBACK, "TP_SOCKET_IFNAME": transports.LOOPBACK}
@@ -81,31 +80,32 @@ class Rank:
 
     def __init__(self, order: RankOrder, channel: Channel, stacks: int) -> None:
         self.rank = order.rank
-        self._pid = os.getpid()
+        self._pid = _os.getpid()
         self._ticket = order.ticket
         self._stacks = stacks
         self._channel = channel
-        self._line = os.fstat(channel.fileno())
         self._sending = threading.Lock()
         self._handed_in = False
+        self._is_between_tests = False
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
-        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
+        self._began_s, self._met_s = _os.monotonic(), (0.0, 0.0)
         threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Take on another run of a test: receipts are about it from now on."""
-        self._ticket = ticket
-        self._debts.watch()
+        self._ticket, self._is_between_tests = ticket, False
+        self._debts.watch(ticket.test)
         operations.test_began()
-        self._began_s, self._met_s = time.monotonic(), (0.0, 0.0)
+        self._began_s, self._met_s = _os.monotonic(), (0.0, 0.0)
 
     def made_group(self, from_s: float, to_s: float) -> None:
         """Take note of when a process group was made; the first one counts."""
         if not self._met_s[1]:
             self._met_s = from_s, to_s
 
+    @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
         """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
         wait for the other ranks.
@@ -125,6 +125,7 @@ class Rank:
         self._send(Collectives(flight_record.read()))  # a peer may be waiting for this rank in a collective
         return False
 
+    @_os.with_room
     def report(self, receipt: Receipt) -> Receipt:
         """Hand in the receipt of one test and live on for the next; return what was handed in."""
         self._end_fork(receipt)
@@ -133,6 +134,7 @@ class Rank:
                 self._debts.check()
             except UnfinishedWorkError as error:
                 receipt = failure(error)
+        self._is_between_tests = True
         self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
             self._send(Collectives(flight_record.read()))
@@ -163,7 +165,7 @@ class Rank:
 
         How it ended is its parent's to judge, who learns it by the exit code.
         """
-        if os.getpid() != self._pid:
+        if _os.getpid() != self._pid:
             end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
 
     def _settled(self, receipt: Receipt) -> Receipt:
@@ -172,44 +174,35 @@ class Rank:
             self._debts.settle()
         except UnfinishedWorkError as error:
             return failure(error)
-        return replace(receipt, time_s=time.monotonic())
+        return receipt
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        return replace(receipt, ticket=self._ticket, pid=self._pid, began_s=self._began_s, met_s=self._met_s)
+        return replace(
+            receipt,
+            time_s=_os.monotonic(),
+            ticket=self._ticket,
+            pid=self._pid,
+            began_s=self._began_s,
+            met_s=self._met_s,
+        )
 
-    def say_it_aborts(self) -> None:
-        """Say that this process ends by ``abort()``."""
-        self._say_at_last(Phase.ABORTING)
-
-    def say_what_it_called(self) -> None:
-        """Say which collectives this rank has called last, before it aborts."""
-        self._say_at_last(Collectives(flight_record.read()))
-
-    def _say_at_last(self, message: Phase | Collectives) -> None:
-        """Send ``message``, unless a thread that was sending when the process aborted does not come to its end."""
-        if os.getpid() == self._pid and self._sending.acquire(timeout=1.0):
-            try:
-                self._channel.send(message)
-            finally:
-                self._sending.release()
+    def tell_place(self, error: BaseException) -> None:
+        """Have the parent half know where this process has left by ``error``."""
+        own_exits.write_text(self._stacks, frames.read_error(error)[1])
 
     def say(self, message: Phase | Farewell) -> None:
         """Tell the parent half how far this process is."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
 
+    @_os.with_room
     def _send(self, message: Any) -> None:
-        if os.getpid() == self._pid:
+        if _os.getpid() == self._pid:
             with self._sending:
-                self._check_line()
                 self._channel.send(message)
 
-    def _check_line(self) -> None:
-        """Raise OSError if the body has closed the channel's descriptor, whose number may be a file of its own now."""
-        if not os.path.samestat(os.fstat(self._channel.fileno()), self._line):
-            raise OSError(errno.EBADF, "the line to the harness was closed")
-
     def _listen(self) -> None:
+        leave_out()
         try:
             while True:
                 message, _ = self._channel.receive()
@@ -218,19 +211,19 @@ class Rank:
                 elif message is Ask.COLLECTIVES:
                     self._send(Collectives(flight_record.read()))
                 elif message is Ask.PROGRESS:
-                    self._send(_look())
+                    self._send(_look(self._is_between_tests))
                 elif message is Ask.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
         except (ChannelClosedError, OSError):
             self._released.set()  # nobody is left to wait for
 
 
-def _look() -> Progress:
+def _look(between_tests: bool) -> Progress:
     """Return what :func:`observe` does; where looking fails, nothing is proven."""
     try:
-        return observe()
-    except Exception:  # without this thread, nobody would learn anything of the rank any more
-        return Progress(False, math.inf, "", ())
+        return observe(between_tests)
+    except Exception as error:  # without this thread, nobody would learn anything of the rank any more
+        return Progress(False, math.inf, "", may_act=(f"a thread that cannot be looked at ({error})",))
 
 
 _current: Rank | None = None
@@ -282,7 +275,7 @@ def _apply(order: RankOrder) -> None:
     for name, value in wanted.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    os.environ[OWNER_VARIABLE] = str(_os.getpid())
     os.chdir(order.directory)
     os.umask(order.umask)
     sys.argv[:] = order.argv
@@ -301,7 +294,9 @@ def _close_stdin() -> None:
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:
     process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, stacks, connections))
+    end_writing = own_exits.write_stacks_before(stacks)
     code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
+    end_writing()
     if _current is not None:
         _current.say(Farewell())
     return code
@@ -310,26 +305,30 @@ def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[
 def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
     global _current
     _current = rank = Rank(order, channel, stacks)
-    say_before_abort(rank.say_it_aborts, rank.say_what_it_called)
     try:
         function, args, kwargs = pickle.loads(order.task)
         transports.prepare()
         transports.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
-    except SystemExit:
+    except SystemExit as left:
+        if not rank.handed_in:
+            rank.tell_place(left)
         raise
     except BaseException as error:
         if not rank.handed_in:
             rank.hand_in(failure(error))
         raise
     if not rank.handed_in:
-        rank.hand_in(Receipt(Said.PASSED, time.monotonic()))
+        rank.hand_in(Receipt(Said.PASSED, _os.monotonic()))
 
 
+@_os.with_room
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
     reason, trace = frames.read_error(error)
     transport = transport_errors.raised_by_transport(error)
     waits = operations.waits_of_error(error) if transport else ()
-    return Receipt(Said.FAILED, time.monotonic(), reason, trace, transport, waits)
+    place = frames.place_of(error)
+    parts = (Part("", expectable=False),) if isinstance(error, UnfinishedWorkError) else ()
+    return Receipt(Said.FAILED, _os.monotonic(), reason, trace, transport, waits, place, parts=parts)

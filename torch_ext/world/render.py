@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_ext.world.blame import find_blame
 from torch_ext.world.collectives import read_record
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import left_behind, ranks_phrase, without_ranks
@@ -38,14 +37,20 @@ class WorldFailure(RuntimeError):
 def render(report: WorldReport) -> str:
     """Return the text of a failed world: the verdict, every rank's ending, then tracebacks and output."""
     outcomes, verdict = report.outcomes, report.verdict
-    mismatch = find_blame(outcomes)
     parts = [verdict.summary, *report.details]
-    if mismatch:
-        parts.append(f"Collectives: {mismatch.sentence}.")
+    if verdict.collectives:
+        parts.append(f"Collectives: {verdict.collectives}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
+    if failed := _failed_sub_tests(outcomes):
+        parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
     if any(_was_delayed(outcome, report.took_s) for outcome in outcomes):
         parts.append(
             "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
+        )
+    if any(outcome.out_of_memory for outcome in outcomes):
+        parts.append(
+            "The kernel has killed processes of this machine for want of memory while these ranks ran: use fewer ranks "
+            "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
         )
     parts += _by_rank(outcomes, verdict)
     return "\n\n".join(parts)
@@ -65,6 +70,14 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
     return parts
+
+
+def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        for name in outcome.sub_tests if outcome.ending is Ending.FAILED else ():
+            ranks.setdefault(name, []).append(outcome.rank)
+    return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
 
 
 def _trace(outcome: Outcome) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
 
-__all__ = ["folder", "give_up", "use"]
+from torch_ext.world import _os
+
+__all__ = ["folder", "give_up", "restore", "use"]
 
 
 class _Scratch:
     """The folder of this process. A forked child does not own its parent's."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner = _os.getpid()
         self.path = ""
         self.made_here = False
+        self.temporary = ""  # the folder for everybody's short-lived files
 
 
 _scratch = _Scratch()
@@ -24,21 +28,30 @@ _scratch = _Scratch()
 
 def _mine() -> _Scratch:
     global _scratch
-    if _scratch.owner != os.getpid():
+    if _scratch.owner != _os.getpid():
         _scratch = _Scratch()
     return _scratch
 
 
 def use(path: str) -> None:
     """Use the folder ``path``, which another process made and removes."""
-    _mine().path = path
+    scratch = _mine()
+    scratch.path, scratch.temporary = path, tempfile.gettempdir()
+
+
+def restore() -> None:
+    """Make the folders for short-lived files anew that a test has removed."""
+    scratch = _mine()
+    for path in (scratch.temporary, scratch.path):
+        if path and not os.path.isdir(path):
+            with contextlib.suppress(OSError):  # who needs the folder says so
+                os.makedirs(path, 0o700)
 
 
 def folder() -> str:
     """Return the folder. It is made on first use and removed when the process is gone, however that ends."""
     scratch = _mine()
-    if scratch.made_here and not os.path.isdir(scratch.path):
-        os.mkdir(scratch.path, 0o700)  # a zygote that has ended removes it, and the next one does so again
+    restore()  # a zygote that has ended removes it, and the next one does so again
     if not scratch.path:
         scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
         scratch.made_here = True
@@ -55,5 +68,5 @@ def give_up() -> None:
 
 
 def _remove(scratch: _Scratch) -> None:
-    if scratch.owner == os.getpid() and scratch.made_here:
+    if scratch.owner == _os.getpid() and scratch.made_here:
         shutil.rmtree(scratch.path, ignore_errors=True)

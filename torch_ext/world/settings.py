@@ -10,18 +10,14 @@ They are read on use, in the process that acts on them, since a test class may s
 ``TORCH_EXT_TEARDOWN``           ``full``: destroy process groups in every rank, as upstream does
 ``TORCH_EXT_TIMEOUT``            seconds that every test may take, in place of the tests' own limits
 ``TORCH_EXT_HANG_AFTER``         seconds after which a provable hang ends, default 10; ``0``: only time limits end tests
-``TORCH_EXT_REUSE``              ``class``: the ranks of a class serve all its tests, until one fails
 ``TORCH_EXT_OWNER``              set, not read, for the processes that a test starts; see Note [Leftovers]
 ``TORCH_EXT_CUDA_AS_SIM``        files and folders, joined as in ``PATH``, in which CUDA means ``sim``
 ``TORCH_EXT_WAIT_PAGE``          set, not read, for the device's backend; see Note [The page of waits]
 ``TORCH_EXT_ADDRESS``            set, not read, in ranks; see Note [An address for each world]
 ``TORCH_EXT_HOST``               set in ranks of a test on several hosts: the number of theirs; see Note [Several hosts]
 ``TORCH_EXT_HOST_ADDRESS``       set on a cluster: where other hosts reach this one; see Note [Several hosts]
-``TORCH_EXT_HUGE_PAGES``         ``0``: off, see Note [Huge pages]
 ``TORCH_EXT_TRIAL_FORK``         ``0``: off, see Note [Trial fork]
 ``TORCH_EXT_READ_AT_LOAD``       more prefixes, joined by commas, or ``0``: off, see Note [Variables read at load]
-``TORCH_EXT_THREAD_ORIGIN``      seconds to look for the code that started a thread (default 60), or ``0``: off,
-                                 see Note [Origin of a thread]
 ===============================  ==================================================================================
 """
 
@@ -32,13 +28,10 @@ import os
 __all__ = [
     "full_teardown",
     "hang_after_s",
-    "huge_pages",
     "interpreter_wanted",
     "read_at_load",
-    "reuse_within_class",
     "show_output",
     "spares_wanted",
-    "thread_origin_s",
     "threads_per_rank",
     "time_limit_s",
     "trial_fork",
@@ -46,7 +39,6 @@ __all__ = [
 
 # Larger worlds are started on demand: spares hold memory until the next test.
 _MOST_SPARES = 16
-_THREAD_ORIGIN_S = 60.0
 _HANG_AFTER_S = 10.0
 
 
@@ -69,11 +61,6 @@ def threads_per_rank(world_size: int) -> int:
     return max(1, cores // max(1, world_size))
 
 
-def reuse_within_class() -> bool:
-    """Whether the ranks of a class that starts fresh ones for every test serve all its tests instead."""
-    return os.environ.get("TORCH_EXT_REUSE") == "class"
-
-
 def show_output() -> bool:
     """Whether the output of ranks is passed through as it comes."""
     return os.environ.get("TORCH_EXT_SHOW_OUTPUT") == "1"
@@ -85,19 +72,20 @@ def full_teardown() -> bool:
 
 
 def time_limit_s() -> float | None:
-    """Return the limit that ``--timeout`` puts in the place of every test's own, in seconds; None if there is none."""
+    """Return the limit that ``--timeout`` puts in the place of every test's own, in seconds; None if there is none.
+
+    Raises:
+        ValueError: it is no finite time above 0.
+    """
     asked = os.environ.get("TORCH_EXT_TIMEOUT", "")
+    if asked and not 0 < _seconds(asked, 0.0) < float("inf"):
+        raise ValueError(f"TORCH_EXT_TIMEOUT is {asked!r}; expected a finite number of seconds above 0")
     return float(asked) if asked else None
 
 
 def hang_after_s() -> float:
     """Return within how many seconds of the last progress a provable hang is to end; 0: it is not looked for."""
     return _seconds(os.environ.get("TORCH_EXT_HANG_AFTER", ""), _HANG_AFTER_S)
-
-
-def huge_pages() -> bool:
-    """Whether zygotes gather their heap in huge pages."""
-    return os.environ.get("TORCH_EXT_HUGE_PAGES") != "0"
 
 
 def trial_fork() -> bool:
@@ -111,11 +99,6 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     if asked == "0":
         return ()
     return (*known, *(prefix for prefix in asked.split(",") if prefix))
-
-
-def thread_origin_s() -> float:
-    """Return how long the search for the code that started a thread may take, in seconds; 0: there is none."""
-    return _seconds(os.environ.get("TORCH_EXT_THREAD_ORIGIN", ""), _THREAD_ORIGIN_S)
 
 
 def _seconds(asked: str, default: float) -> float:

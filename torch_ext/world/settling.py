@@ -13,7 +13,6 @@ the user is told of those that would have run code.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -22,9 +21,22 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Debts", "ExitFunctions", "UnfinishedWorkError", "disown_exit_functions", "unfinalized_globals"]
+from torch_ext.world import _os
+
+__all__ = [
+    "Debts",
+    "ExitFunctions",
+    "ThreadErrors",
+    "UnfinishedWorkError",
+    "disown_exit_functions",
+    "unfinalized_globals",
+]
 
 _Hook = Callable[..., Any]
+
+_INTERPRETERS_HOOKS = threading.__excepthook__, sys.__unraisablehook__
+# How Python begins the report of an exception in a thread that _thread has started.
+_IN_BARE_THREAD = "Exception ignored in thread started by"
 
 
 class UnfinishedWorkError(RuntimeError):
@@ -75,23 +87,110 @@ class ExitFunctions:
         self._errors.append(("a finalizer registered with weakref raised", error))
 
 
+class ThreadErrors:
+    """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`.
+
+    ``thread`` is None for one that :mod:`_thread` has started, which Python reports as an unraisable exception. A hook
+    that a test puts in the place of these answers for what it is called with. The interpreter's own hook answers for
+    nothing: whoever puts that back has not looked at the exception.
+    """
+
+    def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:
+        self._note = note
+        self._hooks: tuple[_Hook, _Hook] = threading.excepthook, sys.unraisablehook
+        self._make_hook: Any = getattr(threading, "_make_invoke_excepthook", None)
+        if self._make_hook is not None:
+            setattr(threading, "_make_invoke_excepthook", self._make)  # noqa: B010 - put back by end()
+        self._in_hook: set[int] = set()
+        self.watch()
+
+    def watch(self) -> None:
+        """Take the place of the hooks that an earlier test has left, and call them too."""
+        if threading.excepthook != self._on_thread:
+            self._hooks, threading.excepthook = (threading.excepthook, self._hooks[1]), self._on_thread
+        if sys.unraisablehook != self._on_unraisable:
+            self._hooks, sys.unraisablehook = (self._hooks[0], sys.unraisablehook), self._on_unraisable
+        setattr(sys, "__unraisablehook__", self._on_unraisable)  # noqa: B010 - what a test puts back
+
+    def end(self) -> None:
+        """Put back what was there, unless a test has replaced it."""
+        if self._make_hook is not None:
+            setattr(threading, "_make_invoke_excepthook", self._make_hook)  # noqa: B010
+        if threading.excepthook == self._on_thread:
+            threading.excepthook = self._hooks[0]
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._hooks[1]
+        setattr(sys, "__unraisablehook__", _INTERPRETERS_HOOKS[1])  # noqa: B010
+
+    def _make(self) -> Callable[[threading.Thread], None]:
+        """What a new thread calls with itself when its ``run()`` has raised; it calls the hook."""
+        invoke = self._make_hook()
+
+        def invoke_noting(thread: threading.Thread) -> None:
+            error = sys.exc_info()[1]
+            if error is not None and threading.excepthook is _INTERPRETERS_HOOKS[0]:
+                self._tell(thread, f"thread {thread.name!r} ended with an exception", error)
+            invoke(thread)
+
+        return invoke_noting
+
+    def _tell(self, thread: threading.Thread | None, text: str, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self._note(thread, text, error)
+
+    def _on_thread(self, raised: Any) -> None:
+        own = threading.get_ident()
+        if own in self._in_hook:  # the test's hook calls the one that it has found, which was this one
+            return
+        name = raised.thread.name if raised.thread is not None else "?"
+        self._tell(raised.thread, f"thread {name!r} ended with an exception", raised.exc_value)
+        self._in_hook.add(own)
+        try:
+            self._hooks[0](raised)
+        finally:
+            self._in_hook.discard(own)
+
+    def _on_unraisable(self, raised: Any) -> None:
+        own = threading.get_ident()
+        if own in self._in_hook:
+            return
+        if str(raised.err_msg).startswith(_IN_BARE_THREAD):
+            function = getattr(raised.object, "__name__", raised.object)
+            self._tell(None, f"a thread of {function}() ended with an exception", raised.exc_value)
+        self._in_hook.add(own)
+        try:
+            self._hooks[1](raised)
+        finally:
+            self._in_hook.discard(own)
+
+
 class Debts:
     """What the body of this rank leaves to be done. Make it before the body runs."""
 
     def __init__(self) -> None:
         self._exit_functions = ExitFunctions()
         self._errors: list[tuple[str, BaseException]] = []
+        self._late: list[tuple[str, BaseException]] = []
         self._before = set(threading.enumerate())
-        self._hook: _Hook = threading.excepthook
-        self._in_hook: set[int] = set()
-        self.watch()
+        self._tests: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+        self._test = ""
+        self._threads = ThreadErrors(self._note_thread)
 
-    def watch(self) -> None:
-        """Note what escapes from threads. A hook that the test itself puts in place answers for them. One that an
-        earlier test has left is called too.
-        """
-        if threading.excepthook != self._note_thread:
-            self._hook, threading.excepthook = threading.excepthook, self._note_thread
+    def watch(self, test: str) -> None:
+        """Note what escapes from threads while ``test`` runs, also if an earlier test has left hooks of its own."""
+        for thread in threading.enumerate():
+            if thread not in self._before:
+                self._tests.setdefault(thread, self._test)
+        # A thread may have failed when the last test had been reported.
+        self._late += [(f"after {self._test}, {where}", error) for where, error in self._errors]
+        self._errors, self._test = [], test
+        self._threads.watch()
+
+    def _note_thread(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
+        if thread is not None and thread in self._tests:  # no failure of the test that runs now
+            self._late.append((f"after {self._tests[thread]}, {text}", error))
+        else:
+            self._errors.append((text, error))
 
     def settle(self) -> None:
         """Join threads and call what was registered with ``atexit``. Blocks as long as they do.
@@ -99,9 +198,12 @@ class Debts:
         Raises:
             UnfinishedWorkError: an exception escaped from one of them, or from a thread before.
         """
-        self._join_threads()
+        # As the interpreter does at its end: idle workers of a ThreadPoolExecutor end, and threads that join the main
+        # thread go on.
+        threading._shutdown()  # type: ignore[attr-defined]
         self._errors += self._exit_functions.call()
         self._finalize()
+        self._errors += self._late
         self.check()
 
     def check(self) -> None:
@@ -115,37 +217,16 @@ class Debts:
             where, error = errors[0]
             raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _join_threads(self) -> None:
-        # What the interpreter calls before it joins threads; a ThreadPoolExecutor ends its idle workers there.
-        for function in reversed(getattr(threading, "_threading_atexits", [])):
-            function()
-        for thread in threading.enumerate():
-            if thread not in self._before and not thread.daemon and thread is not threading.current_thread():
-                thread.join()
-
     def _finalize(self) -> None:
         """Call multiprocessing's finalizers, which otherwise print what they raise and go on."""
         registry = util._finalizer_registry  # type: ignore[attr-defined]
         for key in sorted((key for key in registry if key[0] is not None), reverse=True):
             finalizer = registry.get(key)
             try:
-                if finalizer is not None and finalizer._pid == os.getpid():
+                if finalizer is not None and finalizer._pid == _os.getpid():
                     finalizer()
             except BaseException as error:
                 self._errors.append(("a finalizer of multiprocessing raised", error))
-
-    def _note_thread(self, raised: Any) -> None:
-        own = threading.get_ident()
-        if own in self._in_hook:  # the test's hook calls the one that it has found, which was this one
-            return
-        if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):
-            name = raised.thread.name if raised.thread is not None else "?"
-            self._errors.append((f"thread {name!r} ended with an exception", raised.exc_value))
-        self._in_hook.add(own)
-        try:
-            self._hook(raised)
-        finally:
-            self._in_hook.discard(own)
 
 
 def unfinalized_globals(module: str) -> list[str]:

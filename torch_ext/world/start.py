@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
+from torch_ext import machine_memory
 from torch_ext.world import _os, loopback, settings
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.output import Capture, Live, open_capture
 from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
@@ -39,6 +40,7 @@ class RankTask:
     host: str = ""
 
 
+@_os.with_room
 def start_world(
     zygote: Channel,
     tasks: Sequence[RankTask],
@@ -66,6 +68,7 @@ def start_world(
     Raises:
         ZygoteLostError: the zygote is gone.
     """
+    machine_memory.share()
     address, reservation = loopback.reserve() if own_address else ("", -1)
     ranks = [_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks)]
     group, theirs = channel_pair()
@@ -76,7 +79,7 @@ def start_world(
         zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
     except ChannelClosedError as error:
         world.close()
-        raise ZygoteLostError("the zygote is gone: no ranks can be started") from error
+        raise ZygoteLostError(f"{_why_gone(zygote)}: no ranks can be started") from error
     except BaseException:
         world.close()
         raise
@@ -86,6 +89,17 @@ def start_world(
             close_all(descriptors)  # the ranks keep the reservation
     world.wait_started()
     return world
+
+
+def _why_gone(zygote: Channel) -> str:
+    try:
+        while zygote.poll():  # a zygote that refuses what it was sent says so
+            zygote.receive()
+    except ChannelBrokenError as error:
+        return f"the zygote took no more orders, because this process {error}"
+    except ChannelClosedError:
+        pass
+    return "the zygote is gone"
 
 
 def _orders(

@@ -5,17 +5,35 @@ only if it is loaded.
 from __future__ import annotations
 
 import dis
+import os
 import re
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
-__all__ = ["raised_by_transport", "ran_out_of_time"]
+__all__ = ["disagreement", "raised_by_transport", "ran_out_of_time"]
 
 # Folders of torch whose Python code raises in the name of a process group, a store or RPC.
 _THREADED_GROUP = "/multi_threaded_pg.py"
-_FOLDERS = ("/torch/distributed/", "/torch/futures/", _THREADED_GROUP)
+_FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THREADED_GROUP)
 # How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
 _LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+# How backends say that ranks called different collectives: `simccl`, and torch's threaded group as we complete it.
+_DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
+_CALLED = re.compile(
+    r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
+)
+
+
+def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the rank, the call and the line of each that ``reason`` names, if it says that ranks disagree.
+
+    >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
+    [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
+    """
+    if _DISAGREE.search(reason):
+        for rank, call, line in _CALLED.findall(reason):
+            yield int(rank), call, os.path.basename(line)
 
 
 def ran_out_of_time(reason: str) -> bool:

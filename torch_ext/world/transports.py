@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from torch_ext.world import stores
+from torch_ext.world import flight_record
+from torch_ext.world.operations import watch_stores
+from torch_ext.world.threads import makes_transport
 
 __all__ = ["LOOPBACK", "belong_to", "prepare"]
 
@@ -18,17 +20,19 @@ _on_group: Callable[[float, float], None] | None = None
 
 
 def prepare() -> None:
-    """Have stores tell what is waited for in them, and gloo and groups do what :func:`belong_to` asks of them.
-    Idempotent: a zygote does it before it forks, so that its children need not.
+    """Have stores tell what is waited for in them, the threads of transports known, and gloo and groups do what
+    :func:`belong_to` asks of them. Idempotent: a zygote does it before it forks, so that its children need not.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return
     from torch_ext.compat.c10d import bind_gloo, watch_groups
+    from torch_ext.compat.rpc import watch_agents
 
-    stores.watch_waits()
-    watch_groups(_made_group)
-    bind_gloo(LOOPBACK, lambda: _address)
+    watch_stores(makes_transport)
+    watch_groups(_made_group, flight_record.note_destroyed, makes_transport)
+    watch_agents(makes_transport)
+    bind_gloo(LOOPBACK, lambda: _address, makes_transport)
 
 
 def belong_to(address: str, made_group: Callable[[float, float], None]) -> None:

@@ -9,12 +9,18 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch_ext.world import _os, frames
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, readable
+from torch_ext.world.channel import (
+    WRITE_TO_OWN,
+    Channel,
+    ChannelBrokenError,
+    ChannelClosedError,
+    channel_pair,
+    readable,
+)
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.interpreter import PACKAGE_ROOT
 from torch_ext.world.patience import Patience
@@ -22,8 +28,6 @@ from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
     Copy,
-    Dependencies,
-    DoesNotFit,
     Ended,
     Loaded,
     ModuleOrder,
@@ -39,12 +43,10 @@ from torch_ext.world.protocol import (
 __all__ = [
     "ZYGOTE_ENVIRONMENT",
     "Child",
-    "DoesNotFitError",
     "HungImportError",
     "LeftWhileLoadingError",
     "LoadError",
     "ModuleZygote",
-    "RootProcess",
     "RootZygote",
     "ZygoteClient",
     "ZygoteCopy",
@@ -73,10 +75,6 @@ class LoadError(RuntimeError):
 
 class LeftWhileLoadingError(LoadError):
     """A module asked not to be run while it was imported; the message says how, in words for users."""
-
-
-class DoesNotFitError(RuntimeError):
-    """What another process keeps warm cannot serve this run; the message says why, in words for users."""
 
 
 class HungImportError(LoadError):
@@ -131,11 +129,13 @@ class Child:
         return self._group.fileno()
 
     def take_in(self) -> None:
-        """Receive one message of the zygote about this child. Blocks; call it when :meth:`fileno` is readable.
+        """Take in one message of the zygote about this child, if one has come.
 
         Raises:
             ZygoteDiedError: the zygote is gone, and the child with it.
         """
+        if not self._group.poll():
+            return
         try:
             message, _ = self._group.receive()
         except ChannelClosedError as error:
@@ -176,15 +176,14 @@ class ZygoteClient:
         descriptors: Sequence[int],
         environment: Mapping[str, str],
         interpreter: bool = False,
-        outlive: bool = False,
     ) -> Child:
-        """Start a child that runs ``target(payload, descriptors)``. With ``outlive`` it ends by itself.
+        """Start a child that runs ``target(payload, descriptors)``.
 
         Raises:
             ZygoteDiedError: the zygote is gone.
         """
         order = Order(target, payload, len(descriptors))
-        request = Start((order,), dict(environment), interpreter, outlive=outlive)
+        request = Start((order,), dict(environment), interpreter)
         return Child(self.channel, request, descriptors, self.pid)
 
     def add_client(self) -> int:
@@ -205,7 +204,7 @@ class ModuleZygote(ZygoteClient):
     """A zygote that loads one test module, in the background until :meth:`wait_loaded`.
 
     Attributes:
-        depends: what the names of the module's tests depend on; None until it is loaded.
+        imported: the project files that it has imported; None until it is loaded.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class ModuleZygote(ZygoteClient):
         ours, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self.order = order
-        self.depends: Dependencies | None = None
+        self.imported: tuple[str, ...] | None = None
         zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
         request = Start((zygote_order,), dict(os.environ), ahead=ahead)
@@ -229,7 +228,7 @@ class ModuleZygote(ZygoteClient):
         super().__init__(ours, self.process.pid)
         self._limit_s = limit_s
         self._hung: HungImportError | None = None
-        self._patience = Patience(limit_s, time.monotonic())
+        self._patience = Patience(limit_s, _os.monotonic())
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when :meth:`wait_loaded` has something to return or raise."""
@@ -242,9 +241,9 @@ class ModuleZygote(ZygoteClient):
 
     def check(self) -> bool:
         """End the import if it hangs; return whether :meth:`wait_loaded` now has something to return or raise."""
-        if self.depends is not None or self._hung is not None:
+        if self.imported is not None or self._hung is not None:
             return True
-        if not self._patience.is_over(time.monotonic(), _os.computed_s(self.pid)):
+        if not self._patience.is_over(_os.monotonic(), _os.computed_s(self.pid)):
             return False
         name = self.order.name
         told = f"the import of {name} took longer than its limit of {self._limit_s:g} s, and was ended"
@@ -266,20 +265,22 @@ class ModuleZygote(ZygoteClient):
             LoadError: it cannot be.
             ZygoteDiedError: the process ended while importing it.
         """
-        if self.depends is not None:
+        if self.imported is not None:
             return
-        while self._hung is None and not self.channel.poll(max(0.0, self.look_s - time.monotonic())):
+        while self._hung is None and not self.channel.poll(max(0.0, self.look_s - _os.monotonic())):
             self.check()
         if self._hung is not None:
             raise self._hung
         try:
             message, _ = self.channel.receive()
+        except ChannelBrokenError as error:
+            raise LoadError(f"The import of {self.order.name} {error}. {WRITE_TO_OWN}") from error
         except ChannelClosedError as error:
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
         frames.add(message.hidden_frames)
-        self.depends = message.depends
+        self.imported = message.imported
 
     def close(self) -> None:
         """End the zygote and all its children."""
@@ -332,23 +333,6 @@ class ZygoteCopy(ZygoteClient):
         self.process.close()
 
 
-class RootProcess(Protocol):
-    """What :class:`RootZygote` knows of its process."""
-
-    @property
-    def pid(self) -> int:
-        """Its pid."""
-
-    def poll(self) -> int | None:
-        """Return its exit code, negative after a signal; None while it runs."""
-
-    def wait(self) -> int:
-        """Wait for its end and return the exit code."""
-
-    def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so within ``seconds``."""
-
-
 class _OwnProcess(subprocess.Popen[bytes]):
     def ends_within(self, seconds: float) -> bool:
         if self.poll() is not None:
@@ -386,7 +370,7 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
 class RootZygote:
     """The process that has loaded torch once for the whole run, seen from whoever is its first client."""
 
-    def __init__(self, channel: Channel, process: RootProcess) -> None:
+    def __init__(self, channel: Channel, process: _OwnProcess) -> None:
         self.channel = channel
         self.process = process
         self._ready = False
@@ -395,7 +379,6 @@ class RootZygote:
         """Wait until the modules are imported.
 
         Raises:
-            DoesNotFitError: it is a child of a zygote that does not fit.
             LoadError: one of them cannot be.
             ZygoteDiedError: the process ended.
         """
@@ -409,8 +392,6 @@ class RootZygote:
             ) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
-        if isinstance(message, DoesNotFit):
-            raise DoesNotFitError(message.why)
         if not isinstance(message, Loaded):
             raise AssertionError(f"unexpected message {message!r}")
         frames.add(message.hidden_frames)
@@ -437,9 +418,9 @@ class RootZygote:
         self.process.wait()
 
     def _wait_for_end(self) -> None:
-        end_s = time.monotonic() + _END_S
+        end_s = _os.monotonic() + _END_S
         while not self.process.ends_within(_SILENCE_S):
-            if time.monotonic() > end_s or _os.is_stopped(self.process.pid):
+            if _os.monotonic() > end_s or _os.is_stopped(self.process.pid):
                 self._kill()
 
     def _kill(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torch_ext.world.blame import find_blame
+from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
+from torch_ext.world.collectives import Mismatch
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import ranks_phrase, without_ranks
-from torch_ext.world.protocol import Phase
-from torch_ext.world.transport_errors import ran_out_of_time
+from torch_ext.world.transport_errors import disagreement, ran_out_of_time
 
 __all__ = ["Judgement", "Verdict", "WorldReport", "judge"]
 
@@ -46,12 +46,14 @@ class Verdict:
         summary: one line that names the guilty rank of a failure, or the reason of a skip.
         culprits: ranks that ended badly for a reason of their own, the first one first.
         victims: ranks that ended badly because of those.
+        collectives: at which of their collectives the ranks do not go together, in a sentence; empty if at none.
     """
 
     judgement: Judgement
     summary: str = ""
     culprits: tuple[int, ...] = ()
     victims: tuple[int, ...] = ()
+    collectives: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exi
         return Verdict(Judgement.PASSED)
     if len(skipped) < len(outcomes):
         return _disagreement(skipped, [outcome for outcome in outcomes if outcome not in skipped])
+    alike = [outcome for outcome in skipped if outcome.sub_tests == skipped[0].sub_tests]
+    if len(alike) < len(skipped):
+        return _disagreement(alike, [outcome for outcome in skipped if outcome not in alike])
     reasons = dict.fromkeys(outcome.receipt.reason for outcome in skipped if outcome.receipt)
     return Verdict(Judgement.SKIPPED, "; ".join(reasons))
 
@@ -106,7 +111,7 @@ def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome]
 
 def _is_consequence(outcome: Outcome) -> bool:
     if outcome.ending is Ending.STOPPED:
-        return outcome.phase is not Phase.ABORTING
+        return True
     failure = outcome.transport_failure
     return failure is not None and bool(_PEER_IS_GONE.search(failure.reason + failure.trace))
 
@@ -120,67 +125,60 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
+    """Judge a world that failed. The same decision names the ranks to blame and writes the line that says so."""
     # A death is reaped a little after the peers notice it, so what a failure says counts for more than when it was
     # said.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
-    if not own:
-        skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
-        if skipped:
-            return _disagreement(skipped, [o for o in outcomes if o not in skipped])
-        own = sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s))[:1]
-        blamed = _blamed(outcomes, own)
-        if blamed and not set(blamed) & {o.rank for o in bad}:
-            return _hang(outcomes, bad, own)  # somebody left before the others had met it
-    if all(_ran_out_of_time(o) for o in own):
-        return _hang(outcomes, bad, own)
-    own = [o for o in own if not _ran_out_of_time(o)] + [o for o in own if _ran_out_of_time(o)]
-    victims = tuple(o.rank for o in bad if o not in own)
-    first, world_size = own[0], len(outcomes)
-    expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
+    acted = [o for o in own if not _ran_out_of_time(o)]
+    skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
+    if not own and skipped:
+        return _disagreement(skipped, [o for o in outcomes if o not in skipped])
+    disagree = [o for o in acted if _disagrees(o)]
+    found = find_blame(outcomes)
+    cause = None
+    if acted and acted[0] in disagree:
+        cause = find_disagreement(disagree)
+    elif not acted:
+        cause = _named_by_transport(outcomes, own or bad) or found or _for_those_that_did_not_wait(outcomes, own)
+    detail = found.sentence if found is not None else ""
+    if cause is not None and cause.cause:
+        guilty = cause.ranks or tuple(sorted(rank for ranks, _ in cause.calls for rank in ranks))
+        victims = tuple(o.rank for o in bad if o.rank not in guilty)
+        return Verdict(Judgement.FAILED, cause.cause, guilty, victims, detail)
+    first = (acted or own or sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s)))[0]
+    own = [*(acted or [first]), *(o for o in own if o not in acted and o is not first)]
     alike = [o.rank for o in own if without_ranks(o.describe()) == without_ranks(first.describe())]
-    summary = f"{ranks_phrase(alike)} of {world_size} {_plural(first.describe(), alike)}{expectation}"
+    expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
+    summary = f"{ranks_phrase(alike)} {_plural(first.describe(), alike)}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:
-        summary += (
-            f"; {ranks_phrase(others)} went wrong in {'a way of its' if len(others) == 1 else 'ways of their'} own"
-        )
-    return Verdict(Judgement.FAILED, summary, tuple(o.rank for o in own), victims)
+        summary += f"; {ranks_phrase(others)} failed in another way"
+    culprits = (*alike, *others)
+    return Verdict(Judgement.FAILED, summary, culprits, tuple(o.rank for o in bad if o.rank not in culprits), detail)
 
 
-def _hang(outcomes: Sequence[Outcome], bad: Sequence[Outcome], own: Sequence[Outcome]) -> Verdict:
-    """Judge a world in which ranks waited in vain; see Note [Who is to blame for a hang]."""
-    guilty = list(_guilty(outcomes, own))
-    ranks = [o.rank for o in own]
-    alike = [o.rank for o in own if o.describe() == own[0].describe()]
-    summary = f"{ranks_phrase(alike)} of {len(outcomes)} {_plural(own[0].describe(), alike)}"
-    if guilty and set(guilty) != set(ranks):
-        summary += f"; look at {ranks_phrase(guilty)} first"
-    victims = tuple(o.rank for o in bad if guilty and o.rank not in guilty)
-    return Verdict(Judgement.FAILED, summary, tuple(guilty or ranks), victims)
+def _disagrees(outcome: Outcome) -> bool:
+    return outcome.transport_failure is not None and any(disagreement(_reason(outcome)))
 
 
-def _guilty(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> tuple[int, ...]:
-    blamed = _blamed(outcomes, own)
-    if blamed:
-        return blamed
-    # They waited for others, and nothing says for whom: then for all that did not wait.
-    waited = {o.rank for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)}
-    if len(waited) < len(own):
-        return ()
-    return tuple(o.rank for o in outcomes if o.rank not in waited)
-
-
-def _blamed(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> tuple[int, ...]:
-    """Return the ranks that the transport names as the cause of what ``own`` failed with, or those that never came."""
-    for outcome in own:
+def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
+    """Return the ranks that the transport names as the cause of what ``waited`` failed with."""
+    for outcome in waited:
         found = _BARRIER.search(_reason(outcome))
         failure = outcome.transport_failure
         if found is None and failure is not None:
             found = _SENDER_LEFT.search(failure.reason)
         if found is not None:
-            return tuple(int(rank) for rank in re.findall(r"\d+", found[1]))
-    blame = find_blame(outcomes)
-    return blame.ranks if blame is not None else ()
+            ranks = [int(rank) for rank in re.findall(r"\d+", found[1])]
+            return blame_absent(outcomes, ranks, [o for o in waited if o.rank not in ranks])
+    return None
+
+
+def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
+    """Blame all that did not wait, where the others waited and nothing says for whom."""
+    waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
+    ranks = [o.rank for o in outcomes if o not in waited]
+    return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
 
 
 def _reason(outcome: Outcome) -> str:
@@ -193,8 +191,10 @@ def _plural(words: str, ranks: Sequence[int]) -> str:
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
     reason = skipped[0].receipt.reason if skipped[0].receipt else ""
-    summary = (
-        f"the ranks disagree on skipping: {ranks_phrase([o.rank for o in skipped])} skipped ({reason}), "
-        f"{ranks_phrase([o.rank for o in others])} did not. Make the condition the same on every rank."
-    )
-    return Verdict(Judgement.FAILED, summary, tuple(o.rank for o in skipped))
+    what = "".join(f" sub-test {name}" for name in skipped[0].sub_tests)
+    first, rest = [o.rank for o in skipped], [o.rank for o in others]
+    said = f"{ranks_phrase(first)} skipped{what} ({reason}), and {ranks_phrase(rest)} did not"
+    if len(rest) < len(first):
+        first, rest = rest, first
+        said = f"{ranks_phrase(first)} did not skip{what}, and {ranks_phrase(rest)} did ({reason})"
+    return Verdict(Judgement.FAILED, f"{said}: make the condition the same on every rank", tuple(first))

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from enum import Enum
 from signal import SIGABRT
 
+from torch_ext.world.hangs import Finding, HangWatch
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.patience import MORE_S, Patience
-from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
+from torch_ext.world.protocol import NO_TICKET, Receipt, Said, Ticket
 
 __all__ = ["Act", "Limits", "Step", "Watch"]
 
-# How much longer than their grace peers get that wait for a core, and a rank that is being aborted, in seconds. The
-# latter says its last words meanwhile.
-_STARVED_S, _ABORTING_S = 5.0, 25.0
+# How much longer than their grace peers get that wait for a core, in seconds.
+_STARVED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class Limits:
     Attributes:
         test_s: from the start until every rank has ended.
         grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
-            tell how. Those that wait for a core get a little more, and one that is being aborted until its end.
+            tell how. Those that wait for a core get a little more.
         exit_s: from the receipt of the last rank until the last process has ended. Ranks that still compute then get
             more; see :class:`~torch_ext.world.patience.Patience`.
-        hang_s: from the last progress until a provable hang is ended; 0: it is not looked for.
-        endless_s: a wait counts as endless if its own limit is at least so far away. By default it must lie past
-            ``test_s``; where a test may take for ever, no limit would.
+        hang_s: from the last progress until a provable hang is found; 0: it is not looked for.
+        endless_s: a wait for a lock counts as endless if its own limit is at least so far away. By default it must lie
+            past ``test_s``; where a test may take for ever, no limit would.
+        raises_later_s: the same for an operation of torch's, which raises at its limit.
+        end_hangs: a hang ends its ranks. Otherwise it is reported, and they go on.
     """
 
     test_s: float
@@ -43,6 +45,8 @@ class Limits:
     exit_s: float = 15.0
     hang_s: float = 0.0
     endless_s: float = float("inf")
+    raises_later_s: float = float("inf")
+    end_hangs: bool = True
 
 
 class Act(Enum):
@@ -50,6 +54,8 @@ class Act(Enum):
 
     RELEASE = "tell the rank that it may end"
     LOOK = "ask what the rank waits for"
+    REPORT_HANG = "report a hang of ranks that go on"
+    REPORT_SILENCE = "report that there is no progress"
     INSPECT = "collect stacks and collectives"
     STOP = "kill the process"
 
@@ -74,6 +80,10 @@ class Watch:
         pids: the process of each rank; a receipt from another one counts for nothing.
         computed_s: for how many seconds the process of a rank has computed; asked where one is slow to end.
         starved_s: for how many seconds the threads of a rank have waited for a core.
+        others: asks who may act besides ranks and parent half, in words.
+
+    Attributes:
+        hangs: whether the ranks hang; fed by :attr:`Act.LOOK`.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Watch:
         pids: Sequence[int] = (),
         computed_s: Callable[[int], float] = lambda rank: 0.0,
         starved_s: Callable[[int], float] = lambda rank: 0.0,
+        others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._ticket = ticket
         self._pids = tuple(pids) or (0,) * world_size
@@ -103,20 +114,19 @@ class Watch:
         self._released = False
         self._computed_s = computed_s
         self._starved_s = starved_s
-        self._aborting: set[int] = set()
         self._leaving: Patience | None = None  # once all are released
         self._grace: Patience | None = None  # once one has failed
-        self._dying: Patience | None = None  # once only those are waited for that are being aborted
-        # A hang is seen at the second of two looks, so that looking four times in this span leaves time to tell of it.
-        self._look_every_s = limits.hang_s / 4 or float("inf")
-        self._next_look_s = started_s + self._look_every_s
-        self._look = 0
-        self._looked_s = started_s
-        self._answered: dict[int, int] = {}  # rank -> number of the last look that it has answered
-        self._seen: dict[int, Progress] = {}
-        self._stalled: set[int] = set()
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
         self._test_deadline_s = self._deadline_s
+        self.hangs = HangWatch(
+            limits.hang_s,
+            started_s,
+            self._deadline_s,
+            limits.endless_s,
+            limits.raises_later_s,
+            computed_s,
+            others,
+        )
 
     def received(self, rank: int, receipt: Receipt) -> None:
         """A receipt came on the line of ``rank``. It counts if it is from that process and about this run of the test.
@@ -125,32 +135,16 @@ class Watch:
         """
         if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
-            self._forget_looks()
+            self.hangs.forget()
 
     def left(self, rank: int) -> None:
         """Rank ``rank`` is about to end as the harness ends it."""
         self._left.add(rank)
 
-    def aborting(self, rank: int) -> None:
-        """Rank ``rank`` is being ended by SIGABRT."""
-        self._aborting.add(rank)
-
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """The process of ``rank`` ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
-        self._forget_looks()
-
-    def observed(self, rank: int, progress: Progress) -> None:
-        """Rank ``rank`` has told what it waits for, in answer to :attr:`Act.LOOK`. See Note [Provable hangs]."""
-        self._answered[rank] = self._look
-        before = self._seen.get(rank)
-        self._seen[rank] = progress
-        looks = (before, progress) if before is not None and before.fingerprint == progress.fingerprint else ()
-        endless_s = min(self._test_deadline_s, self._looked_s + self._limits.endless_s)
-        if looks and all(each.blocked and each.until_s >= endless_s for each in looks):
-            self._stalled.add(rank)
-        else:
-            self._stalled.discard(rank)
+        self.hangs.forget()
 
     @property
     def done(self) -> bool:
@@ -159,7 +153,7 @@ class Watch:
     @property
     def deadline_s(self) -> float:
         """When :meth:`advance` wants to be called again if nothing happens until then."""
-        return min(self._deadline_s, self._next_look_s)
+        return min(self._deadline_s, self.hangs.next_s if self._unsettled() else float("inf"))
 
     def advance(self, now_s: float) -> list[Step]:
         """Return what is to be done now, in order. Call it after every event and at :attr:`deadline_s`."""
@@ -180,47 +174,35 @@ class Watch:
                 starved_s = sum(map(self._starved_s, self._alive()))
                 self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
         unsettled = self._unsettled()
-        answered = all(self._answered.get(rank) == self._look for rank in unsettled)
         # Where one has failed or died, the others wait for it: they are stopped in their turn.
-        if unsettled and answered and self._is_stalled(unsettled) and not self._trouble():
+        found = self.hangs.judge(now_s) if unsettled and not self._trouble() else None
+        if found is Finding.HUNG and self._limits.end_hangs:
             self._bring_forward(now_s, Ending.HUNG)
+        elif found is not None:
+            act = Act.REPORT_HANG if found is Finding.HUNG else Act.REPORT_SILENCE
+            steps.append(Step(act, unsettled))
         if now_s >= self._deadline_s and not self.done and not self._may_go_on_ending(now_s):
             steps += self._stop_the_living()
-            self._deadline_s = self._next_look_s = float("inf")
-        elif now_s >= self._next_look_s:
-            self._next_look_s = now_s + self._look_every_s
-            if unsettled:
-                self._look += 1
-                self._looked_s = now_s
-                steps.append(Step(Act.LOOK, unsettled))
+            self._deadline_s = self.hangs.next_s = float("inf")
+        elif unsettled and now_s >= self.hangs.next_s:
+            # Those whose test is over as well: a thread that it has left may act.
+            living = tuple(rank for rank in self._alive() if rank not in self._stopped)
+            if self.hangs.look(living, now_s):
+                steps.append(Step(Act.LOOK, living))
         return steps
-
-    def _is_stalled(self, ranks: Sequence[int]) -> bool:
-        """Whether none of ``ranks`` can go on, and none of their waits can be ended by any other process than these."""
-        pids = {self._pids[rank] for rank in ranks}
-        return self._stalled.issuperset(ranks) and all(pids.issuperset(self._seen[rank].enders) for rank in ranks)
 
     def _may_go_on_ending(self, now_s: float) -> bool:
         """Whether the ranks that have not ended in time are slow, and do not hang."""
         alive = self._alive()
-        aborting = [rank for rank in alive if rank in self._aborting]
         patience, computed_s = None, 0.0
         if self._deadline_ending is Ending.TIMED_OUT and self._leaving is not None:
             patience, computed_s = self._leaving, sum(map(self._computed_s, alive))
-        elif self._deadline_ending is Ending.STOPPED and aborting:
-            self._dying = patience = self._dying or Patience(0.0, now_s, _ABORTING_S)
-            computed_s = sum(self._computed_s(rank) + self._starved_s(rank) for rank in aborting)
         elif self._deadline_ending is Ending.STOPPED and self._grace is not None:
             patience, computed_s = self._grace, sum(map(self._starved_s, alive))
         if patience is None or patience.is_over(now_s, computed_s):
             return False
         self._deadline_s = patience.look_s
         return True
-
-    def _forget_looks(self) -> None:
-        """Something has happened, of which the others may be about to take notice."""
-        self._seen.clear()
-        self._stalled.clear()
 
     def _unsettled(self) -> tuple[int, ...]:
         """The live ranks whose test is not over."""
@@ -277,7 +259,7 @@ class Watch:
             return Ending.FAILED
         # One that was stopped just after it had ended by itself, as it should, was not stopped.
         left = code == 0 and receipt is not None and rank in self._left and rank in self._ended
-        if rank in self._stopped and not left and not (code == -SIGABRT and rank in self._aborting):
+        if rank in self._stopped and not left and code != -SIGABRT:
             return self._stopped[rank]
         if code < 0:
             return Ending.KILLED

@@ -4,14 +4,6 @@ request. See Note [Zygote protocol].
 Runs in zygotes; imports the standard library and its own layer only. Whoever starts the loop has loaded torch and the
 test module before.
 
-Note [Huge pages]
-~~~~~~~~~~~~~~~~~
-Forking costs about a third less once the zygote's heap lies in huge pages, since the kernel then copies fewer page
-tables. Gathering it (``MADV_COLLAPSE``) costs as much as some fifteen worlds, so it is done once, after the eighth
-fork, when spares are forked and nobody waits. Copies of the zygote inherit it, so before the second copy it is done as
-well. It changes where pages lie and nothing else; kernels that cannot do it refuse. ``TORCH_EXT_HUGE_PAGES=0`` turns it
-off.
-
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Native libraries and some of torch's modules read variables once, when they are loaded. A forked child cannot be given
@@ -29,13 +21,12 @@ import os
 import shutil
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, settings, transports
+from torch_ext.world import _os, processes, settings, threads, transports
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
@@ -45,23 +36,25 @@ from torch_ext.world.interpreter import start_interpreter
 from torch_ext.world.leftovers import Leftovers, end_everything
 from torch_ext.world.protocol import (
     AddClient,
+    AskOthers,
     Copy,
     CopyOrder,
     Ended,
     LeftBehind,
     Order,
     Preparation,
+    Process,
     Signal,
     Start,
     Started,
 )
 from torch_ext.world.settling import disown_exit_functions
-from torch_ext.world.thread_origin import find_thread_origin
 
 __all__ = ["Zygote", "read_when_loaded"]
 
-# What the copy of a zygote runs.
+# What the copy of a zygote runs, and what a rank does.
 _SERVE = "torch_ext.world.loading:serve_as_copy"
+_RANK = "torch_ext.world.rank:main"
 
 # Prefixes of the variables that Note [Variables read at load] is about.
 _READ_AT_LOAD = (
@@ -72,11 +65,8 @@ _READ_AT_LOAD = (
 # Exceptions: the first is set by the world for its zygotes and put back in every rank, the second is read on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
-# See Note [Huge pages].
-_GATHER_AFTER_FORKS = 8
-
-# On a build that knows CUDA, torch formats a stack each time the generators are seeded, and so reads the files of these
-# modules. In every rank that would take longer than forking it; in a zygote it is done once.
+# Torch formats a stack each time the generators are seeded, and so reads the files of these modules. In every rank that
+# would take longer than forking it; in a zygote it is done once.
 _SOURCES = (
     "multiprocessing.process", "torch._compile", "torch._dynamo.eval_frame", "torch.cuda", "torch.cuda.random",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
@@ -102,9 +92,9 @@ def _read_sources() -> None:
 @dataclass
 class _ChildGroup:
     channel: Channel
-    outlive: bool
     indices: dict[int, int] = field(default_factory=dict)  # pid -> index, children not yet reaped
     members: dict[int, int] = field(default_factory=dict)  # pid -> index, all of them
+    ranks: bool = False
 
     def tell(self, message: Any) -> None:
         with contextlib.suppress(ChannelClosedError, OSError):
@@ -126,7 +116,8 @@ class Zygote:
         description: what this process is, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
         preparation: what a child with a fresh interpreter loads to be like one that was forked.
         scratch: a folder of the first client's. The zygote removes it when it ends, since the client may be dead.
-        gathered: this process's heap lies in huge pages already.
+        original: the zygote that this one is a copy of, if any.
+        others: processes of the original; see Note [Who else may act].
     """
 
     def __init__(
@@ -136,8 +127,11 @@ class Zygote:
         preparation: Preparation,
         scratch: str = "",
         *,
-        gathered: bool = False,
+        original: int = 0,
+        others: tuple[Process, ...] = (),
     ) -> None:
+        self._original = original
+        self._others = others
         self._command = command
         self._description = description
         self._preparation = preparation
@@ -147,18 +141,16 @@ class Zygote:
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._in_transit: list[int] = []  # descriptors of the request at hand, for children that are not forked yet
-        self._forks = 0
-        self._copies = 0
-        self._gathered = gathered or not settings.huge_pages()
         self._environment = _os.environment_at_start()
         self._leftovers = Leftovers()
+        self._on_child: Any = signal.SIG_DFL  # what the module that was loaded does when a child ends
         self._imports = Imports()
-        self._origin: str | None = None  # None: not looked for yet
 
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
+        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ours may not be reaped by a test module's
         _read_sources()
         transports.prepare()
         disown_exit_functions()
@@ -175,6 +167,8 @@ class Zygote:
     # Requests
 
     def _on_command(self, channel: Channel) -> None:
+        if not channel.poll():
+            return
         try:
             message, descriptors = channel.receive()
         except ChannelClosedError:
@@ -187,19 +181,25 @@ class Zygote:
             self._copy(descriptors)
         elif isinstance(message, AddClient):
             self._watch(Channel.from_descriptor(descriptors[0]), self._on_command)
+        elif isinstance(message, AskOthers):
+            answer = Channel.from_descriptor(descriptors[0])
+            with contextlib.suppress(ChannelClosedError, OSError):
+                answer.send(self._others_than(message.ranks))
+            answer.close()
         else:
             close_all(descriptors)
-            raise AssertionError(f"a zygote does not understand {type(message).__name__}")
+            channel.refuse(f"a {type(message).__name__}, which a zygote does not understand,")
+            self._callbacks.unwatch(channel)
+            channel.close()
 
     def _copy(self, descriptors: list[int]) -> None:
-        if self._copies:
-            self._gather()
-        self._copies += 1
-        order = Order(_SERVE, CopyOrder(self._description, self._preparation, self._gathered), 1)
+        others = (*self._others, *processes.known(self._adopted()))
+        order = Order(_SERVE, CopyOrder(self._description, self._preparation, _os.getpid(), others), 1)
         self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
-        group = _ChildGroup(Channel.from_descriptor(descriptors[0]), request.outlive)
+        is_world = any(order.target == _RANK for order in request.orders)
+        group = _ChildGroup(Channel.from_descriptor(descriptors[0]), ranks=is_world)
         self._in_transit = list(descriptors)
         self._imports.load(request.ahead)
         why = "" if request.interpreter else self._why_interpreter(request.environment)
@@ -227,20 +227,13 @@ class Zygote:
     def _why_interpreter(self, environment: dict[str, str]) -> str:
         reason = reason_not_to_fork()
         if reason:
-            return f"{self._description} cannot fork: {reason}{self._blame()}"
+            return f"{self._description} cannot fork: {reason}"
         changed = [
             name for name in sorted(environment.keys() | self._environment.keys()) if self._differs(name, environment)
         ]
         if changed:
             return f"{', '.join(changed)} changed, which torch or a library reads only when it is loaded"
         return ""
-
-    def _blame(self) -> str:
-        """Name the module-level code that started threads, if they are what keeps this process from forking."""
-        if self._origin is None:
-            limit_s = settings.thread_origin_s() if _os.tasks() > 1 else 0.0
-            self._origin = find_thread_origin(self._preparation, self._environment, limit_s)
-        return f", started by {self._origin}" if self._origin else ""
 
     def _differs(self, name: str, environment: dict[str, str]) -> bool:
         """See Note [Variables read at load]."""
@@ -249,19 +242,37 @@ class Zygote:
         # A module that sets a variable while it is imported has set it for every fork as well.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))
 
+    # See Note [Who else may act].
+
+    def _others_than(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        worlds = {pid for pid, group in self._owners.items() if group.ranks}
+        found = [*processes.below_ranks(worlds), *processes.words_of(worlds.difference(ranks))]
+        found += processes.words_of(self._adopted())
+        found += processes.still_there(self._others)
+        found += [f"{word} of the zygote" for word in threads.observe().may_act]
+        if self._original and _os.tasks(self._original) > 1:
+            found.append(f"a thread of process {self._original}, which has imported the file of the test")
+        if not _os.lists_children():
+            found.append("a process that this kernel does not show")
+        return tuple(found)
+
+    def _adopted(self) -> set[int]:
+        """Return the children of this process that it has not forked itself."""
+        return set(_os.children_of(os.getpid())).difference(self._owners, [spare.pid for spare in self._spares])
+
     # Children
 
     def _fork(self) -> _Child:
         ours, theirs = channel_pair()
         _os.flush_output()
-        zygote = os.getpid()
-        pid = os.fork()
+        zygote = _os.getpid()
+        pid = _os.fork()
         if pid == 0:
             self._forget()
             ours.close()
+            signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
             child_main(theirs, zygote, self._imports.tell)
         theirs.close()
-        self._forks += 1
         return self._adopt(pid, ours)
 
     def _forget(self) -> None:
@@ -295,20 +306,15 @@ class Zygote:
         return self._spares.pop(0) if self._spares else None
 
     def _prepare_next(self, spares: int) -> None:
-        if self._forks >= _GATHER_AFTER_FORKS:
-            self._gather()
         while len(self._spares) < spares:
             self._spares.append(self._fork())
-
-    def _gather(self) -> None:
-        if not self._gathered:
-            _os.collapse_memory()
-            self._gathered = True
 
     # Events
 
     def _on_group(self, channel: Channel) -> None:
         group = self._groups[channel.fileno()]
+        if not channel.poll():
+            return
         try:
             message, _ = channel.receive()
         except ChannelClosedError:
@@ -323,14 +329,14 @@ class Zygote:
         del self._groups[group.channel.fileno()]
         self._callbacks.unwatch(group.channel)
         group.channel.close()
-        for pid in () if group.outlive else group.indices:
+        for pid in group.indices:
             _os.end_process(pid)
 
     def _on_exit(self, pid: int, watch: int) -> None:
         self._callbacks.unwatch(watch)
         os.close(watch)
-        _, status = os.waitpid(pid, 0)
-        now = time.monotonic()
+        _, status = _os.waitpid(pid, 0)
+        now = _os.monotonic()
         group = self._owners.pop(pid, None)
         if group is None:
             self._spares = [spare for spare in self._spares if spare.pid != pid]

@@ -2,7 +2,6 @@
 """Hybrid sharding of FSDP1: shards within a group, replicas across groups, and one average over all."""
 
 import sys
-import unittest
 from typing import Any
 
 import torch
@@ -83,7 +82,6 @@ class TestFSDPHybridShard(FourRankTest):
             self.assertEqual(module._gradient_predivide_factor * module._gradient_postdivide_factor, 4)
         self.assertEqual([layer._flat_param.numel() for layer in (model.module.a, model.module.b)], [8, 8])
 
-    @unittest.skipIf(torch.__version__ < (2, 12), "torch 2.11 sends buffers to the ranks of one group only")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("sharding_strategy", HYBRID)
     def test_hsdp_sync_module_state(self, sharding_strategy):

@@ -328,10 +328,10 @@ def test_settings_and_explicit_examples_count_wherever_they_stand(whole: Told) -
 
 def test_a_failure_of_one_rank_shrinks_to_one_example_for_all(whole: Told) -> None:
     text = whole.text("test_rank_1_fails")
-    assert text.startswith("rank 1 of 2 failed with AssertionError: 137 not less than 137"), text
+    assert re.match(r"rank 1 raised AssertionError at \S+: 137 not less than 137", text), text
     assert "test_rank_1_fails(xs=[137], kind='a')" in text
     assert text.count("minimal example") == 1
-    assert "rank 0 failed with RuntimeError" in text
+    assert "rank 0 raised RuntimeError" in text
     assert "(because of that)" in text
 
 
@@ -345,13 +345,13 @@ def test_shrinking_stays_in_step(whole: Told) -> None:
 @pytest.mark.parametrize(
     ("test", "summary", "example"),
     [
-        ("test_rank_0_dies", "rank 0 of 2 was killed by SIGKILL", "x=137"),
-        ("test_rank_1_hangs", r"ranks 0, 1 of 2 timed out; look at rank 1 first", "x=40"),
-        ("test_odd_ones", "ranks 0, 1 of 2 failed with ValueError|rank . of 2 failed with ValueError", "x=501"),
-        ("test_disagreement", "the ranks disagree on skipping: rank 1 skipped .the example does not sat", "x=137"),
-        ("test_collective_left_over", "rank.* of 2 timed out", "x=40"),
-        ("test_state_left_over", "rank 1 of 2 failed with ValueError: left a collective", "x=137"),
-        ("test_group_broken", "rank 1 of 2 failed with RuntimeError", "x=0"),
+        ("test_rank_0_dies", "^rank 0 was killed by SIGKILL at", "x=137"),
+        ("test_rank_1_hangs", "^rank 1 never called barrier, which rank 0 waited in", "x=40"),
+        ("test_odd_ones", "^(ranks 0, 1|rank .) raised ValueError", "x=501"),
+        ("test_disagreement", "^rank 1 skipped .the example does not sat", "x=137"),
+        ("test_collective_left_over", r"^ranks 0, 1 called different collectives: rank 0 called all_reduce\(", "x=40"),
+        ("test_state_left_over", "^rank 1 raised ValueError at .*: left a collective", "x=137"),
+        ("test_group_broken", "^rank 1 raised RuntimeError", "x=0"),
         ("test_database", "rank.* 137 not less than 137", "x=137"),
     ],
 )
@@ -387,7 +387,7 @@ def test_the_database_has_one_writer_which_is_no_rank(whole: Told) -> None:
 
 def test_a_failure_that_does_not_come_again_is_shown_as_such(whole: Told) -> None:
     text = whole.text("test_not_drawn")
-    assert "failed with AssertionError: the first time" in text
+    assert re.search("raised AssertionError at .*: the first time", text)
     assert "passed when it ran again" in text
 
 
@@ -421,7 +421,7 @@ def test_shrinking_ends_in_time_with_the_smallest_that_was_found(whole: Told) ->
 
 def test_ranks_that_cannot_start_are_no_fault_of_an_example(whole: Told) -> None:
     text = whole.text("test_start")
-    assert text.startswith("rank 1 of 2 failed with ValueError: injected"), text
+    assert re.match(r"rank 1 raised ValueError at \S+: injected", text), text
     assert "the same on every rank" not in text
 
 
@@ -467,7 +467,7 @@ def test_the_reproduction_lines_reproduce(whole: Told, suite: Suite, tmp_path: P
     (again.folder / "seen").unlink()
     by_variable = told(again, again.run("-i", "test_rank_1_fails", extra={"TORCH_EXT_EXAMPLE": blob(text)}))
     assert by_variable.by_rank("test_rank_1_fails", "xs") == [[[137]], [[137]]]
-    assert by_variable.text("test_rank_1_fails").startswith("rank 1 of 2 failed with AssertionError: 137 not less")
+    assert re.match(r"rank 1 raised AssertionError at \S+: 137 not less", by_variable.text("test_rank_1_fails"))
 
 
 def test_an_example_that_is_mended_passes_alone(whole: Told, tmp_path: Path) -> None:

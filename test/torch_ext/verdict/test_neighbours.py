@@ -1,4 +1,6 @@
-"""Worlds side by side never meet, though gloo does not know which job a connection is of."""
+"""What runs side by side never meets: connections of worlds, though gloo does not know which job one is of, and
+zygotes and processes of classes.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,11 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import programs
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.verdict.programs import SLOWER, programs
 from torch_ext.world import loopback
 
 # In one run a rank looks for its peer at a port that meanwhile belongs to another world, as if the peer had died.
@@ -168,55 +168,118 @@ def test_ranks_with_interpreters_of_their_own_listen_there_too(tmp_path: Path) -
         assert run.status == {"test_first": "passed"}, run
 
 
-NEIGHBOURS = """
-class TestNeighbours(Ranks):
-    world_size = 3
+# The first class hurts its zygote while the second one runs, which needs its own again for its second test.
+HURTS = """
+def state_of(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
-    def meet(self):
-        self.join_group()
-        mine = torch.full((1,), float(os.environ["RUN"]))
-        for _ in range(5):
-            found = [torch.zeros(1) for _ in range(3)]
-            dist.all_gather(found, mine)
-            self.assertEqual(torch.cat(found), mine.expand(3))
-""" + "".join(
-    f"""
-    def test_{number}_dies(self):
-        self.join_group()
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    def test_{number}_meets(self):
-        self.meet()
+class TestHurts(Ranks):
+    def test_hurts_its_zygote(self):
+        if self.rank == 1:
+            await_note("beside")
+            note("zygote", os.getppid())
+            os.kill(os.getppid(), getattr(signal, os.environ["HOW"]))
+        forever()
+
+    def test_next(self):
+        self.check()
+
+
+class TestBeside(Ranks):
+    def test_1_beside(self):
+        self.join_group()
+        if self.rank == 0:
+            note("beside")
+            hurt = await_note("zygote")
+            while state_of(hurt) not in ("", "T", "X", "Z"):
+                time.sleep(0.01)
+        self.assertEqual(torch.ones(2), torch.ones(2))
+        dist.barrier()
+
+    def test_2_beside(self):
+        self.check()
 """
-    for number in range(4)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("SIGKILL", "(the process that had started the ranks|its zygote) was killed"), ("SIGSTOP", "stopped by a signal")],
 )
-# All connections of these runs share few ports, so that a port of one is soon another's.
-FEW_PORTS = "ip link set lo up 2>/dev/null || ifconfig lo up; echo 40000 40200 > /proc/sys/net/ipv4/ip_local_port_range"
+def test_a_zygote_that_a_rank_kills_or_stops_costs_that_test_alone(tmp_path: Path, how: str, words: str) -> None:
+    with programs(tmp_path, HURTS) as suite:
+        run = suite.run("--timeout", str(round(4 * SLOWER)), extra={"HOW": how})
+        assert run.status.pop("test_hurts_its_zygote") == "failed", run
+        assert run.status == dict.fromkeys(["test_next", "test_1_beside", "test_2_beside"], "passed"), run
+        assert re.search(words, run.text["test_hurts_its_zygote"]), run
+        suite.assert_nothing_left()
 
 
-def may_make_a_network() -> bool:
-    return not subprocess.run(["unshare", "-n", "sh", "-c", FEW_PORTS], capture_output=True, check=False).returncode
+# Neither its process group nor its environment tells whose process this is.
+LEAVES = """
+def start_daemon():
+    program = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-I", "-S", "-c", program]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH_EXT_")}
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    started.wait()
+    return int(started.stdout.readline())
 
 
-def test_eight_runs_side_by_side_never_meet(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+class TestOwns(Ranks):
+    def test_owns(self):
+        if self.rank == 0:
+            daemon = start_daemon()
+            note("owns")
+            await_note("ended")
+            time.sleep(0.5)
+            os.kill(daemon, signal.SIGKILL)
+
+
+class TestEnds(Ranks):
+    def test_1_ends(self):
+        await_note("owns")
+
+    def test_2_ends(self):
+        note("ended")
+"""
+
+
+def test_the_end_of_a_world_ends_no_process_of_a_class_beside_it(tmp_path: Path) -> None:
+    with programs(tmp_path, LEAVES) as suite:
+        run = suite.run("--timeout", "20")
+        assert run.status == dict.fromkeys(["test_owns", "test_1_ends", "test_2_ends"], "passed"), run
+        assert "left" not in run.out, run
+        suite.assert_nothing_left()
+
+
+UNFORKABLE = """
+import threading
+
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+class TestOne(Ranks):
+    def test_one(self):
+        self.check()
+
+
+class TestTwo(Ranks):
+    def test_two(self):
+        self.check()
+"""
+
+
+def test_classes_of_a_file_that_cannot_be_forked_run_side_by_side(
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("long"):
-        pytest.skip("takes minutes; pytest --long runs it")
-    if not may_make_a_network():
-        pytest.skip("needs the right to make a network namespace (unshare -n)")
-    with programs(tmp_path_factory.mktemp("neighbours"), NEIGHBOURS) as suite:
-        command = f"""{FEW_PORTS}
-            for run in 1 2 3 4 5 6 7 8; do
-                RUN=$run "$@" > out$run 2>&1 &
-            done
-            wait
-        """
-        program = "import os, sys; os.execvp('unshare', ['unshare', '-n', 'sh', '-c', *sys.argv[1:]])"
-        runner = [os.sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite.folder), "-v"]
-        suite.finish(suite.start(["-c", program, command, "sh", *runner]), deadline_s=240)
-        for number in range(1, 9):
-            out = (suite.folder / f"out{number}").read_text()
-            assert out.splitlines()[-1:] == ["4 passed, 4 failed, 0 skipped"], out
-            assert len(re.findall(r"_meets  passed", out)) == 4, out
+        pytest.skip("takes a minute, since every process is a fresh interpreter; pytest --long runs it")
+    with programs(tmp_path, UNFORKABLE) as suite:
+        run = suite.run("--timeout", "50", "--device", "cpu")
+        assert run.status == {"test_one": "passed", "test_two": "passed"}, run
         suite.assert_nothing_left()

@@ -136,26 +136,26 @@ def run(suite: Programs) -> Run:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a_megabyte", "failed with ValueError: word word"),
-        ("deep_chain", "failed with ValueError: the outermost"),
+        ("a_megabyte", r"ValueError at test_suite.py:\d+: word word"),
+        ("deep_chain", r"ValueError at test_suite.py:\d+: the outermost"),
         ("overflow_of_the_c_stack", "was killed by SIGSEGV"),
-        ("long_command_line_left", "failed with AssertionError: to see the process"),
-        ("unprintable", "failed with test_suite.Unprintable"),
-        ("unpicklable", "failed with test_suite.Unpicklable: 1"),
-        ("surrogates", r"failed with ValueError: half a pair: \ud800"),
-        ("group_of_exceptions", "failed with ExceptionGroup: several"),
+        ("long_command_line_left", r"AssertionError at test_suite.py:\d+: to see the process"),
+        ("unprintable", r"Unprintable at test_suite.py:\d+: <exc"),
+        ("unpicklable", r"Unpicklable at test_suite.py:\d+: 1"),
+        ("surrogates", r"ValueError at test_suite.py:\d+: half a pair: \\ud800"),
+        ("group_of_exceptions", r"ExceptionGroup at test_suite.py:\d+: several"),
     ],
 )
 def test_the_first_line_names_rank_and_failure(run: Run, name: str, words: str) -> None:
     assert run.status[f"test_{name}"] == "failed", run
     line = first_line(run.text[f"test_{name}"])
     assert named_first(line) == {1}, line
-    assert words.replace("test_suite.", "") in line.replace("test_suite.", "")
+    assert re.search(words, line), line
 
 
 def test_a_megabyte_on_each_rank_is_a_failure_of_both(run: Run) -> None:
     line = first_line(run.text["test_a_megabyte_on_each_rank"])
-    assert named_first(line) == {0, 1} and "ValueError: word" in line, line
+    assert named_first(line) == {0, 1} and "word word" in line, line
 
 
 def test_a_deep_chain_is_cut(run: Run) -> None:
@@ -195,20 +195,18 @@ def test_collecting_stacks_cuts_no_system_call_short(run: Run) -> None:
     assert "test_system_call_is_not_cut_short" in text.partition("Stacks")[2], text
 
 
-def test_abort_inside_gloo_is_told_with_what_both_ranks_called(run: Run) -> None:
-    record = r"^  rank (\d) was killed by SIGABRT.*((?:\n    .*)+)"
+def test_abort_inside_gloo_is_told_with_what_the_rank_printed_and_what_its_peer_called(run: Run) -> None:
     text = run.text["test_abort_of_gloo"]
     assert "SIGABRT" in first_line(text), text
-    (told,) = re.findall(record, text, re.MULTILINE)
-    assert named_first(text) == {int(told[0])}, text
-    assert "#2 gloo:all_reduce([" in told[1], text
-    for elements in (3, 5000):
-        assert f"#2 gloo:all_reduce([{elements}] Float)" in text, text
+    (aborted,) = re.findall(r"^  rank (\d) was killed by SIGABRT", text, re.MULTILINE)
+    assert named_first(text) == {int(aborted)}, text
+    assert "terminate called after throwing" in text, text
+    assert "#2 gloo:all_reduce([" in text, text
 
 
 def test_abort_where_nothing_can_be_said_ends_the_rank_all_the_same(run: Run) -> None:
     text = run.text["test_abort_of_the_allocator"]
-    assert first_line(text) == "rank 1 of 2 was killed by SIGABRT", text
+    assert re.fullmatch(r"rank 1 was killed by SIGABRT at test_suite.py:\d+", first_line(text)), text
 
 
 def test_the_test_after_all_these_passes(run: Run, suite: Programs) -> None:

@@ -1,7 +1,8 @@
-"""Who is to blame: the rank that did not come, also where its victims fail first, and whoever said what went wrong."""
+"""The first line of a report: the rank at fault, the line, and the cause, by programs whose fault is known."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,81 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
 from test.torch_ext.verdict.programs import SLOWER, first_line, named_first, programs, tells_of_a_hang
 from test.torch_ext.world.suites import Run
 from torch_ext import cache
 
-# Rank 1 is to blame in each of these. Its victims' own limits are two seconds.
-VICTIMS = """
-class TestVictims(Ranks):
-    def test_collective_ends_first(self):
-        self.join_group(2)
-        if self.rank == 1:
-            forever()
-        dist.all_reduce(torch.ones(3))
+# Rank 1 is to blame in each of these. They wait in what no drawn program waits in, or cannot be heard.
+SILENT = """
+libc_with_gil = ctypes.PyDLL(None)
 
+
+class TestSilent(Ranks):
     def test_store_ends_first(self):
         store = self.join_group(2)
         if self.rank == 1:
             forever()
         store.wait(["a key that rank 1 sets"])
 
-    def test_monitored_barrier_ends_first(self):
-        self.join_group()
-        if self.rank == 1:
-            forever()
-        dist.monitored_barrier(timeout=timedelta(seconds=2))
-
-    def test_point_to_point_ends_first(self):
-        self.join_group(2)
-        if self.rank == 1:
-            forever()
-        dist.recv(torch.ones(3), src=1)
-
     def test_rendezvous_ends_first(self):
         if self.rank == 1:
             forever()
         self.join_group(2)
 
-    def test_destroyed_its_group_and_passed(self):
-        self.join_group()
-        if self.rank == 1:
-            dist.destroy_process_group()
-            return
-        dist.all_reduce(torch.ones(3))
-
-    def test_passed_without_coming(self):
-        self.join_group()
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(3))
-
-
-class TestVictimsOfThree(Ranks):
-    world_size = 3
-
-    def test_subgroup_ends_first(self):
-        self.join_group(2)
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-        if self.rank == 1:
-            forever()
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(3), group=group)
-
-    def test_root_of_a_scatter_and_its_peers_differ_in_nothing(self):
-        self.join_group(2)
-        if self.rank == 1:
-            forever()
-        parts = [torch.ones(3) for _ in range(3)] if self.rank == 0 else None
-        dist.scatter(torch.ones(3), parts, src=0)
-        dist.barrier()
-"""
-
-# The time limit of the test ends these: nobody can be heard from, or nobody waits with a limit of its own.
-SILENT = """
-libc_with_gil = ctypes.PyDLL(None)
-
-
-class TestSilent(Ranks):
     def test_holds_the_gil(self):
         self.join_group()
         if self.rank == 1:
@@ -95,13 +43,6 @@ class TestSilent(Ranks):
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(3))
-
-
-    def test_skipped_new_group(self):
-        self.join_group()
-        if self.rank == 1:
-            forever()
-        dist.new_group([0, 1])
 
 
 class TestSilentOfThree(Ranks):
@@ -128,32 +69,17 @@ class TestSilentOfThree(Ranks):
             forever()
         dist.recv(torch.ones(3), src={0: 1, 2: 0}[self.rank])
 
-    def test_scatters_without_it(self):
+
+class TestClocks(Ranks):
+    def test_the_later_one_has_a_clock_of_its_own(self):
         self.join_group()
         if self.rank == 1:
-            forever()
-        parts = [torch.ones(3) for _ in range(3)] if self.rank == 0 else None
-        dist.scatter(torch.ones(3), parts, src=0)
-        dist.barrier()
+            raise ValueError("the first")
+        time.sleep(0.4)
+        time.monotonic = time.time = lambda: 0.0
+        raise ValueError("the second")
 
 
-class TestSilentThreads(Threads):
-    def test_thread_does_not_come(self):
-        if self.rank == 1:
-            forever()
-        self.check()
-
-    def test_thread_fails_while_its_peer_waits(self):
-        if self.rank == 1:
-            await_note("rank 0 waits")
-            raise ValueError("rank 1 alone")
-        note("rank 0 waits")
-        self.check()
-"""
-
-# Several ranks fail; which is to blame stands behind each.
-WORDS = {"eof_in_a_message": 0, "broken_pipe_of_its_own": 0, "words_of_gloo_in_a_message": 0, "victim_fails_first": 1}
-MESSAGES = """
 # Not in a line of a traceback, which would show the words on both ranks.
 FIRST = {
     "test_eof_in_a_message": ValueError("unexpected EOF in the configuration"),
@@ -165,7 +91,7 @@ FIRST = {
 class TestMessages(Ranks):
     def fail_in_turn(self):
         self.join_group()
-        if self.rank == 0:
+        if self.rank == 1:
             raise FIRST[self._testMethodName]
         time.sleep(0.4)
         raise KeyError("later")
@@ -178,26 +104,65 @@ class TestMessages(Ranks):
 
     def test_words_of_gloo_in_a_message(self):
         self.fail_in_turn()
-
-    def test_victim_fails_first(self):
-        self.join_group()
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(3))
-        dist.destroy_process_group()
-        time.sleep(0.4)
-        raise ValueError("the cause")
 """
+
+# What a test leaves behind must not reach the next one.
+LATE = """
+class TestLateThreads(Threads):
+    @with_timeout(2)
+    def test_1_leaves_a_rank_behind(self):
+        if self.rank == 1:
+            await_note("the next test waits")
+            try:
+                dist.all_reduce(torch.full((3,), 40.0))
+            finally:
+                note("the late rank has called")
+                raise ValueError("of the test before")
+        self.check()
+
+    def test_2_next(self):
+        if self.rank == 0:
+            note("the next test waits")
+            await_note("the late rank has called")
+        self.check()
+
+    def test_3_last(self):
+        self.check()
+
+
+class TestLateStanding(Standing):
+    def test_1_leaves_a_thread_behind(self):
+        def fail():
+            await_note("a later test runs")
+            try:
+                raise ValueError("too late")
+            finally:
+                note("it has failed")
+
+        if self.rank == 1:
+            threading.Thread(target=fail, name="late").start()
+
+    def test_2_next(self):
+        note("a later test runs")
+        await_note("it has failed")
+        time.sleep(0.5)
+        self.check()
+"""
+
+BLAMED = sorted(re.findall(r"def test_(\w+)", SILENT))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The runs side by side, since their ranks mostly wait; their results in one."""
-    kinds = {"victims": (VICTIMS, 8), "silent": (SILENT, 4), "messages": (MESSAGES, 12)}
+    kinds = {"silent": (SILENT, 8), "late": (LATE, 30)}
 
     def run(kind: str) -> Run:
         source, limit = kinds[kind]
         with programs(tmp_path_factory.mktemp(kind), source) as suite:
-            return suite.run("--timeout", str(round(limit * (1 + SLOWER) / 2)))  # some rows take all of it
+            found = suite.run("--timeout", str(round(limit * (1 + SLOWER) / 2)))  # some rows take all of it
+            suite.assert_nothing_left()
+            return found
 
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(run, kinds))
@@ -208,35 +173,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield whole
 
 
-TO_BLAME = sorted(re.findall(r"def test_(\w+)", VICTIMS + SILENT))
-
-
-@pytest.mark.parametrize("name", TO_BLAME)
-def test_the_rank_that_did_not_come_is_to_blame(runs: Run, name: str) -> None:
+@pytest.mark.parametrize("name", BLAMED)
+def test_the_rank_that_did_not_come_or_failed_first_is_named(runs: Run, name: str) -> None:
     assert runs.status[f"test_{name}"] == "failed", runs
-    assert named_first(runs.text[f"test_{name}"]) == {1}, runs.text[f"test_{name}"]
-
-
-def test_thread_whose_wait_ends_because_a_peer_failed_has_no_failure_of_its_own(runs: Run) -> None:
-    text = runs.text["test_thread_fails_while_its_peer_waits"]
-    assert first_line(text) == "rank 1 of 2 failed with ValueError: rank 1 alone", text
-
-
-@pytest.mark.parametrize("name", ["root_of_a_scatter_and_its_peers_differ_in_nothing", "scatters_without_it"])
-def test_inputs_that_only_the_root_has_are_no_difference(runs: Run, name: str) -> None:
-    assert "differ in collective" not in runs.text[f"test_{name}"]
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_words_in_a_message_make_no_failure_a_consequence(runs: Run, name: str) -> None:
     text = runs.text[f"test_{name}"]
-    assert WORDS[name] in named_first(text), text
-    assert f"rank {WORDS[name]} failed" in next(line for line in text.splitlines() if "<- first" in line)
+    assert named_first(text) == {1}, text
+    assert re.search(r"^  rank 1 .*<- first$", text, re.MULTILINE), text
 
 
 def test_stopped_rank_is_told(runs: Run) -> None:
-    assert re.search("SIGSTOP|stopped", runs.text["test_is_stopped"].replace("stopped by the harness", ""))
-    assert first_line(runs.text["test_is_stopped"])
+    assert first_line(runs.text["test_is_stopped"]).endswith("it was stopped by a signal"), runs.text["test_is_stopped"]
+
+
+def test_a_rank_of_a_test_that_is_over_takes_no_part_in_the_next(runs: Run) -> None:
+    assert runs.status["test_1_leaves_a_rank_behind"] == "failed", runs
+    assert (runs.status["test_2_next"], runs.status["test_3_last"]) == ("passed", "passed"), runs
+
+
+def test_a_thread_that_fails_after_its_test_is_charged_to_the_class(runs: Run) -> None:
+    assert runs.status["test_1_leaves_a_thread_behind"] == "passed", runs
+    (text,) = (text for name, text in runs.text.items() if name.startswith("TestLateStanding"))
+    said = (
+        r"^rank 1 failed at test_suite.py:\d+: after \S+test_1_leaves_a_thread_behind, thread 'late' ended with an exc"
+    )
+    assert re.search(said, text, re.MULTILINE), text
 
 
 SKIPS_A_GROUP = """
@@ -255,6 +215,40 @@ def test_rank_that_makes_no_group_is_named_on_the_simulated_device_too(tmp_path:
     with programs(tmp_path, SKIPS_A_GROUP) as suite:
         run = suite.run("--device", "sim", "--timeout", "60", extra={"TORCH_EXT_CACHE": str(cache.folder())})
     text = run.text["test_new_group"]
-    assert tells_of_a_hang(text) and named_first(text) == {1} and "waited in new_group() in test_new_group" in text, (
-        text
-    )
+    assert tells_of_a_hang(text), text
+    assert first_line(text).startswith("rank 1 never called new_group, which rank 0 waited in (test_suite.py:"), text
+
+
+# Drawn programs
+
+# How many of each kind, by default and with --long; and how many ranks run at a time. Threads compute more than they
+# wait, since each class imports what its process needs.
+_EACH, _EACH_LONG, _SLOTS = 8, 67, {"gloo": 32, "sim": 24, "threads": 12}
+
+
+def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Program], Run]:
+    text, made = source_of(random.Random(seed + kind), kind, number)
+    with programs(folder, text) as suite:
+        extra = {"TORCH_EXT_HANG_AFTER": "4", "TORCH_EXT_CACHE": str(cache.folder())}
+        limit = ("--timeout", str(round(20 * SLOWER)), "--slots", str(_SLOTS[kind]))
+        process = suite.start_runner(*limit, "--device", "sim" if kind == "sim" else "cpu", extra=extra)
+        return made, suite.finish(process, deadline_s=60 + 12 * number * SLOWER)
+
+
+def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    long = request.config.getoption("--long")
+    seed, number = ("drawn", _EACH) if not long else (str(random.SystemRandom().random()), _EACH_LONG)
+    wrong, right = [], 0
+    with ThreadPoolExecutor() as pool:
+        for made, run in pool.map(lambda kind: _run_drawn(kind, number, tmp_path / kind, seed), FAULTS):
+            for program in made:
+                text = run.text.get(program.name, "")
+                why = judge_report(program, text) if text else f"it {run.status.get(program.name, 'never ran')}"
+                right += not why
+                if why:
+                    wrong.append(f"{program.kind}, rank {program.guilty} of {program.size}, {program.fault}: {why}")
+                    wrong += [program.text, text or str(run)[-3000:]]
+    print(f"right in the first line: {right} of {number * len(FAULTS)}, seed {seed}")
+    assert not wrong, f"right: {right} of {number * len(FAULTS)}, seed {seed}\n" + "\n".join(wrong)

@@ -82,25 +82,6 @@ class TestFSDPThreads(Cases, FSDPTestMultiThread):
 
     def test_threads_one_rank_skips(self):
         self.run_subtests({"x": [1, 2, 3]}, self.one, skip_on=(1,))
-
-    def test_threads_own_sub_test(self):
-        own_sub_test(self)
-
-
-def own_sub_test(case):
-    for x in (1, 2, 3):
-        with case.subTest("case", x=x, y="why"):
-            if x == 2 and case.rank == 1:
-                raise ValueError("in one sub-test")
-
-
-class TestOwn(Cases, Ranks):
-    def test_own_sub_test(self):
-        own_sub_test(self)
-
-    def test_own_skip(self):
-        with self.subTest(x=1):
-            self.skipTest("not here")
 """
 
 
@@ -149,16 +130,6 @@ def test_grids_on_which_ranks_agree_pass(run: Run, name: str) -> None:
 
 
 def test_a_sub_case_that_fails_is_named(run: Run, suite: Programs) -> None:
-    assert "rank 1 of 2 failed with ValueError: in one sub-case" in run.text["test_fsdp_one_fails"]
+    assert re.search(r"rank 1 raised ValueError at \S+: in one sub-case", run.text["test_fsdp_one_fails"])
     assert run.text["test_fsdp_one_fails"].count("in the subtest with x=2") == 1
     suite.assert_nothing_left()
-
-
-@pytest.mark.parametrize("name", ["own_sub_test", "threads_own_sub_test"])
-def test_a_sub_test_of_unittest_that_fails_is_named(run: Run, name: str) -> None:
-    assert "\n    in the subtest [case] with x=2, y='why'\n" in run.text[f"test_{name}"]
-    assert "rank 1 of 2 failed with ValueError: in one sub-test" in run.text[f"test_{name}"]
-
-
-def test_a_sub_test_of_unittest_that_skips_skips(run: Run) -> None:
-    assert run.status["test_own_skip"] == "skipped", run

@@ -15,6 +15,8 @@ import time
 import unittest
 from collections.abc import Callable
 
+from torch_ext.world import _os
+
 __all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes", "processes_where"]
 
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
@@ -143,8 +145,7 @@ def ancestors() -> list[int]:
 def _stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` after the command name, which may contain anything: state, parent, ..."""
     try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()
+        return _os.stat_of(pid)
     except OSError:
         return ["X", "0"]
 

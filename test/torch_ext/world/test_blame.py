@@ -86,22 +86,31 @@ def test_of_a_deadlock_the_one_whose_body_is_over_is_to_blame() -> None:
     assert "cycle" in blame.sentence
 
 
-def test_a_rank_that_holds_what_its_peer_waits_for_is_waited_for() -> None:
-    waits = (Wait("flock() in test_a (test_a.py:3)", (0,), enders=(70,)),)
-    blame = find_blame([hung(0), hung(1, waits=waits)])
-    assert blame is not None and blame.ranks == (0,)
-    assert blame.sentence == "rank 1 waited in flock() in test_a (test_a.py:3) for rank 0"
-    blame = find_blame([hung(0, entry("0", 1)), hung(1, waits=waits)])
-    assert blame is not None and set(blame.ranks) == {0, 1}
-    assert "rank 1 waits in flock() in test_a (test_a.py:3) for rank 0" in blame.sentence
-
-
 def test_a_deadlock_over_groups_is_shown_as_its_cycle() -> None:
     groups = {"g1": [0, 1], "g2": [0, 1]}
     blame = find_blame([hung(0, entry("1", 1), **groups), hung(1, entry("2", 1), **groups)])
     assert blame is not None and set(blame.ranks) == {0, 1}
     assert "cycle" in blame.sentence
     assert "rank 0 waits in #1 gloo:all_reduce([3] Float) in group 1 (undefined) for rank 1" in blame.sentence
+
+
+def test_a_rank_that_waits_in_another_group_than_most_is_to_blame() -> None:
+    groups = {"g0": [0, 1, 2], "g1": [0, 1, 2]}
+    others = [hung(rank, entry("0", 1), **groups) for rank in (0, 2)]
+    blame = find_blame([others[0], hung(1, entry("1", 1), **groups), others[1]])
+    assert blame is not None and blame.ranks == (1,)
+    assert blame.cause.startswith("rank 1 waits in another collective than ranks 0, 2: rank 1 in all_reduce")
+
+
+def test_the_first_line_says_where_the_others_wait_and_where_the_absent_rank_is() -> None:
+    waits = (Wait("broadcast() in test_a (test_a.py:40)", transport=True),)
+    here = replace(silent(0, Ending.TIMED_OUT), stacks='  File "/home/u/test_a.py", line 31 in test_a')
+    ranks = [hung(rank, entry("0", 1, "broadcast"), waits=waits) for rank in (1, 2, 3)]
+    blame = find_blame([here, *ranks])
+    assert blame is not None and blame.ranks == (0,)
+    assert blame.cause == (
+        "rank 0 never called broadcast, which ranks 1-3 waited in (test_a.py:40); it was at test_a.py:31"
+    )
 
 
 def test_a_peer_that_does_not_send_is_to_blame() -> None:

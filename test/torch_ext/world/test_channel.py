@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
-import pickle
+import re
+import signal
 import socket
 import struct
 import threading
+import time
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world import channel
+from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.protocol import Signal
 
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+STANDARD = st.sampled_from(
+    [signal.SIGKILL, Path("a/b"), timedelta(seconds=3), frozenset({1}), Signal(0, signal.SIGKILL)]
+)
+PLAIN = st.one_of(st.none(), st.text(), st.binary(), st.tuples(st.integers(), st.text()), STANDARD)
+
+
 @settings(deadline=None)
-@given(messages=st.lists(st.one_of(st.none(), st.text(), st.binary(), st.tuples(st.integers(), st.text())), max_size=8))
+@given(messages=st.lists(PLAIN, max_size=8))
 def test_messages_arrive_whole_and_in_order(messages: list[object]) -> None:
     one, other = channel_pair()
     for message in messages:
@@ -85,12 +98,21 @@ def test_what_was_sent_before_the_end_is_still_received() -> None:
     other.close()
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8, 20])
+def frame_of(message: object) -> bytes:
+    one, other = channel_pair()
+    one.send(message)
+    found = other._socket.recv(1 << 16)
+    one.close()
+    other.close()
+    return found
+
+
+@pytest.mark.parametrize("cut", [1, 7, 12, 20])
 def test_peer_that_dies_within_a_frame_costs_no_descriptor(cut: int) -> None:
     before = open_descriptors()
     one, other = channel_pair()
-    frame = struct.pack("!II", 1000, 1) + b"half a payload"
-    socket.send_fds(one._socket, [frame[:cut]], [1])
+    header = struct.Struct("!III").pack(channel._MAGIC, 1000, 1)
+    socket.send_fds(one._socket, [(header + b"half a payload")[:cut]], [1])
     one.close()
     with pytest.raises(ChannelClosedError):
         other.receive()
@@ -98,16 +120,152 @@ def test_peer_that_dies_within_a_frame_costs_no_descriptor(cut: int) -> None:
     assert open_descriptors() == before
 
 
-def test_payload_that_cannot_be_read_costs_no_descriptor() -> None:
+MESSAGES = st.lists(st.one_of(st.none(), st.text(), st.binary()), max_size=3)
+JUNK = st.one_of(st.binary(max_size=40), st.integers(1, 5000).map(bytes))
+
+
+@settings(deadline=None)
+@given(MESSAGES, JUNK, st.integers(0, 40), st.booleans(), st.data())
+def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_waits(
+    messages: list[object], junk: bytes, keep: int, begins_well: bool, data: st.DataObject
+) -> None:
+    """The model: frames are taken off the front while they are whole; what begins like no frame is refused at once."""
     before = open_descriptors()
     one, other = channel_pair()
-    socket.send_fds(one._socket, [struct.pack("!II", 3, 1)], [1])
-    one._socket.sendall(b"bad")
-    with pytest.raises(pickle.UnpicklingError):
+    frames, whole = [frame_of(message) for message in messages], frame_of("half")
+    rest = (whole[:keep] if begins_well else b"") + junk
+    stream = b"".join(frames) + rest
+    while rest.startswith(whole):
+        messages, rest = [*messages, "half"], rest[len(whole) :]
+    found: list[object] = []
+    refused = ""
+    while stream and not refused:
+        cut = data.draw(st.integers(1, len(stream)))
+        socket.send_fds(one._socket, [stream[:cut]], [1] if data.draw(st.integers(0, 9)) == 0 else [])
+        stream = stream[cut:]
+        while other.poll() and not refused:
+            try:
+                found.append(other.receive()[0])
+            except ChannelBrokenError as error:
+                refused = str(error)
+    if "descriptors" not in refused:  # some came where a frame has announced none
+        assert found == messages
+        assert bool(refused) >= (rest[:4] != channel._MAGIC_BYTES[: len(rest)])
+    if refused:
+        assert re.match(r"wrote [\d,]+ (or more )?bytes that|wrote a frame of", refused)
+        with pytest.raises(ChannelBrokenError) as told:
+            one.receive()
+        assert told.value.own and str(told.value) == refused
+    else:
+        assert other.deadline_s < float("inf") or not rest
+    one.close()
+    other.close()
+    assert open_descriptors() == before
+
+
+def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = channel_pair()
+    now_s = 100.0
+    monkeypatch.setattr(channel, "monotonic", lambda: now_s)
+    frame = frame_of("a message")
+    assert not other.poll() and other.deadline_s == float("inf")  # nothing has begun
+    for part in (frame[:5], frame[5:20]):
+        one._socket.sendall(part)
+        assert not other.poll() and other.deadline_s == now_s + 30
+        now_s += 29  # it is slow, but something comes
+    one._socket.sendall(frame[20:])
+    assert other.receive() == ("a message", [])
+    one._socket.sendall(frame[:20])
+    assert not other.poll()
+    now_s += 30
+    assert other.poll()
+    with pytest.raises(ChannelBrokenError, match=r"wrote 20 bytes that begin a message, and no more of it into"):
+        other.receive()
+    one.close()
+    other.close()
+
+
+class Foreign:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("made by a message",)
+
+
+@pytest.mark.parametrize("message", [Foreign(), OrderedDict(), socket.AF_UNIX, pytest.raises])
+def test_nothing_but_plain_data_and_our_classes_is_unpickled(
+    message: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = open_descriptors()
+    one, other = channel_pair()
+    one.send(message, [1])
+    with pytest.raises(ChannelBrokenError, match=r"a frame of .* that is no message .*is no part of a message"):
         other.receive()
     one.close()
     other.close()
     assert open_descriptors() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent() -> None:
+    one, other = channel_pair()
+    one._socket.sendall(struct.pack("!III", channel._MAGIC, 1 << 31, 0))
+    with pytest.raises(ChannelBrokenError, match="2,147,483,648 bytes"):
+        other.receive()
+    with pytest.raises(ValueError, match="too long"):
+        one.send("many", [1] * (channel._MOST_DESCRIPTORS + 1))
+    one.close()
+    other.close()
+
+
+def test_the_writer_of_junk_is_named_by_its_descriptor() -> None:
+    one, other = channel_pair()
+    peer = os.fork()
+    if peer == 0:
+        try:
+            os.dup2(one.fileno(), 57)
+            one.close()
+            os.write(57, b"junk")
+            while True:
+                time.sleep(1)
+        finally:
+            os._exit(1)
+    one.close()
+    with pytest.raises(
+        ChannelBrokenError, match=r"wrote 4 bytes .* into its connection with the harness, descriptor 57"
+    ):
+        other.receive()
+    os.kill(peer, signal.SIGKILL)
+    os.waitpid(peer, 0)
+    other.close()
+
+
+def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
+    socket.setdefaulttimeout(0.001)
+    try:
+        one, other = channel_pair()
+    finally:
+        socket.setdefaulttimeout(None)
+    sender = threading.Thread(target=lambda: (time.sleep(0.1), one.send("late")))
+    sender.start()
+    assert other.receive() == ("late", [])
+    sender.join()
+    one.close()
+    other.close()
+
+
+def test_a_channel_whose_number_another_file_has_got_leaves_that_file_alone() -> None:
+    one, other = channel_pair()
+    number = one.fileno()
+    reader, writer = os.pipe()
+    os.dup2(writer, number)
+    for use in (lambda: one.send("message"), one.receive):
+        with pytest.raises(ChannelClosedError, match="closed the descriptor"):
+            use()
+    one.close()
+    os.write(number, b"x")
+    assert os.read(reader, 9) == b"x"
+    other.close()
+    close_all([reader, writer, number])
 
 
 def test_adopted_descriptor_belongs_to_the_channel() -> None:

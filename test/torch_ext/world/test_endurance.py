@@ -81,7 +81,7 @@ def assert_steady(run: Run, warm: int) -> None:
 def test_empty_tests_in_a_row_leave_nothing(suite: Suite, scale: Scale) -> None:
     run = suite.run()
     assert run.out.splitlines()[-1] == f"{scale.tests} passed, 0 failed, 0 skipped", run
-    assert_steady(run, warm=12)  # from the ninth fork on, zygotes may have gathered their memory
+    assert_steady(run, warm=12)
     assert suite.survivors() == {}
     assert suite.files_left() == []
 

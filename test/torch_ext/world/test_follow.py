@@ -22,6 +22,8 @@ from torch_ext.world.follow import RankProcess, World, ZygoteLostError, read_sta
 from torch_ext.world.outcome import Ending
 from torch_ext.world.output import Capture
 from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
+from torch_ext.world.render import render
+from torch_ext.world.verdict import WorldReport, judge
 from torch_ext.world.wait_page import WaitPage
 from torch_ext.world.watch import Limits
 
@@ -156,6 +158,20 @@ def test_deaths_that_were_told_before_the_limit_are_no_timeouts() -> None:
         assert [outcome.ending for outcome in world.wait(Limits(test_s=5))] == [Ending.KILLED] * 2
 
 
+@pytest.mark.parametrize(("number", "later", "named"), [(9, 5, True), (9, 4, False), (11, 5, False)])
+def test_a_kill_for_want_of_memory_is_named(
+    number: int, later: int, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_ext.machine_memory.kills", lambda: 4)
+    with scripted_world(1) as (world, zygote, _ranks):
+        zygote.send(Ended(0, -number, 0.5))
+        monkeypatch.setattr("torch_ext.machine_memory.kills", lambda: later)
+        outcomes = world.wait(Limits(test_s=5))
+    text = render(WorldReport(tuple(outcomes), judge(outcomes), 1.0))
+    assert ("most likely by the kernel's out-of-memory killer" in text) is named
+    assert ("--memory, which bounds each simulated device" in text) is named
+
+
 def test_what_was_not_told_is_not_made_up_when_the_limit_is_over(clock: Clock) -> None:
     with scripted_world(2) as (world, zygote, ranks):
         ranks[0].send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
@@ -170,7 +186,7 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
     with scripted_world(1) as (world, zygote, _ranks):
         zygote.close()
         world.started_s = time.monotonic() - 1000
-        with pytest.raises(ZygoteLostError, match="the zygote was killed while ranks were running"):
+        with pytest.raises(ZygoteLostError, match="the process that had started the ranks was killed"):
             world.wait(Limits(test_s=5))
 
 

@@ -1,4 +1,4 @@
-"""Modules and classes that would break a plain fork still pass, and one message names the line to blame."""
+"""Modules and classes that would break a plain fork still pass, and one message says why they get interpreters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start():
     threading.Thread(target=time.sleep, args=(1000,), name="hazard", daemon=True).start()
 
 
-start()  # the call is to blame
+start()
 os.environ["SET_ON_IMPORT"] = "by the file"
 
 
@@ -81,21 +81,18 @@ def test_all_pass(run: Run) -> None:
     assert run.out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped", run
 
 
-def test_native_threads_are_blamed_on_the_computation_that_started_them(run: Run, suite: Suite) -> None:
-    lines = (suite.folder / "test_matmul.py").read_text().splitlines()
-    number = lines.index("PRODUCT = torch.mm(LARGE, LARGE)") + 1
+def test_native_threads_are_named_once(run: Run) -> None:
     message = (
-        r"the zygote of test_matmul cannot fork: it runs other threads: \d+ native threads? \([^)]*\), started by "
-        rf"\S*/test_matmul\.py:{number}: PRODUCT = torch\.mm\(LARGE, LARGE\); every rank gets a fresh interpreter"
+        r"the zygote of test_matmul cannot fork: it runs other threads: \d+ native threads? \([^)]*\); "
+        r"every rank gets a fresh interpreter"
     )
     assert len(re.findall(message, run.out)) == 1, run
 
 
-def test_python_thread_is_blamed_on_the_module_level_call(run: Run, suite: Suite) -> None:
-    number = (suite.folder / "test_thread.py").read_text().splitlines().index("start()  # the call is to blame") + 1
+def test_a_python_thread_is_named(run: Run) -> None:
     message = (
-        r"the zygote of test_thread cannot fork: it runs other threads: Python thread 'hazard', started by "
-        rf"\S*/test_thread\.py:{number}: start\(\)  # the call is to blame; every rank gets a fresh interpreter"
+        r"the zygote of test_thread cannot fork: it runs other threads: Python thread 'hazard'; "
+        r"every rank gets a fresh interpreter"
     )
     assert len(re.findall(message, run.out)) == 1, run
 

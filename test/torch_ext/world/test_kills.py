@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.world.suites import DEADLINE_S, Run, Suite, parse_runner, parse_unittest
+from torch_ext.world import _os
 
 # In the order of faults.ancestors() in the parent half.
 TARGETS = ("case", "zygote", "root", "supervisor")
@@ -147,10 +148,12 @@ def test_killed_zygote_of_a_test_program_fails_one_test(tmp_path: Path, threads:
     command = ["-m", "unittest", "-v", "-k", "zygote_killed"]
     process = suite.start([*command, "test_suite"], {"THREADS": threads})
     *_, rank = await_pids(suite, "zygote", process)
-    with open(f"/proc/{rank}/stat") as stream:
-        os.kill(int(stream.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(int(_os.stat_of(rank)[1]), signal.SIGKILL)
     run = suite.finish(process, parse_unittest)
-    assert "the zygote was killed while ranks were running; they ended with it" in run.text["test_zygote_killed"], run
+    assert (
+        "the process that had started the ranks was killed while they ran, and they ended with it"
+        in run.text["test_zygote_killed"]
+    ), run
     assert run.status == {"test_zygote_killed": "failed", "test_zygote_killed_next": "passed"}, run
     assert suite.survivors() == {}
     assert suite.files_left() == []

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Limits, Step, Watch
 
+INF = float("inf")
 LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)
 
 
@@ -168,27 +170,14 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
     assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
 
 
-@pytest.mark.parametrize(("computes", "end_s"), [(True, 31.0), (False, 7.0)])
-def test_rank_that_is_being_aborted_is_let_die_while_it_computes(computes: bool, end_s: float) -> None:
-    """Its peer has seen the connection close already."""
-    now = [5.0]
-    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now[0] * computes)
-    watch.received(1, receipt(Said.FAILED))
-    watch.ended(1, 10, 5.0)
-    watch.aborting(0)
-    assert watch.advance(5.0) == []
-    assert stopped_s(watch, now) == end_s
-
-
 @pytest.mark.parametrize(("code", "ending"), [(-6, Ending.KILLED), (-9, Ending.STOPPED)])
 def test_rank_that_aborted_just_before_it_was_stopped_was_killed_by_that(code: int, ending: Ending) -> None:
     now = [5.0]
     watch = Watch(2, LIMITS, 0.0)
     watch.ended(1, 3, 5.0)
-    watch.aborting(0)
     watch.advance(5.0)
-    assert stopped_s(watch, now) == 7.0
-    watch.ended(0, code, 7.1)
+    assert stopped_s(watch, now) == 6.0
+    watch.ended(0, code, 6.1)
     assert endings(watch) == [ending, Ending.EXITED]
 
 
@@ -405,123 +394,158 @@ def test_what_a_rank_says_after_it_was_told_to_stop_counts_for_nothing() -> None
     assert endings(watch) == [Ending.TIMED_OUT]
 
 
-HANGS = Limits(test_s=100.0, hang_s=8.0)
-BLOCKED = Progress(True, float("inf"), "1:2")
+HANGS = Limits(test_s=1000.0, hang_s=8.0)
+BLOCKED = Progress(True, INF, "1:2")
+FREE = Progress(False, INF, "1:2", may_act=("thread 'MainThread' sleeps",))
+STOPS = [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
 
 
-def look(watch: Watch, now_s: float, **progress: Progress) -> list[Step]:
-    """Let it be ``now_s``; if it wants to look, have the ranks (``r0``, ``r1``, ...) answer. Return the other steps."""
-    steps = watch.advance(now_s)
-    if [step for step in steps if step.act is Act.LOOK]:
-        for rank, answer in progress.items():
-            watch.observed(int(rank[1:]), answer)
-        steps = [step for step in steps if step.act is not Act.LOOK] + watch.advance(now_s)
-    return steps
+class Looks:
+    """A watch of two ranks whose looks are answered by ``answers`` (by rank; -1: the parent half), second by second."""
+
+    def __init__(self, limits: Limits = HANGS, **how: Any) -> None:
+        self.now_s = 0.0
+        self.others: tuple[str, ...] = ()
+        self.computed_s = 0.0
+        self.watch = Watch(
+            2, limits, 0.0, others=lambda: self.others, computed_s=lambda rank: rank * self.computed_s, **how
+        )
+        self.answers: dict[int, Progress | None] = {0: BLOCKED, 1: BLOCKED, -1: Progress(True, INF, "")}
+
+    def until(self, end_s: float) -> list[Step]:
+        """Return what is to be done besides looks, up to the first second in which there is something."""
+        while self.now_s < end_s:
+            self.now_s += 1.0
+            steps = self.watch.advance(self.now_s)
+            for look in [step for step in steps if step.act is Act.LOOK]:
+                for rank in (*look.ranks, -1):
+                    answer = self.answers[rank]
+                    if answer is not None:
+                        self.watch.hangs.observed(rank, answer)
+                steps = [step for step in steps if step is not look] + self.watch.advance(self.now_s)
+            if steps:
+                return steps
+        return []
 
 
-def test_a_hang_is_proven_by_two_looks_at_which_all_live_ranks_are_blocked_in_the_same() -> None:
-    watch = Watch(2, HANGS, 0.0)
-    assert watch.deadline_s == 2.0
-    assert look(watch, 2.0, r0=BLOCKED, r1=BLOCKED) == []
-    assert look(watch, 4.0, r0=BLOCKED, r1=BLOCKED) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
-    watch.ended(0, -9, 4.1)
-    watch.ended(1, -9, 4.1)
-    assert endings(watch) == [Ending.HUNG, Ending.HUNG]
+def test_a_hang_is_found_when_every_look_of_some_seconds_shows_all_ranks_blocked_in_the_same() -> None:
+    looks = Looks()
+    assert looks.until(8.0) == []
+    assert looks.until(9.0) == STOPS  # from the first look on, in the first second
+    for rank in (0, 1):
+        looks.watch.ended(rank, -9, 9.1)
+    assert endings(looks.watch) == [Ending.HUNG, Ending.HUNG]
 
 
-@pytest.mark.parametrize(("enders", "is_proven"), [((70, 71), True), ((71,), True), ((71, 99), False)])
-def test_only_processes_that_are_stalled_themselves_may_hold_what_is_waited_for(
-    enders: tuple[int, ...], is_proven: bool
-) -> None:
-    watch = Watch(2, HANGS, 0.0, pids=(70, 71))
-    waits = replace(BLOCKED, enders=enders)
-    look(watch, 2.0, r0=waits, r1=BLOCKED)
-    assert bool(look(watch, 4.0, r0=waits, r1=BLOCKED)) == is_proven
-
-
-def test_a_rank_that_is_over_may_still_end_what_another_waits_for() -> None:
-    watch = Watch(2, HANGS, 0.0, pids=(70, 71))
-    watch.received(1, Receipt(Said.PASSED, 0.1, pid=71))
-    waits = replace(BLOCKED, enders=(71,))
-    look(watch, 2.0, r0=waits)
-    assert look(watch, 4.0, r0=waits) == []
-    held_no_more = replace(BLOCKED, fingerprint="1:2 by nobody")
-    assert look(watch, 6.0, r0=held_no_more) == []
-    assert look(watch, 8.0, r0=held_no_more) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
-
-
+@pytest.mark.parametrize("who", [0, 1, -1])
 @pytest.mark.parametrize(
-    "second",
-    [
-        Progress(False, float("inf"), "1:2"),
-        Progress(True, float("inf"), "1:3"),
-        Progress(True, 99.0, "1:2"),
-    ],
+    "once",
+    [FREE, Progress(True, INF, "1:3"), Progress(True, 900.0, "1:2")],
     ids=["one thread may go on", "a thread has run", "its own limit ends before the test's"],
 )
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_may_go_on_is_no_hang(second: Progress, rank: int) -> None:
-    watch = Watch(2, HANGS, 0.0)
-    for now_s in (2.0, 4.0, 6.0, 8.0):
-        answers = {"r0": BLOCKED, "r1": BLOCKED, f"r{rank}": second if now_s in (4.0, 8.0) else BLOCKED}
-        assert look(watch, now_s, **answers) == []
+def test_one_look_at_which_one_may_go_on_puts_the_proof_off(once: Progress, who: int) -> None:
+    looks = Looks()
+    assert looks.until(4.0) == []
+    before = looks.answers[who]
+    looks.answers[who] = once
+    assert looks.until(5.0) == []
+    looks.answers[who] = before
+    assert looks.until(13.0) == []
+    assert looks.until(14.0) == STOPS
+
+
+def test_while_one_does_not_answer_nothing_is_proven_and_no_other_look_begins() -> None:
+    looks = Looks()
+    looks.answers[1] = None
+    assert looks.until(30.0) == []
+    looks.watch.hangs.observed(1, BLOCKED)
+    looks.answers[1] = BLOCKED
+    assert looks.until(38.0) == []
+    assert looks.until(39.0) == STOPS
+
+
+def test_while_somebody_else_may_act_nothing_is_proven_unless_ranks_wait_in_memory_of_their_own() -> None:
+    looks = Looks()
+    looks.others = ("process 7 (sleep 100)",)
+    assert looks.until(20.0) == []
+    assert looks.watch.hangs.reasons == looks.others
+    looks.answers.update(dict.fromkeys((0, 1), replace(BLOCKED, among_ranks=True)))
+    assert looks.until(40.0) == STOPS
+
+
+def test_what_happens_starts_the_proof_again() -> None:
+    """Rank 1 passes, which may be just what rank 0 has waited for."""
+    looks = Looks(keep=True)
+    assert looks.until(6.0) == []
+    looks.watch.received(1, receipt())
+    assert looks.until(14.0) == []
+    assert looks.until(15.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+
+
+def test_a_thread_that_a_rank_has_left_whose_test_is_over_may_act() -> None:
+    looks = Looks(keep=True)
+    looks.watch.received(1, receipt())
+    looks.answers[1] = FREE
+    assert looks.until(30.0) == []
 
 
 @pytest.mark.parametrize(("own_limit_s", "hangs"), [(90.0, True), (40.0, False)])
 def test_where_nothing_else_ends_it_a_wait_of_a_long_limit_counts_as_endless(own_limit_s: float, hangs: bool) -> None:
-    watch = Watch(2, Limits(test_s=float("inf"), hang_s=8.0, endless_s=60.0), 0.0)
-    waits = Progress(True, own_limit_s, "1:2")
-    assert look(watch, 2.0, r0=BLOCKED, r1=waits) == []
-    stopped = [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
-    assert look(watch, 4.0, r0=BLOCKED, r1=waits) == (stopped if hangs else [])
+    looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0))
+    looks.answers[1] = Progress(True, own_limit_s, "1:2")
+    assert looks.until(10.0) == (STOPS if hangs else [])
 
 
-def test_a_rank_that_does_not_answer_is_no_hang() -> None:
-    watch = Watch(2, HANGS, 0.0)
-    for now_s in (2.0, 4.0, 6.0, 8.0):
-        assert look(watch, now_s, r0=BLOCKED) == []
+@pytest.mark.parametrize(("raises_s", "hangs"), [(15.0, True), (12.0, False)])
+def test_an_operation_that_raises_later_is_told_apart_from_a_lock(raises_s: float, hangs: bool) -> None:
+    looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0, raises_later_s=5.0))
+    looks.answers[1] = Progress(True, INF, "1:2", raises_s=raises_s)
+    assert looks.until(10.0) == (STOPS if hangs else [])
 
 
-def test_a_rank_whose_test_is_over_does_not_keep_the_others_from_hanging() -> None:
-    watch = Watch(2, HANGS, 0.0, keep=True)
-    watch.received(0, receipt())
-    assert look(watch, 2.0, r1=BLOCKED) == []
-    assert look(watch, 4.0, r1=BLOCKED) == [Step(Act.INSPECT, (1,)), Step(Act.STOP, (1,))]
+def test_a_hang_that_is_reported_ends_nothing_and_is_reported_once() -> None:
+    looks = Looks(replace(HANGS, end_hangs=False))
+    assert looks.until(9.0) == [Step(Act.REPORT_HANG, (0, 1))]
+    assert looks.until(200.0) == []
+    looks.answers[0] = replace(BLOCKED, fingerprint="1:3")
+    assert looks.until(208.0) == []
+    assert looks.until(209.0) == [Step(Act.REPORT_HANG, (0, 1))], "they went on, and hang elsewhere"
+
+
+def test_a_silence_is_told_once_for_as_long_as_it_lasts() -> None:
+    looks = Looks()
+    looks.answers[0] = FREE
+    assert looks.until(60.0) == [Step(Act.REPORT_SILENCE, (0, 1))]
+    assert looks.watch.hangs.reasons == ("thread 'MainThread' sleeps of rank 0",)
+    assert looks.until(200.0) == []
+    looks.answers[1] = replace(BLOCKED, record="a collective")
+    assert looks.until(260.0) == []
+    assert looks.until(261.0) == [Step(Act.REPORT_SILENCE, (0, 1))]
+
+
+def test_a_rank_that_computes_or_has_handed_in_a_receipt_is_progress() -> None:
+    looks = Looks(keep=True)
+    looks.answers[0] = FREE
+    for _ in range(100):
+        looks.computed_s += 0.2
+        assert looks.until(looks.now_s + 1.0) == []
+    assert looks.until(130.0) == []
+    looks.watch.received(1, receipt())
+    assert looks.until(190.0) == []
+    assert looks.until(191.0) == [Step(Act.REPORT_SILENCE, (0,))]
 
 
 def test_ranks_that_wait_for_one_that_died_are_stopped_and_do_not_hang() -> None:
     """They get longer than their grace where they wait for a core, so that looks may prove what they wait for."""
-    watch = Watch(2, HANGS, 0.0, starved_s=lambda rank: now_s)
-    now_s = 0.5
-    watch.ended(1, -9, now_s)
-    for now_s in (0.6, 1.7, 2.7, 3.7, 4.7, 5.7):
-        assert look(watch, now_s, r0=BLOCKED) == []
-    now_s = 9.0
-    assert look(watch, now_s, r0=BLOCKED) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-    watch.ended(0, -9, 9.1)
-    assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
+    looks = Looks(replace(HANGS, hang_s=1.0), starved_s=lambda rank: looks.now_s)
+    looks.watch.ended(1, -9, 0.5)
+    assert looks.until(5.0) == []
+    assert looks.until(9.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
+    looks.watch.ended(0, -9, 9.1)
+    assert endings(looks.watch) == [Ending.STOPPED, Ending.KILLED]
 
 
 def test_without_a_limit_for_hangs_nobody_looks() -> None:
     watch = Watch(2, Limits(test_s=100.0), 0.0)
     assert watch.deadline_s == 100.0
     assert watch.advance(50.0) == []
-
-
-def test_looks_before_something_happened_prove_nothing() -> None:
-    """Rank 1 passes, which may be just what rank 0 has waited for."""
-    watch = Watch(2, HANGS, 0.0)
-    free = Progress(False, float("inf"), "3:4")
-    for now_s in (2.0, 4.0, 6.0):
-        assert look(watch, now_s, r0=BLOCKED, r1=free) == []
-    watch.received(1, receipt())
-    assert watch.advance(6.1) == []
-    assert look(watch, 8.0, r0=BLOCKED) == []
-    assert look(watch, 10.0, r0=BLOCKED) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
-
-
-def test_one_rank_alone_that_has_answered_proves_nothing_for_the_others() -> None:
-    watch = Watch(2, HANGS, 0.0)
-    for now_s in (2.0, 4.0):
-        answers = {"r0": BLOCKED, "r1": BLOCKED} if now_s == 2.0 else {"r1": BLOCKED}
-        assert look(watch, now_s, **answers) == []

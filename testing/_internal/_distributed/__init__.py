@@ -1,6 +1,6 @@
 """The modules behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
 
-from torch_ext.world import frames
+from torch_ext.world import frames, operations
 
 _FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
 
@@ -18,7 +18,11 @@ frames.hide(
         "_receipt_of_body",
         "_receipt_of_call",
         "_run_body",
-        "_call_body",
-        "call_with_cleanups",
+        "run_method",
     ),
 )
+# Wait for their caller, on the simulated accelerator.
+operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
+frames.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
+frames.hide(r"/compat/_unittest\.py")
+frames.hide(r"/unittest/case\.py", "run", "doCleanups", "_callTestMethod")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import tempfile
@@ -17,26 +16,25 @@ import torch
 import torch.distributed as c10d
 
 from torch_ext import accelerator
+from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import meeting_point
 from torch_ext.testing._internal._distributed.methods import (
-    call_with_cleanups,
     chosen_method,
-    expect_no_more,
     take_over,
     waits_or_runs,
 )
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import provider, scratch, settings
+from torch_ext.world import provider, scratch, settings, unjudged
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import HostFile, hosts_of, is_spread
-from torch_ext.world.outcome import Outcome, may_be_expected
+from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
 from torch_ext.world.watch import Limits
@@ -117,7 +115,9 @@ class MultiProcContinuousTest(TestCase):
     def setUp(self) -> None:
         cls = type(self)
         check_fixtures(cls)
+        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
+        self.addCleanup(self._check_ranks)
         if cls.poison_pill:
             raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
         cls._notice_a_lost_zygote()
@@ -168,8 +168,8 @@ class MultiProcContinuousTest(TestCase):
         found = inspect.getattr_static(cls, "world_size", _UNSET)
         if isinstance(found, property) and found.fget is not None:
             found = found.fget(object.__new__(cls))
-        if found != _UNSET:
-            return int(found)
+        if found is not _UNSET:
+            return count_ranks(cls, found)
         count = torch.get_device_module(device_type).device_count()
         if not count:
             raise unittest.SkipTest(f"no {device_type} device is available; set world_size on {cls.__name__}")
@@ -209,6 +209,14 @@ class MultiProcContinuousTest(TestCase):
             if cls.rdvz_file is not None and os.path.exists(cls.rdvz_file):
                 os.remove(cls.rdvz_file)
 
+    def _check_ranks(self) -> None:
+        """Fail if the test ended without having waited for the ranks, which are dropped: they may still run it."""
+        try:
+            unjudged.check()
+        except unjudged.UnjudgedRanksError:
+            self._drop_ranks()
+            raise
+
     def _wait_for_ranks(self) -> None:
         cls = type(self)
         world = cls._world
@@ -223,8 +231,6 @@ class MultiProcContinuousTest(TestCase):
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()
-        if not may_be_expected(outcomes):
-            expect_no_more(self)
         raise_verdict(outcomes, world.took_s)
 
     @classmethod
@@ -262,13 +268,14 @@ class MultiProcContinuousTest(TestCase):
         self.rank = cls.rank
         self.world_size = cls.world_size
         set_rng_seed()
-        call_with_cleanups(self, functools.partial(getattr(self, name), **kwargs))
+        getattr(self, name)(**kwargs)
 
     @classmethod
     def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
         """Run the tests whose tickets arrive on ``tests``, and report a receipt for each."""
         me = world_rank.this_rank()
         accelerator.request_devices(max(world_size, devices_asked_for(cls)))
+        forget_class_cleanups(cls)
         cls.rank, cls.world_size = rank, world_size
         no_group: BaseException | None = None
         try:
@@ -282,10 +289,13 @@ class MultiProcContinuousTest(TestCase):
                     raise no_group
             else:
                 receipt = receipts.run_test(cls._run_test_given_id, ticket.test)
-            if me.report(receipt).said is Said.FAILED:
+            if me.report(receipts.after_expected_failure(receipt, cls)).said is Said.FAILED:
+                run_class_cleanups(cls)
                 return
         if no_group is None:
             receipts.end_group_unless_released()
+        for failed in run_class_cleanups(cls):
+            raise failed
 
 
 def _tell(world: World, ticket: Ticket, *, run: bool) -> None:

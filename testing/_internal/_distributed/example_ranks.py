@@ -9,7 +9,7 @@ import functools
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,11 +17,10 @@ import torch.distributed as c10d
 from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumption
 
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.methods import call_with_cleanups
+from torch_ext.testing._internal._distributed.methods import run_method
 from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
-from torch_ext.world.calls import check_ran
 from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
@@ -82,10 +81,6 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
     return receipt
 
 
-def _call_body(body: Callable[..., Any], case: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    check_ran(body(case, *args, **kwargs), body.__name__)
-
-
 def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
     """Run the body and return a receipt, or raise if it failed.
 
@@ -94,7 +89,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     args, kwargs = pickle.loads(example)
     try:
         with race_check():
-            call_with_cleanups(case, functools.partial(_call_body, body, case, args, kwargs))
+            run_method(case, functools.partial(body, case, *args, **kwargs))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:

@@ -1,34 +1,46 @@
-"""How a test case replaces its test method, so that the instance on which ``setUp`` ran waits for the ranks."""
+"""How a test case replaces its test method: the parent half waits for the ranks, and unittest runs it in each rank.
+
+Note [unittest in ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank runs the test method by :meth:`unittest.TestCase.run`, with a result object of ours and without fixtures. So
+sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest, which runs all of them and
+records what each does. What it has recorded leaves the replaced method as one exception, since existing overrides of
+``_run`` and ``run_test`` expect the method to raise; :func:`parts_of` returns the rest of it.
+"""
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
+import contextlib
+import functools
 import os
 import sys
-import textwrap
+import time
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
-from unittest import IsolatedAsyncioTestCase  # it is imported on use otherwise, in every rank
+from typing import Any, NamedTuple
 
-from torch_ext.testing._internal._distributed.sub_tests import name_sub_tests
+from torch_ext.compat._unittest import name_of_sub_test, run_test_method
+from torch_ext.testing._internal._distributed.skips import skip_reason
+from torch_ext.world import frames
+from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_ran
-from torch_ext.world.notes import add_note
+from torch_ext.world.outcome import may_be_expected
+from torch_ext.world.protocol import Part
+from torch_ext.world.render import WorldFailure
 
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
 
 __all__ = [
+    "Failed",
     "body_has_ended",
-    "call_with_cleanups",
     "chosen_method",
-    "expect_no_more",
     "forget_body",
     "parent_half_of",
+    "parts_of",
+    "run_method",
     "set_parent_half",
     "take_over",
     "waits_or_runs",
@@ -36,6 +48,7 @@ __all__ = [
 
 _DEFAULT = "runTest"
 _PARENT_HALF = "_torch_ext_parent_half"
+_PARTS = "_torch_ext_parts"
 _ended_in = 0  # the process in which a test method has run to its end
 
 
@@ -58,54 +71,117 @@ def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], A
         raise ValueError(f"{type(case).__name__} has no test method {name!r}")
 
 
-def waits_or_runs(case: Any, method: Callable[[], Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
-    """Return a method of ``case`` that calls ``wait(case)`` in the parent half and ``method()`` in a rank."""
+def waits_or_runs(case: Any, method: Callable[..., Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
+    """Return a method of ``case`` that calls ``wait(case)`` in the parent half, and runs ``method`` in a rank."""
+
+    def judge(case: Any) -> None:
+        __tracebackhide__ = True
+        try:
+            wait(case)
+        except WorldFailure as failure:
+            if not may_be_expected(failure.outcomes):
+                _expect_no_more(case)
+            raise
 
     @wraps(method)
-    def wrapper(self: Any) -> None:
+    def wrapper(self: Any, **kwargs: Any) -> None:
         if self.rank == parent_rank:
-            wait(self)
+            judge(self)
         else:
-            _run_body(self, method)
+            run_method(self, functools.partial(method, **kwargs))
 
     return types.MethodType(wrapper, case)
 
 
-def _run_body(case: Any, method: Callable[[], Any]) -> None:
-    """Call a test method as unittest would: a coroutine is run where the class is made for that, and nowhere else.
+class Failed(NamedTuple):
+    """A part of a test that failed or, in a test that skips, a part that skipped."""
+
+    part: Part
+    error: BaseException
+    time_s: float
+
+
+class _Result(unittest.TestResult):
+    """Keeps what unittest tells of one run of a test method in a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed: list[Failed] = []
+        self._skipped: list[Failed] = []
+        self._passed = False
+
+    def addSuccess(self, test: Any) -> None:
+        self._passed = True
+
+    def addError(self, test: Any, err: Any) -> None:
+        self._add(test, err[1], expectable=False)
+
+    addFailure = addError
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self._add(subtest, err[1], expectable=False)
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        self._add(test, unittest.SkipTest(reason), expectable=False)
+
+    def addExpectedFailure(self, test: Any, err: Any) -> None:
+        self._add(test, err[1], expectable=True)
+
+    addUnexpectedSuccess = addSuccess  # the parent half finds that all ranks have passed
+
+    def _add(self, test: Any, error: BaseException, *, expectable: bool) -> None:
+        reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
+        skip = unittest.SkipTest(reason) if reason else error
+        name = name_of_sub_test(test)
+        failed = Failed(Part(name, expectable), skip, time.monotonic())
+        if isinstance(skip, unittest.SkipTest):
+            self._skipped.append(failed)
+            return
+        self._failed.append(failed)
+        if name and world_rank.current() is not None:
+            # The rank goes on, and may hang in what its peers do not call: then nothing else tells of this failure.
+            with contextlib.suppress(Exception):  # the test may have closed it
+                print(f"sub-test {name} failed: {frames.read_error(error)[0]}", file=sys.stderr, flush=True)
+
+    def conclude(self) -> None:
+        """Return if the test passed.
+
+        Raises:
+            BaseException: the error of the first part that failed, or of the first that skipped if none failed.
+            AssertionError: unittest has not said how the test ended, as where something has replaced its methods.
+        """
+        exits = [each for each in self._failed if isinstance(each.error, SystemExit)]
+        others = [each for each in self._failed if each not in exits]
+        found = others or exits or self._skipped
+        if not found:
+            if not self._passed:
+                raise AssertionError("unittest returned, but has not said how the test method ended")
+            return
+        error = found[0].error
+        if found is self._skipped:
+            error = unittest.SkipTest("; ".join(dict.fromkeys(str(each.error) for each in found)))
+        vars(error)[_PARTS] = found
+        raise error
+
+
+def parts_of(error: BaseException) -> Sequence[Failed]:
+    """Return what failed or skipped in the run of a test method that raised ``error``."""
+    parts: Sequence[Failed] = vars(error).get(_PARTS, ())
+    return parts
+
+
+def run_method(case: Any, method: Callable[[], Any]) -> None:
+    """Run ``method`` as unittest runs a test method, with its cleanups; see Note [unittest in ranks].
 
     Raises:
-        SystemExit: the method called :func:`sys.exit` with another code than 0, or before its last statement.
+        BaseException: as :meth:`_Result.conclude` does.
     """
-    name_sub_tests(case)
-    try:
-        returned = method()
-    except SystemExit as stop:
-        if stop.code not in (0, None) or not _is_at_the_end(method, stop):
-            raise
-        returned = None
-    if isinstance(case, IsolatedAsyncioTestCase) and inspect.iscoroutine(returned):
-        returned = asyncio.run(returned)
-    check_ran(returned, getattr(method, "__name__", "the test"))
+    result = _Result()
+    forget_body()
+    run_test_method(case, result, method, check_ran)
+    result.conclude()
     _note_ended(os.getpid())
-
-
-def _is_at_the_end(method: Callable[[], Any], stop: SystemExit) -> bool:
-    """Whether ``stop`` comes from the last statement of ``method``, under no condition: it has run to its end."""
-    trace = stop.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    if trace is None or trace.tb_frame.f_code is not code:
-        return False
-    try:
-        source = textwrap.dedent("".join(inspect.getsourcelines(code)[0]))
-        (function,) = ast.parse(source).body
-    except (OSError, SyntaxError, ValueError):
-        return False  # no source, or none that stands alone
-    last = function.body[-1] if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-    line = trace.tb_lineno - code.co_firstlineno + 1
-    return isinstance(last, (ast.Expr, ast.Raise)) and last.lineno <= line <= (last.end_lineno or last.lineno)
 
 
 def _note_ended(pid: int) -> None:
@@ -119,41 +195,11 @@ def forget_body() -> None:
 
 
 def body_has_ended() -> bool:
-    """Whether a test method has run to its end in this rank since the last :func:`forget_body`, whoever called it."""
+    """Whether a test method has passed in this rank since the last :func:`forget_body`, whoever called it."""
     return _ended_in == os.getpid()
 
 
-def call_with_cleanups(case: Any, body: Callable[[], Any]) -> None:
-    """Call ``body``, then what it has registered with ``addCleanup`` or ``enterContext``, the last first.
-
-    Raises:
-        Exception: what the body raised, with a note for each cleanup that failed too; what the first cleanup to fail
-            raised, if the body had passed or skipped.
-    """
-    try:
-        body()
-    except BaseException as error:
-        for failed in _clean_up(case):
-            if isinstance(error, (unittest.SkipTest, SystemExit)):
-                raise failed from None  # a skip must not hide it
-            add_note(error, f"a cleanup failed as well: {type(failed).__name__}: {failed}")
-        raise
-    for failed in _clean_up(case):
-        raise failed
-
-
-def _clean_up(case: Any) -> list[BaseException]:
-    failed: list[BaseException] = []
-    while case._cleanups:
-        function, args, kwargs = case._cleanups.pop()
-        try:
-            check_ran(function(*args, **kwargs), f"the cleanup {getattr(function, '__name__', function)}")
-        except BaseException as error:
-            failed.append(error)
-    return failed
-
-
-def expect_no_more(case: unittest.TestCase) -> None:
+def _expect_no_more(case: unittest.TestCase) -> None:
     """Have what ``case`` is about to raise count as a failure also if it was expected to fail: not in this way."""
     outcome = getattr(case, "_outcome", None)
     if outcome is not None:

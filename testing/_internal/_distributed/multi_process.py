@@ -10,30 +10,27 @@ import tempfile
 import unittest
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import over_hosts
 from torch_ext.testing._internal._distributed.methods import (
-    call_with_cleanups,
     chosen_method,
-    expect_no_more,
     parent_half_of,
     take_over,
     waits_or_runs,
 )
-from torch_ext.testing._internal._distributed.reuse import Conditions, Kept, in_reused_rank, run_tests_in_rank
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import notices, provider, scratch, settings
+from torch_ext.world import notices, provider, scratch, settings, unjudged
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
-from torch_ext.world.outcome import Outcome, may_be_expected
+from torch_ext.world.outcome import Outcome
 from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
@@ -161,7 +158,6 @@ class MultiProcessTestCase(TestCase):
     pid_to_pipe: dict[int, Connection]
     special_return_code_checks: dict[Any, int]
     skip_return_code_checks: list[Any]
-    _kept_ranks: ClassVar[Kept]
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = chosen_method(method_name, methodName)
@@ -204,6 +200,7 @@ class MultiProcessTestCase(TestCase):
 
     def setUp(self) -> None:
         check_fixtures(type(self))
+        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
         self.special_return_code_checks = {}
         self.skip_return_code_checks = []
@@ -211,8 +208,6 @@ class MultiProcessTestCase(TestCase):
         self.pid_to_pipe = {}
         self.rank = self.MAIN_PROCESS_RANK
         self._world: World | None = None
-        self._conditions: Conditions | None = None  # set if the ranks may serve more than this test
-        self._is_kept = False
         descriptor, self.file_name = tempfile.mkstemp(dir=scratch.folder())
         os.close(descriptor)
         self.addCleanup(self._clean_up, self.file_name)
@@ -224,63 +219,37 @@ class MultiProcessTestCase(TestCase):
     def _clean_up(self, file_name: str) -> None:
         # Needed when a subclass's tearDown does not call ours, or setUp raised.
         self._end_world()
-        # A group that ranks keep goes on using the file of the test that made it; its folder goes with the class.
-        if not self._is_kept and os.path.exists(file_name):
+        if os.path.exists(file_name):
             os.remove(file_name)
 
     def _end_world(self) -> None:
-        if self._world is not None and not self._is_kept:
+        if self._world is not None:
             self._world.close()
         self._world, self.processes, self.pid_to_pipe = None, [], {}
+        unjudged.check()
 
     def _spawn_processes(self) -> None:
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
-        name, size = self._current_test_name(), int(self.world_size)
+        name, size = self._current_test_name(), count_ranks(self)
         kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         hosts = hosts_of(self)
-        if settings.reuse_within_class() and hosts == 1:
-            self._take_ranks_of_class(name, size, kwargs)
-        else:
-            self._start_fresh_ranks(name, size, kwargs, hosts)
-        world = self._world
-        if world is None:
-            raise AssertionError("no ranks were started")
-        self.processes = world.processes
-        self.pid_to_pipe = {
-            process.pid: process.connections[0] for process in self.processes if process.pid is not None
-        }
-
-    def _take_ranks_of_class(self, name: str, size: int, kwargs: Mapping[str, Any]) -> None:
-        """See Note [Reused ranks]."""
-        cls = type(self)
-        if "_kept_ranks" not in vars(cls):
-            cls._kept_ranks = Kept()
-            cls.addClassCleanup(cls._kept_ranks.end)
-        self._is_kept = False
-        self._conditions = Conditions.now(size, dict(kwargs))
-        self._world = cls._kept_ranks.take(self._conditions, self.id(), name, self.file_name)
-        if self._world is None:
-            arguments = (name, self.file_name, Inherited(0), Inherited(1))
-            devices = max(size, devices_asked_for(cls))
-            tasks = [
-                RankTask(run_tests_in_rank, (devices, cls._run, rank, *arguments), kwargs, connections=2)
-                for rank in range(size)
-            ]
-            self._world = start_ranks(cls.__module__, tasks, self.id())
-
-    def _start_fresh_ranks(self, name: str, size: int, kwargs: Mapping[str, Any], hosts: int) -> None:
         devices = max(ranks_per_host(size, hosts), devices_asked_for(type(self), name))
         arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name, Inherited(0))
         self._world = start_ranks(
             type(self).__module__,
             [
-                RankTask(receipts.run_rank, (devices, type(self)._run, rank, *arguments), kwargs, connections=1)
+                RankTask(receipts.run_rank, (type(self), devices, rank, *arguments), kwargs, connections=1)
                 for rank in range(size)
             ],
             self.id(),
             hosts,
         )
+        type(self).addClassCleanup(unjudged.check)  # for a run() that calls none of our own
+        self.processes = self._world.processes
+        self.pid_to_pipe = {
+            process.pid: process.connections[0] for process in self.processes if process.pid is not None
+        }
 
     def _join_processes(self, fn: Any) -> None:
         if self._world is None:
@@ -292,15 +261,10 @@ class MultiProcessTestCase(TestCase):
                 Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()),
                 self.special_return_code_checks.get(fn),
                 fn in self.skip_return_code_checks,
-                keep=self._conditions is not None,
             )
         except ZygoteLostError:
             provider.forget(self._world.zygote)
             raise
-        if not may_be_expected(self._outcomes):
-            expect_no_more(self)
-        if self._conditions is not None:
-            self._is_kept = type(self)._kept_ranks.keep(self._world, self._conditions, self._outcomes)
         self._check_return_codes(fn, self._world.took_s)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
@@ -322,23 +286,20 @@ class MultiProcessTestCase(TestCase):
         """Run the test method. A failure is reported to the parent half at once, and sent to ``parent_pipe`` as text.
 
         Raises:
-            SystemExit: the test failed or skipped. Put code that must run in any case into a ``finally``.
+            SystemExit: the test failed. Put code that must run in any case into a ``finally``.
+            unittest.SkipTest: the test skipped.
         """
         set_rng_seed()
         self.parent_pipe = parent_pipe
         try:
-            call_with_cleanups(self, getattr(self, test_name))
+            getattr(self, test_name)()
         except BaseException as error:
-            rank = world_rank.current()
-            if in_reused_rank() and self.destroy_pg_upon_exit:
-                receipts.end_group_unless_released()  # a skip is no reason to leave the next test a group
-            receipt = None if in_reused_rank() else receipts.receipt_of(error)
-            if receipt is None or rank is None:
+            rank, receipt = world_rank.current(), receipts.receipt_of(error)
+            if receipt is None or rank is None or receipt.said is not Said.FAILED:
                 raise
-            if receipt.said is Said.FAILED:
-                _send_trace(parent_pipe, receipt.trace)
-            rank.hand_in(receipt)
-            sys.exit(self.TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
+            _send_trace(parent_pipe, receipt.trace)
+            rank.hand_in(receipts.after_expected_failure(receipt, type(self)))
+            sys.exit(self.TEST_ERROR_EXIT_CODE)
         finally:
             parent_pipe.close()
         receipts.body_passed()

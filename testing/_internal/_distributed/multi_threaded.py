@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,19 +15,17 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _set_thread_isolation_mode
 from torch_ext.compat.testing import (
-    ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
-    compare_threaded_collectives,
-    complete_threaded_world,
+    separate_threaded_worlds,
 )
 from torch_ext.testing._internal._distributed import rank_threads
-from torch_ext.testing._internal._distributed.methods import call_with_cleanups, chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, timeout_of
+from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, count_ranks, seconds_of, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
-from torch_ext.world import settings
+from torch_ext.world import provider, settings, unjudged
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.outcome import Outcome
 
@@ -39,34 +36,25 @@ __all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
 
 
-_Failure = tuple[int, tuple[Any, Any, Any]]  # rank, sys.exc_info()
-
-
-def _run_rank(
-    rank: int, world_size: int, store: c10d.Store, failures: queue.Queue[_Failure], body: Callable[[], Any]
-) -> None:
-    """Run ``body`` in this thread as ``rank`` of a fresh threaded group.
-
-    An exception is put into ``failures``, and wakes the peers from their collectives.
-    """
-    complete_threaded_world()
+def _run_rank(rank: int, world_size: int, store: c10d.Store, body: Callable[[], Any]) -> None:
+    """Run ``body`` in this thread as ``rank`` of a fresh threaded group. An exception wakes the peers."""
     c10d.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
     try:
         body()
     except BaseException as error:
         rank_threads.hand_in(error)  # before the peers wake and fail because of it
-        failures.put((rank, sys.exc_info()))
-        ProcessLocalGroup.exception_handle(error)
+        rank_threads.end_world()
     finally:
-        c10d.destroy_process_group()
+        if rank_threads.is_of_this_test():  # else the registry of groups is another test's
+            c10d.destroy_process_group()
     rank_threads.hand_in(None)
 
 
 def _install_world_of_threads() -> None:
-    """Have the groups that threads of this process make be torch's threaded ones, which compare what is called."""
+    """Have the groups that threads of this process make be torch's threaded ones."""
     _set_thread_isolation_mode(True)
     _install_threaded_pg()
-    compare_threaded_collectives()
+    separate_threaded_worlds(rank_threads.world_of)
 
 
 class MultiThreadedTestCase(TestCase):
@@ -80,8 +68,8 @@ class MultiThreadedTestCase(TestCase):
 
     MAIN_THREAD_RANK = -1
 
-    exception_queue: ClassVar[queue.Queue[_Failure]] = queue.Queue()
     global_store: ClassVar[c10d.Store]
+    exception_queue: ClassVar[queue.Queue[Any]] = queue.Queue()  # upstream's; what ranks raise is in their outcomes
 
     rank: int
     threads: list[threading.Thread]
@@ -89,6 +77,7 @@ class MultiThreadedTestCase(TestCase):
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = chosen_method(method_name, methodName)
         super().__init__(name)
+        provider.watch_this_process()
         take_over(self, name, self.join_or_run, asked=methodName)
 
     @property
@@ -108,7 +97,9 @@ class MultiThreadedTestCase(TestCase):
 
     def setUp(self) -> None:
         check_fixtures(type(self))
+        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
+        self.addCleanup(unjudged.check)
         self.rank = self.MAIN_THREAD_RANK
         self.threads = []
 
@@ -124,11 +115,12 @@ class MultiThreadedTestCase(TestCase):
 
     def _spawn_threads(self) -> None:
         """Start a thread for each rank. Call it in ``setUp``."""
-        cls, name, size = type(self), self._current_test_name, int(self.world_size)
+        cls, name, size = type(self), self._current_test_name, count_ranks(self)
         # A process has one device count, so ask for what the later tests need too.
         accelerator.request_devices(max(size, devices_asked_for(cls)))
         _install_world_of_threads()
         cls.global_store = c10d.HashStore()
+        cls.addClassCleanup(unjudged.check)  # for a run() that calls none of our own
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
     @classmethod
@@ -148,19 +140,17 @@ class MultiThreadedTestCase(TestCase):
         def body() -> None:
             self.perThreadSetUp()
             try:
-                call_with_cleanups(self, getattr(self, test_name))
+                getattr(self, test_name)()
             finally:
                 self.perThreadTearDown()
 
-        _run_rank(rank, world_size, type(self).global_store, self.exception_queue, body)
+        _run_rank(rank, world_size, type(self).global_store, body)
 
     @classmethod
     def _join_threads(cls, threads: Sequence[threading.Thread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
         started = time.monotonic()
         try:
             outcomes = rank_threads.wait(threads, timeout)
-            ProcessLocalGroup.reset()
-            cls.exception_queue = queue.Queue()
         finally:
             _uninstall_threaded_pg()
             _set_thread_isolation_mode(False)
@@ -205,13 +195,14 @@ def spawn_threads_and_init_comms(
     @wraps(func)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _install_world_of_threads()
-        store, failures = c10d.HashStore(), MultiThreadedTestCase.exception_queue
+        store = c10d.HashStore()
         threads = rank_threads.start(
             world_size,
             lambda rank: _run_rank(
-                rank, world_size, store, failures, lambda: check_ran(func(self, *args, **kwargs), func.__name__)
+                rank, world_size, store, lambda: check_ran(func(self, *args, **kwargs), func.__name__)
             ),
         )
-        MultiThreadedTestCase._join_threads(threads, func, settings.time_limit_s() or timeout)
+        limit_s = settings.time_limit_s() or seconds_of(timeout, f"the timeout of {func.__name__}()")
+        MultiThreadedTestCase._join_threads(threads, func, limit_s)
 
     return wrapper

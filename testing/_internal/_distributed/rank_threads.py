@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from time import monotonic, process_time  # as they are now: a body may put a clock of its own in their place
 from typing import Any
 
 from torch_ext import accelerator
-from torch_ext.compat.testing import prepare_for_threads
+from torch_ext.compat.testing import ThreadedWorld, prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.races import race_check_of_threads
-from torch_ext.world import operations, settings, stall
+from torch_ext.world import frames, notices, operations, processes, provider, settings, unjudged
 from torch_ext.world import rank as world_rank
+from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, silence_text
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Progress, Receipt, Said, Wait
-from torch_ext.world.settling import UnfinishedWorkError
+from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.settling import ThreadErrors, UnfinishedWorkError
+from torch_ext.world.threads import observe
 
 __unittest = True
 
-__all__ = ["RankThread", "hand_in", "start", "wait"]
+__all__ = ["RankThread", "end_world", "hand_in", "is_of_this_test", "start", "wait", "world_of"]
 
 _STARTER = "_torch_ext_rank"
-_Hook = Callable[[Any], object]
+
+_current_world: ThreadedWorld | None = None
 
 _ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPPED: Ending.SKIPPED}
 
 
 class _Escapes:
-    """What escapes from threads that ranks have started, and from theirs, from now until :meth:`end`.
-
-    A hook that the test itself puts in place of this one answers for them.
-    """
+    """What escapes from threads that ranks have started, and from theirs, from now until :meth:`end`."""
 
     def __init__(self) -> None:
         self._errors: list[tuple[int | None, UnfinishedWorkError]] = []
-        self._hook: _Hook = threading.excepthook
+        self._threads = ThreadErrors(self._note)
         self._start = threading.Thread.start
-        threading.excepthook = self._note
         setattr(threading.Thread, "start", self._noting(self._start))  # noqa: B010 - a method, put back by end()
 
     @staticmethod
@@ -50,25 +49,23 @@ class _Escapes:
         @functools.wraps(start)
         def starts(thread: threading.Thread) -> None:
             above = threading.current_thread()
-            setattr(thread, _STARTER, above.rank if isinstance(above, RankThread) else getattr(above, _STARTER, None))
+            setattr(thread, _STARTER, above if isinstance(above, RankThread) else getattr(above, _STARTER, None))
             start(thread)
 
         return starts
 
-    def _note(self, raised: Any) -> None:
-        if raised.exc_value is not None and not isinstance(raised.exc_value, SystemExit):
-            error = raised.exc_value
-            name = raised.thread.name if raised.thread is not None else "?"
-            said = UnfinishedWorkError(f"thread {name!r} ended with an exception: {type(error).__name__}: {error}")
-            said.__cause__ = error
-            self._errors.append((getattr(raised.thread, _STARTER, None), said))
-        self._hook(raised)
+    def _note(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
+        starter: RankThread | None = getattr(thread, _STARTER, None)
+        if starter is not None and starter.escapes is not self:
+            return  # an earlier test's
+        said = UnfinishedWorkError(f"{text}: {type(error).__name__}: {error}")
+        said.__cause__ = error
+        self._errors.append((starter.rank if starter is not None else None, said))
 
     def end(self) -> list[tuple[int | None, UnfinishedWorkError]]:
         """Put back what was there; return what has escaped, with the rank that it is due to if one is known."""
         setattr(threading.Thread, "start", self._start)  # noqa: B010
-        if threading.excepthook == self._note:
-            threading.excepthook = self._hook
+        self._threads.end()
         return self._errors
 
 
@@ -79,10 +76,15 @@ class RankThread(threading.Thread):
     """
 
     def __init__(
-        self, rank: int, target: Callable[[int], object], check: accelerator.RaceCheckOfThreads | None = None
+        self,
+        rank: int,
+        target: Callable[[int], object],
+        world: ThreadedWorld,
+        check: accelerator.RaceCheckOfThreads | None = None,
     ) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank = rank
+        self.world = world
         self.receipt: Receipt | None = None
         self.check = check
         self.escapes: _Escapes | None = None
@@ -104,7 +106,25 @@ def hand_in(error: BaseException | None) -> None:
     """
     thread = threading.current_thread()
     if isinstance(thread, RankThread) and thread.receipt is None:
-        thread.receipt = _receipt(error or _races_of(thread))
+        thread.receipt = replace(_receipt(error or _races_of(thread)), time_s=monotonic())
+
+
+def world_of(thread: threading.Thread) -> ThreadedWorld | None:
+    """Return the world of a rank, or of a thread that a rank has started; None if it is neither."""
+    rank = thread if isinstance(thread, RankThread) else getattr(thread, _STARTER, None)
+    return rank.world if isinstance(rank, RankThread) else None
+
+
+def end_world() -> None:
+    """Wake the peers of the rank that this thread is: it has failed."""
+    world = world_of(threading.current_thread())
+    if world is not None:
+        world.end()
+
+
+def is_of_this_test() -> bool:
+    """Whether this thread is a rank of the test that runs now, and not one that an earlier test has left behind."""
+    return world_of(threading.current_thread()) is _current_world
 
 
 def _races_of(thread: RankThread) -> BaseException | None:
@@ -121,7 +141,7 @@ def _receipt(error: BaseException | None) -> Receipt:
         return receipts.passed()
     # An exit with an unknown code fails like an exception, because there is no process to end. It may be the one by
     # which torch ends the ranks that wait for one that has failed.
-    return receipts.receipt_of(error) or world_rank.failure(error)
+    return receipts.receipt_of(error) or receipts.failure_of(error)
 
 
 def start(world_size: int, target: Callable[[int], object]) -> list[threading.Thread]:
@@ -130,9 +150,12 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
     accelerator.initialize()
     check = race_check_of_threads()
-    threads = [RankThread(rank, target, check) for rank in range(world_size)]
+    global _current_world
+    _current_world = world = ThreadedWorld(frames.place_here)
+    threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
     operations.test_began()
     escapes = _Escapes()
+    unjudged.started(threads[0] if threads else None, len(threads))
     for thread in threads:
         thread.escapes = escapes
         thread.start()
@@ -145,9 +168,12 @@ def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]
     An exception that ended a thread fails the rank that started it. A race that no rank was charged with fails the
     first rank that has passed.
     """
+    unjudged.asked(threads[0] if threads else None)
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
+        for world in _of(threads, "world"):
+            world.end()  # those that have not ended take part in nothing more
         escaped = [each for noted in _of(threads, "escapes") for each in noted.end()]
     for rank, error in escaped:
         _charge(outcomes, error, rank)
@@ -169,32 +195,45 @@ def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None 
 
 
 def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
-    deadline_s = time.monotonic() + timeout_s
-    look_every_s = settings.hang_after_s() / 4 or float("inf")
-    next_look_s, before = time.monotonic() + look_every_s, None
-    while (alive := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < deadline_s:
-        alive[0].join(max(0.0, min(deadline_s, next_look_s) - time.monotonic()))
-        if time.monotonic() >= next_look_s:
-            progress = stall.observe()
-            if _is_hung(before, progress, deadline_s):
-                return [_outcome(thread, Ending.HUNG) for thread in threads]
-            before, next_look_s = progress, time.monotonic() + look_every_s
+    began_s = monotonic()
+    deadline_s = began_s + timeout_s
+    watch = HangWatch(
+        settings.hang_after_s(), began_s, deadline_s, computed_s=lambda rank: process_time(), others=_others
+    )
+    while (alive := [thread for thread in threads if thread.is_alive()]) and monotonic() < deadline_s:
+        alive[0].join(max(0.0, min(deadline_s, watch.next_s) - monotonic()))
+        if monotonic() < watch.next_s:
+            continue
+        watch.look((), monotonic())
+        watch.observed(PARENT_HALF, observe())
+        found = watch.judge(monotonic())
+        if found is Finding.HUNG:
+            return [_outcome(thread, Ending.HUNG) for thread in threads]
+        if found is Finding.SILENT:
+            notices.show(silence_text(watch.reasons, {_rank_of(thread): _stacks_of(thread) for thread in alive}))
     return [_outcome(thread, Ending.TIMED_OUT) for thread in threads]
 
 
-def _is_hung(before: Progress | None, now: Progress, deadline_s: float) -> bool:
-    if before is None or not (before.blocked and now.blocked) or not {os.getpid()}.issuperset(now.enders):
-        return False
-    return before.fingerprint == now.fingerprint and now.until_s >= deadline_s
+def _others() -> tuple[str, ...]:
+    """See Note [Who else may act]. The ranks are threads of this process."""
+    zygote = provider.zygote_of_this_process()
+    own = processes.others_of_parent_half((), zygotes=provider.zygotes())
+    return (*own, *processes.ask_zygote(zygote, ())) if zygote is not None else own
+
+
+def _rank_of(thread: threading.Thread) -> int:
+    return int(thread.name.rpartition(" ")[2])
 
 
 def _outcome(thread: threading.Thread, while_alive: Ending) -> Outcome:
-    rank, receipt = int(thread.name.rpartition(" ")[2]), getattr(thread, "receipt", None)
+    rank, receipt = _rank_of(thread), getattr(thread, "receipt", None)
+    world = world_of(thread)
+    called = world.record(rank) if world is not None else ""
     if thread.is_alive():
-        return Outcome(rank, while_alive, stacks=_stacks_of(thread), waits=_waits_of(thread))
+        return Outcome(rank, while_alive, stacks=_stacks_of(thread), waits=_waits_of(thread), collectives=called)
     if receipt is None:
         return Outcome(rank, Ending.SILENT)
-    return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt)
+    return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt, collectives=called)
 
 
 def _waits_of(thread: threading.Thread) -> tuple[Wait, ...]:

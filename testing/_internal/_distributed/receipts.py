@@ -5,31 +5,34 @@ from __future__ import annotations
 import sys
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as c10d
 
 from torch_ext import accelerator
-from torch_ext.testing._internal._distributed.methods import body_has_ended, forget_body
+from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
+from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, forget_body, parts_of
 from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
+from torch_ext.world import frames, settings
 from torch_ext.world import rank as world_rank
-from torch_ext.world import settings
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import Part, Receipt, Said
 
 __unittest = True
 
 __all__ = [
     "TEST_ERROR_EXIT_CODE",
+    "after_expected_failure",
     "body_passed",
     "end_group_unless_released",
+    "failure_of",
     "passed",
     "receipt_of",
     "run_rank",
     "run_test",
     "skipped",
-    "take_wish_to_end_group",
 ]
 
 # The exit code of a rank whose test raised, as upstream has it.
@@ -57,7 +60,41 @@ def receipt_of(error: BaseException) -> Receipt | None:
         return None
     is_skip = bool(reason) or isinstance(error, unittest.SkipTest)
     blamed = accelerator.blame_races(error, is_skip=is_skip)
-    return skipped(reason or str(error)) if is_skip and blamed is error else world_rank.failure(blamed)
+    if not is_skip:
+        return failure_of(error, blamed)
+    if blamed is not error:
+        return world_rank.failure(blamed)
+    return replace(skipped(reason or str(error)), parts=tuple(each.part for each in parts_of(error)))
+
+
+def failure_of(error: BaseException, blamed: BaseException | None = None) -> Receipt:
+    """Return the receipt of a rank that failed by ``error``, or by ``blamed`` of which that is a part."""
+    receipt, found = world_rank.failure(blamed or error), parts_of(error)
+    if not found:
+        return receipt
+    parts = tuple(each.part for each in found)
+    return replace(receipt, trace=_traces(receipt.trace, found), time_s=found[0].time_s, parts=parts)
+
+
+def _traces(first: str, found: Sequence[Failed]) -> str:
+    """Return the traceback of each part that failed, where there are several below the name of the sub-test."""
+    traces = [first, *(frames.read_error(each.error)[1] for each in found[1:])]
+    return "\n".join(
+        f"Sub-test {each.part.sub_test}:\n{trace}" if each.part.sub_test else trace
+        for each, trace in zip(found, traces, strict=True)
+    )
+
+
+def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
+    """Return ``receipt`` of a rank that ends now, with what the class and module cleanups raise if it tells of an
+    expected failure: nothing else would fail then.
+    """
+    if receipt.said is not Said.FAILED or not receipt.parts or not all(part.expectable for part in receipt.parts):
+        return receipt
+    for error in run_class_cleanups(cls):
+        trace = f"{receipt.trace}\n{frames.read_error(error)[1]}"
+        receipt = replace(receipt, trace=trace, parts=(*receipt.parts, Part("", False)))
+    return receipt
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
@@ -100,25 +137,32 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
     return passed()
 
 
-def run_rank(devices: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """The body of a rank: call ``run`` (a class's ``_run``) and hand in a receipt.
+def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
+    """The body of a rank: call ``cls._run`` and the class and module cleanups that it registers, and hand in a receipt.
 
     Args:
+        cls: the test class.
         devices: how many devices the test needs.
-        run, args, kwargs: the call.
+        args, kwargs: for ``_run``.
 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.
     """
     rank = world_rank.this_rank()
     accelerator.request_devices(devices)
-    receipt = run_test(run, *args, **kwargs)
+    forget_class_cleanups(cls)
+    try:
+        receipt = run_test(cls._run, *args, **kwargs)
+    finally:
+        failed = run_class_cleanups(cls)
     if rank.handed_in:
         return
+    if failed and receipt.said is not Said.FAILED:
+        receipt = world_rank.failure(failed[0])
     if receipt.said is not Said.PASSED:
         rank.hand_in(receipt)
         sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
-    rank.tell_of_globals(getattr(getattr(run, "__self__", None), "__module__", ""))
+    rank.tell_of_globals(cls.__module__)
     if settings.full_teardown():
         end_group()
         rank.hand_in(passed())
@@ -130,13 +174,6 @@ def body_passed() -> None:
     """Note that the test method has run to its end, whatever the class's ``_run`` does afterwards."""
     global _body_has_passed
     _body_has_passed = True
-
-
-def take_wish_to_end_group() -> bool:
-    """Return whether the process groups are to be destroyed now that a test is over, and forget it."""
-    global _wants_group_ended
-    wanted, _wants_group_ended = _wants_group_ended, False
-    return wanted
 
 
 def end_group_unless_released() -> None:

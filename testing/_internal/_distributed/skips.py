@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -49,6 +49,7 @@ TestSkip.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name
 
 
 _ANY_REASON = 86
+_TORCHS_TABLE = "torch.testing._internal.common_distributed"
 
 
 def _too_few_devices(exit_code: int, needed: int) -> TestSkip:
@@ -89,7 +90,10 @@ TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
 
 def skip_reason(exit_code: object) -> str:
     """Return the reason that ``exit_code`` stands for, in our table or torch's; empty if it does not mean "skipped"."""
-    for table in (TEST_SKIPS, torch_testing.TEST_SKIPS):
+    tables: list[Mapping[str, Any]] = [TEST_SKIPS]
+    if _TORCHS_TABLE in sys.modules:  # importing it takes seconds, in every rank; nobody else knows its codes
+        tables.append(torch_testing.TEST_SKIPS)
+    for table in tables:
         for skip in table.values():
             if skip.exit_code == exit_code:
                 return str(skip.message)

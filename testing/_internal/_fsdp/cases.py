@@ -18,7 +18,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
-from torch_ext.testing._internal._distributed.reuse import in_reused_rank
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
@@ -146,12 +145,9 @@ class FSDPTestMixin(SubtestMixin):
             set_rng_seed()
             self.run_test(test_name, pipe)
         after_body(dist.barrier, device_ids=device_ids)
-        if not in_reused_rank():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
     def _join_group(self, *, fake: bool) -> None:
-        if in_reused_rank() and dist.is_initialized():
-            return  # of the test before this one
         meeting_point = {"store": FakeStore()} if fake else {"init_method": self.init_method}
         backend = "fake" if fake else device.distributed_backend()
         try:

@@ -2,7 +2,6 @@
 """Settings of FSDP2's backward, recomputation in it, conversion between steps, and three ranks, which divide little."""
 
 import sys
-import unittest
 
 import torch
 import torch.nn as nn
@@ -76,7 +75,6 @@ class TestFullyShardBackward(FullyShardParityTest):
             average_gradients(reference)
             self.check_shards(reference, model)
 
-    @unittest.skipIf(torch.__version__ < (2, 12), "FSDPModule of torch 2.11 has no set_reduce_scatter_unused_params")
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_unused_params(self):
         """Parameters that this rank does not use are reduced as zeros, so that ranks may use different ones."""

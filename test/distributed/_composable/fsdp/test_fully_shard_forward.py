@@ -2,7 +2,6 @@
 """What a sharded module does when it is called: where inputs go, which parameters it has, which methods gather."""
 
 import sys
-import unittest
 
 import torch
 import torch.nn as nn
@@ -41,7 +40,6 @@ class TestFullyShardForwardInputs(FullyShardParityTest):
         self.assertEqual({tensor.device for tensor in seen}, {self.device})
         self.assertEqual(output, torch.full((3,), 4.0, device=self.device))
 
-    @unittest.skipIf(torch.__version__ < (2, 12), "fully_shard of torch 2.11 needs a forward input to a root module")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_root_no_forward_inputs(self):
         class Squared(nn.Module):

@@ -3,7 +3,6 @@
 
 import re
 import sys
-import unittest
 
 import torch
 import torch.nn as nn
@@ -39,7 +38,6 @@ class TestFullyShardErrors(InitTest):
     def _refused(self, error, text):
         return self.assertRaisesRegex(error, re.escape(text))
 
-    @unittest.skipIf(torch.__version__ < (2, 12), "fully_shard of torch 2.11 takes a parameter into two groups")
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameter_shared_across_groups(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)

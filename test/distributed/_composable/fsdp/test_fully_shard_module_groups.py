@@ -2,7 +2,6 @@
 """Several modules in one call of FSDP2's ``fully_shard``: one group, gathered and reduced as one."""
 
 import sys
-import unittest
 
 import torch
 import torch.nn as nn
@@ -24,10 +23,6 @@ from torch_ext.testing._internal.common_utils import run_tests
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
-
-NEEDS_PARTIAL_FORWARD = unittest.skipIf(
-    torch.__version__ < (2, 13), "a group of which only some modules run needs torch 2.13"
-)
 
 
 class Tied(nn.Module):
@@ -172,12 +167,9 @@ backward:
             module.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
             module.register_forward_hook(lambda module, args, output: found.append(output.dtype))
         model(self.rows(4))
-        # Before torch 2.13 a group casts its last output alone.
-        of_first = torch.float64 if torch.__version__ >= (2, 13) else torch.bfloat16
-        expected = [torch.bfloat16, of_first, torch.bfloat16, torch.float64]
+        expected = [torch.bfloat16, torch.float64, torch.bfloat16, torch.float64]
         self.check_equal("types of inputs and outputs", found, expected)
 
-    @NEEDS_PARTIAL_FORWARD
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_loss_in_chunks(self):
         """The head of a group runs alone, chunk by chunk, each with a backward of its own; the trunk's comes last."""
@@ -204,7 +196,6 @@ backward:
         model(self.rows(4)).sum().backward()
         self.check_equal("head after norm, in a step that runs both", found, ["gathered"])
 
-    @NEEDS_PARTIAL_FORWARD
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_only_some_modules_of_a_group_run(self):
         """A step without the head leaves the head without a gradient, and the next step with it is whole."""

@@ -78,11 +78,10 @@ class TestFullyShardState(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_setters_refuse_wrong_values(self):
         model = fully_shard(MLP(4).to(self.device))
-        if torch.__version__ >= (2, 12):  # torch 2.11 lacks it
-            with self.assertRaisesRegex(TypeError, "max_input_buffers"):
-                model.set_reduce_scatter_max_input_buffers(True)
-            with self.assertRaisesRegex(ValueError, "max_input_buffers must be a positive int, got 0"):
-                model.set_reduce_scatter_max_input_buffers(0)
+        with self.assertRaisesRegex(TypeError, "max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(True)
+        with self.assertRaisesRegex(ValueError, "max_input_buffers must be a positive int, got 0"):
+            model.set_reduce_scatter_max_input_buffers(0)
         with self.assertRaisesRegex(ValueError, "should be a bool"):
             model.set_reshard_after_forward(1)
         self.assertEqual(model(torch.ones(2, 4, device=self.device)).shape, (2, 4))

@@ -1,0 +1,420 @@
+"""Draws programs in which one rank waits until somebody acts, and the same programs in which nobody does.
+
+The oracle is the program: while somebody may still act, no rule of ours may end it. Each drawn program becomes a test
+class whose rank 1 waits; an actor ends that wait after some seconds, most of them longer than a hang needs to be
+proven. In the dead one the same actor comes to its end at once and does nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from dataclasses import dataclass
+
+from test.torch_ext.verdict.programs import PREAMBLE
+
+__all__ = ["NATIVE", "Program", "draw", "source_of"]
+
+# Waits inside a process, which something in it ends: a call of a thread, or of a handler of a signal.
+LOCAL = ("lock", "condition", "event", "queue", "join", "future")
+KEYS = ("file_wait", "file_get", "tcp_wait")
+# Nothing is proven about these.
+UNPROVABLE = ("pipe", "mp_queue", "flock", "waitpid")
+# What a rank waits in for the rank that waits, if it does.
+THROUGH = ("", "gloo", "sim", "rpc", "threads")
+THREADS = ("threading", "timer", "_thread", "executor", "native", "notified")
+BIDES = ("sleep", "epoll", "select", "poll", "timed_lock")
+PROCESSES = ("forked", "daemon", "exec", "adopted", "forkserver")
+# Where the actor lives: in the rank that waits, in the other one, in the parent half or its setUpClass().
+PLACES = ("rank", "other", "parent", "class")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One drawn program."""
+
+    wait: str
+    through: str
+    actor: str
+    bide: str
+    place: str
+    seconds: float
+
+    @property
+    def must_be_proven(self) -> bool:
+        """Whether it is proven to hang once nobody acts."""
+        return self.wait not in UNPROVABLE
+
+
+def draw(seed: int, number: int) -> list[Program]:
+    """Return ``number`` programs, the same for each ``seed``."""
+    chance = random.Random(seed)
+    return [_draw(chance) for _ in range(number)]
+
+
+def _draw(chance: random.Random) -> Program:
+    wait = chance.choices((*LOCAL, *KEYS, *UNPROVABLE), weights=[4] * 6 + [3] * 3 + [1] * 4)[0]
+    through = chance.choice(THROUGH) if wait in LOCAL else chance.choice(("", "gloo"))
+    place = chance.choice(PLACES)
+    if wait in UNPROVABLE:
+        actor, place = chance.choice(("forked", "threading") if wait != "waitpid" else ("forked", "exec")), "rank"
+    elif through == "threads":
+        actor, place = chance.choice(THREADS), "rank"  # signals are the main thread's
+    elif place == "class":
+        actor = chance.choice(("daemon", "adopted"))
+    elif wait in KEYS:
+        actor = chance.choice((*THREADS, "forked", "daemon"))
+    else:
+        actor = chance.choice((*THREADS, *PROCESSES, "alarm"))
+    if actor == "alarm" and place != "rank":
+        actor = "_thread"
+    if actor in ("exec", "adopted") and wait in KEYS:  # a shell cannot set a key
+        actor = "daemon"
+    if place == "other" and not through:  # else the other rank ends, and its threads with it
+        through = "gloo"
+    return Program(wait, through, actor, chance.choice(BIDES), place, round(chance.uniform(1.0, 8.0), 1))
+
+
+def source_of(programs: list[Program], native: str, folder: str) -> str:
+    """Return a file with two classes for each program, the live one and the dead one."""
+    lines = [PREAMBLE, f"NATIVE, FOLDER = {native!r}, {folder!r}", textwrap.dedent(RUNTIME)]
+    for number, program in enumerate(programs):
+        base = "LiveThreads" if program.through == "threads" else "LiveRanks"
+        for kind in ("live", "dead"):
+            name = f"{kind}_{number:03}"
+            lines.append(
+                f"class Test{name}({base}):\n"
+                f"    program, acts, name = {program!r}, {kind == 'live'}, {name!r}\n"
+                f"    def test_{name}(self): self.runs()\n"
+            )
+    return "\n\n".join(lines)
+
+
+# Starts a thread that nobody knows, which waits for some seconds in the way asked for and then calls back.
+NATIVE = r"""
+#include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/select.h>
+#include <time.h>
+#include <unistd.h>
+struct task { double seconds; int how; void (*act)(void); };
+static void* run(void* given) {
+  struct task* task = given;
+  int milliseconds = (int)(task->seconds * 1000);
+  struct timespec until;
+  struct timeval left = {milliseconds / 1000, milliseconds % 1000 * 1000};
+  sem_t never;
+  switch (task->how) {
+    case 0: usleep(milliseconds * 1000); break;
+    case 1: { struct epoll_event event; epoll_wait(epoll_create1(0), &event, 1, milliseconds); break; }
+    case 2: select(0, NULL, NULL, NULL, &left); break;
+    case 3: poll(NULL, 0, milliseconds); break;
+    default:
+      clock_gettime(CLOCK_REALTIME, &until);
+      until.tv_sec += milliseconds / 1000 + 1;
+      sem_init(&never, 0, 0);
+      sem_timedwait(&never, &until);
+  }
+  task->act();
+  return NULL;
+}
+void later(double seconds, int how, void (*act)(void)) {
+  struct task* task = malloc(sizeof *task);
+  pthread_t thread;
+  *task = (struct task){seconds, how, act};
+  pthread_create(&thread, NULL, run, task);
+  pthread_detach(thread);
+}
+"""
+
+# What each class runs.
+RUNTIME = '''
+import _thread, concurrent.futures, fcntl, queue, select
+from dataclasses import dataclass
+import torch.distributed.rpc as rpc
+from torch_ext.testing._internal.common_distributed import DistributedTestBase
+
+BIDES = ("sleep", "epoll", "select", "poll", "timed_lock")
+LONG = timedelta(seconds=300)
+_arrived, _kept = threading.Event(), []
+
+
+@dataclass(frozen=True)
+class Program:
+    wait: str
+    through: str
+    actor: str
+    bide: str
+    place: str
+    seconds: float
+
+
+def bide(how, seconds):
+    if how == "sleep":
+        time.sleep(seconds)
+    elif how == "epoll":
+        select.epoll().poll(seconds)
+    elif how == "select":
+        select.select([], [], [], seconds)
+    elif how == "poll":
+        select.poll().poll(seconds * 1000)
+    else:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=seconds)
+
+
+def of_forkserver(pid, seconds, acts):
+    bide("sleep", seconds)
+    if acts:
+        os.kill(pid, signal.SIGUSR1)
+
+
+class Sigevent(ctypes.Structure):
+    _fields_ = [("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
+                ("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("pad", ctypes.c_char * 64)]
+
+
+class Acting:
+    """Starts the actor of a program."""
+
+    def path(self, what):
+        return os.path.join(FOLDER, f"{self.name}.{what}")
+
+    def start_actor(self, act, pid=0):
+        """Have ``act`` called by a thread of this process, or by a process that it starts."""
+        seconds = self.program.seconds if self.acts else 0.05
+        how, actor, acts = self.program.bide, self.program.actor, self.acts
+        if not acts and actor in ("notified", "forkserver"):
+            return  # a thread of libc's and a server would stay, which may act
+
+        def run():
+            bide(how, seconds)
+            if acts:
+                act()
+
+        if actor == "threading":
+            threading.Thread(target=run, daemon=True).start()
+        elif actor == "timer":
+            threading.Timer(seconds, act if acts else int).start()
+        elif actor == "_thread":
+            _thread.start_new_thread(run, ())
+        elif actor == "executor":
+            pool = concurrent.futures.ThreadPoolExecutor(1)
+            _kept.append((pool, pool.submit(run)))
+        elif actor == "native":
+            called = ctypes.CFUNCTYPE(None)(act if acts else int)
+            _kept.append(called)
+            ctypes.CDLL(NATIVE).later(ctypes.c_double(seconds), BIDES.index(how), called)
+        elif actor == "notified":  # by a POSIX timer, in a thread of libc's
+            called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: act())
+            event = Sigevent(None, 0, 2, ctypes.cast(called, ctypes.c_void_p))
+            timer = ctypes.c_void_p()
+            _kept.append((called, event, timer))
+            libc = ctypes.CDLL(None)
+            assert libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0
+            libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9) or 1), None)
+        elif actor == "alarm":
+            if acts:
+                signal.signal(signal.SIGALRM, lambda *_: act())
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+        elif actor == "forked":
+            self.fork(run)
+        elif actor == "daemon":
+            def become_daemon():
+                os.setsid()
+                self.fork(run)
+            os.waitpid(self.fork(become_daemon), 0)
+        elif actor in ("exec", "adopted"):
+            do = f"kill -USR1 {pid}" if acts else "true"
+            if actor == "exec":
+                _kept.append(subprocess.Popen(["sh", "-c", f"sleep {seconds}; {do}"]))
+            else:
+                subprocess.run(["sh", "-c", f"(sleep {seconds}; {do}) > /dev/null 2>&1 &"])
+        elif actor == "forkserver":
+            context = multiprocessing.get_context("forkserver")
+            process = context.Process(target=of_forkserver, args=(pid, seconds, acts))
+            process.start()
+            _kept.append(process)
+        else:
+            raise AssertionError(actor)
+
+    def fork(self, run):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run()
+            finally:
+                os._exit(0)
+        _kept.append(pid)
+        return pid
+
+    # The wait of rank 1
+
+    def prepare_wait(self):
+        """Return what waits, and what ends that from another thread of this process."""
+        wait = self.program.wait
+        if wait == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            return lock.acquire, lock.release
+        if wait == "condition":
+            condition, over = threading.Condition(threading.RLock()), []
+            def notify():
+                over.append(1)
+                with condition:
+                    condition.notify()
+            def wait_for():
+                with condition:
+                    condition.wait_for(lambda: over)
+            return wait_for, notify
+        if wait in ("event", "join"):
+            event = threading.Event()
+            if wait == "event":
+                return event.wait, event.set
+            thread = threading.Thread(target=event.wait, daemon=True)
+            thread.start()
+            return thread.join, event.set
+        if wait == "queue":
+            fifo = queue.SimpleQueue()  # its put() may be called by a handler
+            return fifo.get, lambda: fifo.put(1)
+        if wait == "future":
+            future = concurrent.futures.Future()
+            return future.result, lambda: future.set_result(1)
+        if wait == "pipe":
+            reader, writer = os.pipe()
+            return (lambda: os.read(reader, 1)), (lambda: os.write(writer, b"x"))
+        if wait == "mp_queue":
+            fifo = multiprocessing.SimpleQueue()
+            return fifo.get, lambda: fifo.put(1)
+        if wait == "flock":
+            held, other = (os.open(self.path("file"), os.O_RDWR | os.O_CREAT) for _ in range(2))
+            fcntl.flock(held, fcntl.LOCK_EX)
+            return (lambda: fcntl.flock(other, fcntl.LOCK_EX)), (lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        if wait == "waitpid":
+            never = self.fork(forever) if not self.acts else 0
+            return (lambda: os.waitpid(never or self.last_pid(), 0)), lambda: None
+        if wait.startswith("file"):
+            store = dist.FileStore(self.path("store"), 9)
+        else:
+            store = self.connect()
+        store.set_timeout(LONG)
+        return (lambda: store.wait(["key"]) if wait.endswith("wait") else store.get("key")), self.set_key
+
+    def last_pid(self):
+        last = _kept[-1]
+        return last if isinstance(last, int) else last.pid
+
+    def connect(self):
+        with open(self.path("port")) as stream:
+            return dist.TCPStore("127.0.0.1", int(stream.read()), is_master=False, timeout=LONG)
+
+    def set_key(self):
+        store = dist.FileStore(self.path("store"), 9) if self.program.wait.startswith("file") else self.connect()
+        store.set("key", "set")
+
+    def waits(self):
+        """What rank 1 does."""
+        wait, end = self.prepare_wait()
+        if self.program.place == "rank":
+            if self.program.actor in ("exec", "adopted", "forkserver") or (
+                self.program.actor in ("forked", "daemon") and self.is_local
+            ):
+                signal.signal(signal.SIGUSR1, lambda *_: end())
+                self.start_actor(lambda pid=os.getpid(): os.kill(pid, signal.SIGUSR1), os.getpid())
+            else:
+                self.start_actor(end)
+        elif self.is_local:
+            signal.signal(signal.SIGUSR1, lambda *_: end())
+        with open(self.path("arriving"), "w") as stream:
+            stream.write(str(os.getpid()))
+        os.rename(self.path("arriving"), self.path("pid"))
+        wait()
+
+    @property
+    def is_local(self):
+        return self.program.wait in ("lock", "condition", "event", "queue", "join", "future")
+
+    def act_from_outside(self):
+        while not os.path.exists(self.path("pid")):
+            time.sleep(0.05)
+        with open(self.path("pid")) as stream:
+            pid = int(stream.read())
+        self.start_actor((lambda: os.kill(pid, signal.SIGUSR1)) if self.is_local else self.set_key, pid)
+
+
+def returns_late():
+    _arrived.wait()
+
+
+class LiveRanks(Acting, DistributedTestBase):
+    world_size = 2
+    timeout = 40
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if cls.program.place == "class":
+            self = object.__new__(cls)
+            def become_daemon():
+                os.setsid()
+                self.fork(lambda: cls.act_as_daemon())
+            os.waitpid(Acting.fork(self, become_daemon), 0)
+
+    @classmethod
+    def act_as_daemon(cls):
+        self = object.__new__(cls)
+        end = time.monotonic() + 600
+        while not os.path.exists(self.path("pid")):
+            time.sleep(0.05)
+            assert time.monotonic() < end
+        with open(self.path("pid")) as stream:
+            pid = int(stream.read())
+        if cls.acts:
+            bide(cls.program.bide, cls.program.seconds)
+            os.kill(pid, signal.SIGUSR1) if self.is_local else self.set_key()
+
+    def setUp(self):
+        if self.program.wait == "tcp_wait":
+            self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            with open(self.path("port"), "w") as stream:
+                stream.write(str(self.server.port))
+        super().setUp()
+        if self.program.place == "parent":
+            self.act_from_outside()
+
+    def runs(self):
+        through = self.program.through
+        if through in ("gloo", "sim"):
+            self.create_pg("sim" if through == "sim" else "cpu")
+        if through == "rpc":
+            rpc.init_rpc(f"worker{self.rank}", rank=self.rank, world_size=2, rpc_backend_options=(
+                rpc.TensorPipeRpcBackendOptions(init_method=f"file://{self.file_name}", rpc_timeout=0)))
+        if self.rank == 1:
+            self.waits()
+            _arrived.set()
+        elif self.program.place == "other":
+            self.act_from_outside()
+        if through in ("gloo", "sim"):
+            ones = torch.ones(3, device="sim" if through == "sim" else "cpu")
+            dist.all_reduce(ones)
+            self.assertEqual(ones.cpu(), torch.full((3,), 2.0))
+        if through == "rpc":
+            if self.rank == 0:
+                rpc.rpc_sync("worker1", returns_late)
+            rpc.shutdown()
+
+
+class LiveThreads(Acting, Threads):
+    timeout = 40
+
+    def runs(self):
+        if self.rank == 1:
+            wait, end = self.prepare_wait()
+            self.start_actor(end)
+            wait()
+        self.check()
+'''

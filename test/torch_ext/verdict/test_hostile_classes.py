@@ -1,0 +1,238 @@
+"""Classes that change what the harness runs on, or write into its descriptors, cost at most their own results."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.verdict.programs import Programs, programs
+from test.torch_ext.world.suites import Run
+
+# Functions that a test puts others in the place of, and what else it changes for its whole process
+
+CHANGES = """
+import inspect, shutil, socket
+
+
+def reap(*signal_and_frame):
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def remove_temporary_folder():
+    # Not tempfile.gettempdir(): where the folder is gone already, that is the machine's.
+    folder = os.path.realpath(os.environ["TMPDIR"])
+    assert folder.startswith(os.path.realpath(HERE) + os.sep)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+CHANGES = {
+    "sigchld_ignored": lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    "sigchld_reaped": lambda: signal.signal(signal.SIGCHLD, reap),
+    "waitpid": lambda: setattr(os, "waitpid", lambda *arguments: (0, 0)),
+    "getpid": lambda: setattr(os, "getpid", lambda: 1),
+    "fork": lambda: setattr(os, "fork", None),
+    "monotonic": lambda: setattr(time, "monotonic", lambda: 0.0),
+    "default_timeout": lambda: socket.setdefaulttimeout(0.001),
+    # Below a test method, unittest itself needs about twelve.
+    "recursion_limit": lambda: sys.setrecursionlimit(len(inspect.stack()) + 14),
+    "no_temporary_folder": remove_temporary_folder,
+}
+
+
+def change(names):
+    for name in names:
+        CHANGES[name]()
+
+
+class Changes(Ranks):
+    def test_1(self):
+        self.check()
+
+    def test_2(self):
+        self.check()
+"""
+# What does not hide one another goes together. Alone, each but the recursion limit has been seen to fail a test.
+FUNCTIONS = ("waitpid", "getpid", "fork", "monotonic", "default_timeout", "no_temporary_folder")
+AT_IMPORT = {"functions": FUNCTIONS[:-1], "reaped": ("sigchld_reaped",), "ignored": ("sigchld_ignored",)}
+LATER = {
+    "InClass": ("@classmethod\n    def setUpClass(cls):\n        super().setUpClass()\n        {}", FUNCTIONS),
+    "BeforeSetUp": ("def setUp(self):\n        {}\n        super().setUp()", (*FUNCTIONS, "sigchld_reaped")),
+    "InSetUp": ("def setUp(self):\n        super().setUp()\n        {}", (*FUNCTIONS, "recursion_limit")),
+    "InBody": ("def test_1(self):\n        self.check()\n        {}", (*FUNCTIONS, "recursion_limit")),
+    "InTearDown": ("def tearDown(self):\n        super().tearDown()\n        {}", (*FUNCTIONS, "recursion_limit")),
+}
+
+
+def test_what_a_class_changes_in_its_process_fails_no_test(tmp_path: Path) -> None:
+    with programs(tmp_path, CHANGES) as suite:
+        source = CHANGES
+        for where, (code, names) in LATER.items():
+            source += f"\n\nclass Test{where}(Changes):\n    {code.format(f'change({names})')}\n"
+        suite.add("test_suite.py", source + "\n\ndel Changes")
+        for name, names in AT_IMPORT.items():
+            cls = f"class TestAtImport_{name}(Changes):\n    pass"
+            suite.add(f"test_{name}.py", f"{CHANGES}\n\nchange({names})\n\n\n{cls}\n\n\ndel Changes")
+        run = suite.finish(suite.start_runner("--timeout", "30"), deadline_s=200)
+        expected = 2 * (len(LATER) + len(AT_IMPORT))
+        assert run.out.splitlines()[-1] == f"{expected} passed, 0 failed, 0 skipped", run
+        suite.assert_nothing_left()
+
+
+# Other misbehaviour of a class, which a neighbour must not notice
+
+CLASSES = """
+class Again:
+    def run(self, result=None):
+        super().run(result)
+        super().run(result)
+
+
+class TestAgain(Again, Ranks):
+    def test_again(self):
+        self.check()
+
+    def test_fails_once(self):
+        if self.rank == 1:
+            assert os.path.exists(os.path.join(HERE, self._testMethodName)), "the first time"
+
+    def tearDown(self):
+        super().tearDown()
+        note(self._testMethodName)
+
+
+class TestAgainPlain(Again, unittest.TestCase):
+    def test_again_plain(self):
+        pass
+
+
+class TestLeavesNothing(unittest.TestCase):
+    def run(self, result=None):
+        super().run(result)
+        if self._testMethodName == "test_1_dies_late":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_1_dies_late(self):
+        pass
+
+    def test_2_runs(self):
+        pass
+
+
+class TestDeadlock(Ranks):
+    def setUp(self):
+        super().setUp()
+        threading.Event().wait()
+
+    def test_deadlock(self):
+        pass
+
+
+class TestNeighbour(Ranks):
+""" + "".join(f"    def test_neighbour_{number}(self):\n        self.check()\n\n" for number in range(6))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with programs(tmp_path_factory.mktemp("classes"), CLASSES) as suite:
+        run = suite.finish(suite.start_runner("--timeout", "6"), deadline_s=150)
+        suite.assert_nothing_left()
+        yield run
+
+
+def test_a_class_that_runs_its_tests_again_has_one_result_for_each(classes: Run) -> None:
+    results = re.findall(r"::(test_\w+)  \w+  [\d.]+ s$", classes.out, re.MULTILINE)
+    assert len(results) == len(set(results)) == 12, classes
+    passed = {f"test_neighbour_{number}" for number in range(6)} | {"test_again", "test_again_plain", "test_2_runs"}
+    assert {name for name, status in classes.status.items() if status == "passed"} == passed, classes
+    assert "the first time" in classes.text["test_fails_once"]
+    assert "The class ran this test 2 times; a failure of any of them counts." in classes.text["test_fails_once"]
+    assert "SIGKILL" in classes.text["test_1_dies_late"], "it died within the call of the test"
+
+
+def test_a_deadlock_in_set_up_is_told_at_the_limit_with_its_time_and_its_stack(classes: Run) -> None:
+    assert re.search(r"in setUp", classes.text["test_deadlock"]), classes
+    (took,) = re.findall(r"test_deadlock  failed  ([\d.]+) s$", classes.out, re.MULTILINE)
+    assert 6 <= float(took) < 6 + 25, "it was ended at its limit, and not a margin later"
+
+
+# Junk in descriptors that a process has inherited
+
+JUNK = """
+import random, struct
+
+
+def spoil(seed):
+    # As many descriptors as a test may try, with one of the things that may be written there.
+    chance = random.Random(seed)
+    content = chance.choice([
+        b"\\0", b"\\0" * 4096, chance.randbytes(11), chance.randbytes(9000), b"hello\\n" * 9,
+        struct.pack("!III", 0xF57E54C4, 5, 0) + b"hello", struct.pack("!III", 0xF57E54C4, 2**31, 0),
+        struct.pack("!III", 0xF57E54C4, 13, 0) + b"\\x80\\x04\\x95\\x02\\0\\0\\0\\0\\0\\0\\0K\\x01.",
+    ])
+    close = chance.random() < 0.2
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.close(number) if close else os.write(number, content)
+"""
+CLASS_METHOD = "@classmethod\n    def {name}(cls):\n        super().{name}()\n        {{act}}"
+PLACES = {
+    "set_up_class": CLASS_METHOD.format(name="setUpClass").format(act="spoil({seed})"),
+    "set_up": "def setUp(self):\n        super().setUp()\n        spoil({seed})",
+    "before_set_up": "def setUp(self):\n        spoil({seed})\n        super().setUp()",
+    "body": "def test_1(self):\n        spoil({seed})\n        self.check()",
+    "one_body": "def test_1(self):\n        self.check()\n        spoil({seed}) if self.rank == 1 else None",
+    "thread": "def setUp(self):\n        threading.Timer(0.2, spoil, ({seed},)).start()\n        super().setUp()",
+    "child": "def setUp(self):\n        super().setUp()\n        os.fork() or spoil({seed}) or os._exit(0)",
+    "tear_down": "def tearDown(self):\n        super().tearDown()\n        spoil({seed})",
+    "tear_down_class": CLASS_METHOD.format(name="tearDownClass").format(act="spoil({seed})"),
+    "exit": CLASS_METHOD.format(name="setUpClass").format(act="atexit.register(spoil, {seed})"),
+}
+SPOILT = """
+class Test_{name}({base}):
+    {code}
+
+    def test_2(self):
+        self.check()
+
+    def test_3(self):
+        self.check()
+"""
+NEIGHBOUR = "".join(f"    def test_neighbour_{number}(self):\n        self.check()\n\n" for number in range(4))
+
+
+def spoil_and_run(suite: Programs, seed: int, places: int) -> None:
+    """Run classes and an import that write junk, beside a class that does not. The model: its results are complete,
+    each planned test of the others has at most one, and the run ends in order and says that something is wrong.
+    """
+    chance = random.Random(seed)
+    chosen = chance.sample(sorted(PLACES), places)
+    source = JUNK
+    for name in chosen:
+        base = "Standing" if name not in ("body", "one_body") and chance.random() < 0.3 else "Ranks"
+        source += SPOILT.format(name=name, base=base, code=PLACES[name].format(seed=chance.randrange(1000)))
+    (suite.folder / "test_suite.py").unlink()
+    suite.add("test_spoilt.py", source)
+    suite.add("test_import.py", f"{JUNK}\nspoil({seed})\n\n\nclass TestImported(Ranks):\n{NEIGHBOUR}")
+    suite.add("test_z.py", f"class TestNeighbour(Ranks):\n{NEIGHBOUR}")
+    run = suite.finish(suite.start_runner("--timeout", "8"), deadline_s=150)
+    assert "Traceback" not in run.err and run.code == 1, (seed, run)
+    results = re.findall(r"^(\S+::\w+::test_\w+)  (\w+)  [\d.]+ s$", run.out, re.MULTILINE)
+    assert len(dict(results)) == len(results), (seed, run)
+    neighbours = [status for name, status in results if name.startswith("test_z.py")]
+    assert neighbours == ["passed"] * 4, (seed, run)
+    told = re.findall(r"into its connection with the harness(?:, descriptor \d+)?", run.out)
+    assert told or "closed" in run.out, (seed, run)
+    assert suite.survivors() == {} and suite.files_left() == [], (seed, run)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(range(2, 60), marks=pytest.mark.long)], ids=["one", "many"])
+def test_junk_in_every_descriptor_costs_the_class_alone(tmp_path: Path, seed: int | range) -> None:
+    for each in [seed] if isinstance(seed, int) else seed:
+        with programs(tmp_path / str(each), "") as suite:
+            spoil_and_run(suite, each, len(PLACES) if each == 1 else 4)

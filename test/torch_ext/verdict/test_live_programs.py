@@ -1,0 +1,62 @@
+"""No program is ended while somebody may act, and nearly every one is proven to hang in which nobody does.
+
+A hang is proven after two seconds here, and actors act after one to eight. ``--long`` draws 500 programs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from test.torch_ext.verdict.live_programs import NATIVE, Program, draw, source_of
+from test.torch_ext.verdict.programs import programs, tells_of_a_hang
+from test.torch_ext.world.suites import Run
+from torch_ext import cache
+
+NUMBER, NUMBER_OF_LONG = 16, 500
+# So many of the dead programs are proven at least: what waits for a pipe or a child is not.
+PROVEN = 0.85
+
+
+@pytest.fixture(scope="module")
+def drawn(request: pytest.FixtureRequest) -> list[Program]:
+    is_long = request.config.getoption("--long")
+    return draw(seed=27, number=NUMBER_OF_LONG if is_long else NUMBER)
+
+
+@pytest.fixture(scope="module")
+def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("live")
+    native, notes = folder / "native.so", folder / "notes"
+    (folder / "native.c").write_text(NATIVE)
+    notes.mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", native, folder / "native.c", "-lpthread"], check=True)
+    with programs(folder / "suite", source_of(drawn, str(native), str(notes))) as suite:
+        slots = str(2 * min(2 * len(drawn), 40))
+        variables = {"TORCH_EXT_HANG_AFTER": "2", "TORCH_EXT_CACHE": str(cache.folder())}
+        started = suite.start_runner("--device", "sim", "--slots", slots, extra=variables)
+        yield suite.finish(started, deadline_s=60 + 12 * len(drawn))
+
+
+def test_no_program_is_ended_while_somebody_may_act(drawn: list[Program], run: Run) -> None:
+    ended = {
+        f"{number}: {program}": run.text.get(f"test_live_{number:03}", str(run)[-3000:])
+        for number, program in enumerate(drawn)
+        if run.status.get(f"test_live_{number:03}") != "passed"
+    }
+    assert not ended, "\n\n".join(f"{program}\n{text}" for program, text in ended.items())
+
+
+def test_programs_in_which_nobody_acts_are_proven_to_hang(drawn: list[Program], run: Run) -> None:
+    proven = [tells_of_a_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
+    missed = [
+        f"{number}: {program}\n{run.text.get(f'test_dead_{number:03}', '?')}"
+        for number, program in enumerate(drawn)
+        if program.must_be_proven and not proven[number]
+    ]
+    print(f"{sum(proven)} of {len(proven)} dead programs were proven to hang")
+    assert not missed, "\n\n".join(missed)
+    if len(proven) >= NUMBER_OF_LONG:  # of a few, many may be of a kind of which nothing is proven
+        assert sum(proven) >= PROVEN * len(proven), f"{sum(proven)} of {len(proven)}"
