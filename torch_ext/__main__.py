@@ -2,7 +2,7 @@
 
 ==============================  ====================================================================
 ``python -m torch_ext run``     runs your own program on several ranks, each with a simulated device
-``python -m torch_ext serve``   keeps torch loaded for the runs that follow
+``python -m torch_ext serve``   keeps torch loaded for the programs that follow
 ``python -m torch_ext demo``    shows in ten seconds what that is good for
 ``python -m torch_ext doctor``  says on one screen what this machine has, for a bug report or for CI
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
@@ -48,8 +48,9 @@ def main() -> int:
         return _run(command, rest)
     if command not in _COMMANDS:
         from torch_ext.runner.cli import main as run_tests
+        from torch_ext.upstream.harness import UPSTREAM
 
-        return run_tests()
+        return run_tests(upstream=UPSTREAM)
     if rest:
         print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
         return 2

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.cuda_as_sim.words import DEVICE
+from torch_ext.machine_memory import bytes_of
 
-__all__ = ["HOST", "Options", "Output", "bytes_of", "parse"]
+__all__ = ["HOST", "Hang", "Options", "Output", "parse"]
 
 HOST = "cpu"
 _DEVICES = (DEVICE, HOST, "cuda")
 # Simulated devices have indices below this.
 _MOST_SIMULATED = 64
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 _DESCRIPTION = """\
 Run a program on several ranks of this machine, as torchrun does, without a GPU: each rank has a simulated device. A
 rank that fails, dies or hangs is named, with what every rank did. Exit code: that of the first rank that failed, 128
-plus the signal that killed it, 1 if it was stopped; 2 for a usage error; 130 after Ctrl-C.
+plus the signal that killed it, 1 if it was stopped or a hang was reported; 2 for a usage error; 130 after Ctrl-C.
 """
 
 
@@ -33,6 +31,13 @@ class Output(Enum):
     RANK0 = "rank0"
     ALL = "all"
     QUIET = "quiet"
+
+
+class Hang(Enum):
+    """What becomes of a program that provably hangs."""
+
+    REPORT = "report"
+    END = "end"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Options:
     memory_bytes: int | None
     races: str
     timeout_s: float | None
+    hang: Hang
     output: Output
     strict: bool
 
@@ -56,22 +62,6 @@ class Options:
     def simulated(self) -> bool:
         """Whether it runs on the simulated accelerator."""
         return self.device == DEVICE
-
-
-def bytes_of(size: str) -> int:
-    """Return a size in bytes.
-
-    >>> bytes_of("2GiB"), bytes_of("1.5k"), bytes_of("3 MB"), bytes_of("100")
-    (2147483648, 1536, 3000000, 100)
-
-    Raises:
-        ValueError: it is not a size. ``KB`` is 1000 bytes, ``K`` and ``KiB`` are 1024.
-    """
-    found = _SIZE.fullmatch(size.strip())
-    if found is None or not float(found[1]):
-        raise ValueError(f"got {size!r}, expected a size such as 2GiB or 512MiB")
-    decimal = not found[3] and size.strip().upper().endswith("B")
-    return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -110,6 +100,7 @@ def parse(arguments: Sequence[str]) -> Options:
         found.memory,
         found.races or os.environ.get("TORCH_EXT_RACES") or "off",
         found.timeout,
+        Hang(found.hang),
         Output(found.output),
         found.strict,
     )
@@ -134,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=_size, metavar="SIZE", help="how much memory each simulated device has, such as 2GiB")
     add("--races", choices=("error", "report", "off"), help="what becomes of races between streams (off)")
     add("--timeout", type=_seconds, metavar="S", help="end the program after so many seconds")
+    add(
+        "--hang",
+        choices=[each.value for each in Hang],
+        default=Hang.REPORT.value,
+        help="report a hang that is proven, and let the program go on, or end it, too (report)",
+    )
     add(
         "--output",
         choices=[each.value for each in Output],

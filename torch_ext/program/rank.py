@@ -29,16 +29,18 @@ from torch_ext.program.ending import finalize
 from torch_ext.program.main_module import run_main
 from torch_ext.program.spec import Facts, Program
 from torch_ext.program.variables import mark_worker
-from torch_ext.world import frames
+from torch_ext.world import frames, operations
 from torch_ext.world import rank as world_rank
 from torch_ext.world.child import end_fork, exit_code_of
 from torch_ext.world.notes import add_note
 from torch_ext.world.protocol import Receipt, Said
-from torch_ext.world.stall import LISTENER
+from torch_ext.world.threads import LISTENER
 
 __all__ = ["run"]
 
 frames.hide(r"/torch_ext/program/rank\.py")
+# Wait for their caller.
+operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
 
 # What runs the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
@@ -98,7 +100,7 @@ def _prepare(program: Program) -> Any:
     """Set up the device as the program is to find it; return ``torch.sim.races`` if races are looked for."""
     if not program.simulated:
         return None
-    from torch_ext.sim import _module, races
+    from torch_ext.sim import races
 
     if program.cuda_as_sim:
         from torch_ext.cuda_as_sim import loader, runtime, spawned, visible  # noqa: F401  # replaces Tensor.cuda
@@ -106,9 +108,6 @@ def _prepare(program: Program) -> Any:
         visible.record()
         root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
         spawned.install([root], (loader.HELPERS, *program.packages))
-    if program.memory_bytes is not None:
-        for index in range(_module.device_count()):
-            _module.set_memory_limit(program.memory_bytes, index)
     races.stop()  # a check of the process that has begun with the import
     if program.races == "off":
         return None

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from torch_ext.program.options import Options, Output
 from torch_ext.program.spec import Facts
+from torch_ext.world.notices import PREFIX
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import left_behind, ranks_phrase
 from torch_ext.world.render import render
 from torch_ext.world.verdict import Verdict, WorldReport, judge
 
-__all__ = ["as_program", "exit_code", "failure", "remarks"]
+__all__ = ["as_program", "exit_code", "failure", "hang", "remarks"]
 
 # As shells have it: the code of a process that ended by a signal is this and the signal's number.
 _BY_SIGNAL = 128
@@ -35,6 +36,7 @@ def as_program(outcomes: Sequence[Outcome], shown: Output) -> list[Outcome]:
         replace(
             outcome,
             task="program",
+            died_at=outcome.place if outcome.ending is Ending.KILLED else "",
             ending=Ending.PASSED if outcome.rank in silent and not missed else outcome.ending,
             output="" if seen[shown](outcome.rank) else outcome.output,
         )
@@ -56,6 +58,15 @@ def exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdic
 def failure(options: Options, report: WorldReport) -> str:
     """Return the text of a program that failed."""
     return f"\nFAILED {_name(options)}  {report.took_s:.2f} s\n{render(report)}{_of_addresses(report)}"
+
+
+def hang(options: Options, report: WorldReport) -> str:
+    """Return the text of a program that hangs, and goes on."""
+    until = f"--timeout {options.timeout_s:g}" if options.timeout_s else "a time limit of its own"
+    return (
+        f"\nHUNG {_name(options)}  {report.took_s:.2f} s\n{render(report)}{_of_addresses(report)}\n\n"
+        f"{PREFIX}it goes on until {until} or Ctrl-C ends it; with --hang end, a hang ends it"
+    )
 
 
 def _of_addresses(report: WorldReport) -> str:

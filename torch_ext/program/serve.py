@@ -1,8 +1,8 @@
-"""``torch_ext serve``: keeps a zygote warm for the runs that follow, of programs and of tests. Loads no torch itself.
+"""``torch_ext serve``: keeps a zygote warm for the programs that follow. Loads no torch itself.
 
 It stays in the foreground, serves its user alone (see Note [A zygote for its user alone]) and ends by itself when
 nothing has run for a while. Ranks that it starts have the environment, folder and umask of their own command, but the
-limits, the control group and the priority of this one. A run of tests brings its limits along; see ``warm/lent.py``.
+limits, the control group and the priority of this one.
 
 Note [A stale zygote]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -22,22 +22,23 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from torch_ext.program import variables
 from torch_ext.program.options import HOST
-from torch_ext.program.zygote import preparation
-from torch_ext.warm import address
-from torch_ext.warm.connect import Welcome, search_path
-from torch_ext.warm.loaded import Files
+from torch_ext.program.zygote import Welcome, is_own, key_of, listen, preparation, search_path
 from torch_ext.world import frames, notices, scratch
-from torch_ext.world.channel import Channel, ChannelClosedError, close_all
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 
-__all__ = ["main"]
+__all__ = ["main", "tell_loaded"]
 
 _IDLE_S = 900.0
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The simulator is built of the native ones; the others are loaded by ranks, or by commands that talk to the zygote.
+_SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,7 +48,7 @@ class _EndError(BaseException):
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until nothing has run for a while, or until SIGINT or SIGTERM; return the exit code."""
-    parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs and tests.")
+    parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs.")
     parser.add_argument("--idle", type=_seconds, default=_IDLE_S, metavar="S", help="end after S idle seconds (900)")
     parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
     try:
@@ -90,7 +91,7 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     variables.hide()
     path = search_path()
     with contextlib.ExitStack() as held:
-        listening = held.enter_context(address.listen(address.key_of(simulated, path, os.environ)))
+        listening = held.enter_context(listen(key_of(simulated, path, os.environ)))
         root = start_root(preparation(simulated, path), scratch.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
@@ -106,7 +107,7 @@ class _Server:
     def __init__(self, root: RootZygote, listening: socket.socket, held: contextlib.ExitStack) -> None:
         self._root = root
         self._zygote = ZygoteClient(root.channel, root.process.pid)
-        self._files = Files(self._zygote)
+        self._files = _Files(self._zygote)
         self._listening = listening
         self._stale = False
         self._lines: set[Channel] = set()  # one for each run
@@ -141,7 +142,7 @@ class _Server:
         """Give whoever has connected a channel to the zygote, and keep the line whose end is that of the run."""
         connected, _ = self._listening.accept()
         line = Channel(connected)
-        if not address.is_own(connected) or self._is_stale():
+        if not is_own(connected) or self._is_stale():
             line.close()
             return
         descriptor = self._zygote.add_client()
@@ -161,3 +162,46 @@ class _Server:
             self._stale = True
             print(f"{notices.PREFIX}{changed} has changed: loading anew", flush=True)
         return self._stale
+
+
+class _Files:
+    """The files that ``zygote`` has loaded, and those of this package, as they are now.
+
+    Raises:
+        ZygoteDiedError, ChannelClosedError: the zygote is gone.
+    """
+
+    def __init__(self, zygote: ZygoteClient) -> None:
+        ours, theirs = channel_pair()
+        try:
+            child = zygote.start("torch_ext.program.serve:tell_loaded", None, [theirs.fileno()], os.environ)
+        finally:
+            theirs.close()
+        try:
+            paths, _ = ours.receive()
+        finally:
+            ours.close()
+            child.close()
+        own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
+        self._states = {path: _state(path) for path in (*paths, *own)}
+
+    def changed(self) -> str:
+        """Return the path of a file that has changed, or an empty string. Takes milliseconds."""
+        return next((path for path, state in self._states.items() if _state(path) != state), "")
+
+
+def tell_loaded(payload: None, descriptors: Sequence[int]) -> None:
+    """Target of a child of the zygote: send the paths of all files that it has loaded. Descriptor: a channel."""
+    modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if line.count("/")}
+    found = {path for path in (*modules, *mapped) if isinstance(path, str) and os.path.isabs(path)}
+    Channel.from_descriptor(descriptors[0]).send(sorted(path for path in found if os.path.isfile(path)))
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -19,7 +19,6 @@ class Program:
         simulated: it runs on the simulated accelerator.
         cuda_as_sim: CUDA means the simulated accelerator in its files.
         packages: and in these packages.
-        memory_bytes: of each simulated device; None: as much as it has by default.
         races: what becomes of races: ``error``, ``report`` or ``off``.
     """
 
@@ -30,7 +29,6 @@ class Program:
     simulated: bool = True
     cuda_as_sim: bool = False
     packages: tuple[str, ...] = ()
-    memory_bytes: int | None = None
     races: str = "off"
 
 

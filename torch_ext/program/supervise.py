@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from torch_ext import machine_memory
 from torch_ext.program import fake, rank, report, variables
-from torch_ext.program.options import Options, Output, parse
+from torch_ext.program.options import Hang, Options, Output, parse
 from torch_ext.program.spec import Facts, Program
 from torch_ext.program.store import Store
-from torch_ext.program.zygote import zygote_for
-from torch_ext.warm.connect import search_path
+from torch_ext.program.zygote import search_path, zygote_for
 from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.hosts import launcher_variables
-from torch_ext.world.outcome import Ending
+from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.output import Live
 from torch_ext.world.phrases import own_message
 from torch_ext.world.protocol import Inherited
@@ -36,8 +36,9 @@ __all__ = ["main"]
 # How long the peers of a rank that failed may go on, and how long any rank may after a signal, in seconds: programs
 # have exit functions, and write checkpoints.
 _GRACE_S, _SIGNAL_S = 3.0, 10.0
-# A wait of all ranks for one another is a hang even if it would end by itself after as long as this, in seconds.
-_ENDLESS_S = 240.0
+# A wait counts as endless if it ends by itself no sooner than after so many seconds. If a hang is only reported, an
+# operation of torch's, whose limit is an error, needs less.
+_ENDLESS_S, _RAISES_LATER_S = 240.0, 5.0
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -127,6 +128,9 @@ def _set_environment(options: Options) -> None:
     if options.simulated:
         variables.ask(variables.ON_AS_CUDA if options.cuda_as_sim else variables.ON, options.packages)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
+        machine_memory.share()  # now, so that all processes of the run have the same
+        if options.memory_bytes is not None:
+            os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
     if options.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import environment_as_sim
 
@@ -149,7 +153,6 @@ def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]
         options.simulated,
         options.cuda_as_sim,
         options.packages,
-        options.memory_bytes,
         options.races,
     )
     return [
@@ -164,9 +167,18 @@ def _wait(world: World, options: Options, store: Store) -> int:
         grace_s=_GRACE_S,
         hang_s=settings.hang_after_s(),
         endless_s=_ENDLESS_S,
+        raises_later_s=_ENDLESS_S if options.hang is Hang.END else _RAISES_LATER_S,
+        end_hangs=options.hang is Hang.END,
     )
+    hangs: list[float] = []
+
+    def on_hang(outcomes: list[Outcome]) -> None:
+        hangs.append(world.took_s)
+        shown = report.as_program(outcomes, options.output)
+        print(report.hang(options, WorldReport(tuple(shown), judge(shown), hangs[-1])), file=sys.stderr, flush=True)
+
     try:
-        outcomes = world.wait(limits, expected_exit=0)
+        outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
     except _SignalledError as stop:
         _hand_on(world, stop.number)
         print(f"{notices.PREFIX}interrupted by {signal.Signals(stop.number).name}", file=sys.stderr, flush=True)
@@ -181,7 +193,10 @@ def _wait(world: World, options: Options, store: Store) -> int:
         return report.exit_code(outcomes, facts, verdict)
     for line in report.remarks(outcomes, silent):
         notices.announce(line)
-    return _judge_usage(options, facts, store)
+    code = _judge_usage(options, facts, store)
+    if hangs:
+        notices.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
+    return code or int(bool(hangs))
 
 
 def _judge_usage(options: Options, facts: Sequence[Facts | None], store: Store) -> int:

@@ -5,7 +5,7 @@ The rooms, each below the ones that follow it:
 ``results``    what became of a test, and how a test is named, as data
 ``discovery``  the test files below a root
 ``keywords``, ``nearest``, ``selection``   which of them a command line means
-``names``      the tests of each file, remembered between runs
+``names``      the tests of each file, cached between runs
 ``schedule``   which of them run when, and on which slots
 ``options``    the command line
 ``messages``   what the supervisor and the processes that hold tests say to each other
@@ -13,7 +13,6 @@ The rooms, each below the ones that follow it:
 ``progress``, ``reporters``   results against the plan, and what becomes of them
 ``loop``, ``places``   several tasks on one thread, and what each running class has to itself
 ``class_runner``, ``execute``   the half that starts processes
-``audit``      which tests depend on those before them
 ``pytest_plugin``   the same for tests that pytest collects
 ``cli``        the command itself
 

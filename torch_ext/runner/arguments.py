@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch_ext
 from torch_ext.runner.config import ConfigError, Setting, from_environment, from_file, nearest_file
 from torch_ext.runner.discovery import holds_tests
-from torch_ext.runner.options import TABLE, Options, Row, default_root
+from torch_ext.runner.options import REMOVED, TABLE, Options, Row, default_root
 
 __all__ = ["parse", "parse_for_file"]
 
@@ -63,7 +63,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
         flag = found[1].split("=")[0].split()[0] if found and found[1].split() else ""
-        if flag.startswith("-"):
+        if instead := REMOVED.get(flag.removeprefix("--")):
+            message = f"{flag} {instead}"
+        elif flag.startswith("-"):
             from torch_ext.runner.nearest import nearest
 
             near = nearest(flag, [known for known in self._option_string_actions if known.startswith("--")])
@@ -277,9 +279,7 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
     options = Options(**{**values, **places, "command": _command()})
-    for flag, given in (
-        ("--show-output", options.show_output), ("--upstream", options.upstream), ("--audit-order", options.audit_order)
-    ):  # fmt: skip
+    for flag, given in (("--show-output", options.show_output), ("--upstream", options.upstream)):
         if options.cluster and given:
             raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
     if options.coverage and options.json not in ("", "-"):
@@ -304,7 +304,6 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
 _WITHOUT_REPORTS = {
     "list_only": ("--list runs no test", ("json",)),
     "history": ("--history shows earlier runs", ()),
-    "audit_order": ("--audit-order prints what it finds", ()),
 }
 
 

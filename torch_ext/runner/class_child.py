@@ -6,18 +6,32 @@ import os
 import selectors
 import signal
 import sys
-import time
 from typing import Any, Protocol
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Task, Wait
-from torch_ext.runner.messages import ClassEnded, ClassLeft, ClassOrder, TestEnded, TestStarted
+from torch_ext.runner.messages import (
+    Body,
+    ClassEnded,
+    ClassFailed,
+    ClassLeft,
+    ClassOrder,
+    ClassSkipped,
+    TestEnded,
+    TestStarted,
+)
 from torch_ext.runner.options import Options
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, frames
-from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
+from torch_ext.world.channel import (
+    WRITE_TO_OWN,
+    ChannelBrokenError,
+    ChannelClosedError,
+    channel_pair,
+    close_all,
+)
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.patience import Patience
 from torch_ext.world.phrases import printable
@@ -34,6 +48,8 @@ _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 _STOPPED_S = 5.0
 # How long a zygote may take to end a child.
 _KILL_S = 5.0
+
+_EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted)
 
 
 class Zygotes(Protocol):
@@ -74,6 +90,8 @@ class ClassChild:
         self._zygote = zygote
         self._hung: str | None = None  # the stacks, if it was ended because it hung
         self._stopped = ""  # which process had been stopped by a signal, in words
+        self._broke = ""  # what it has written into its channel, in words
+        self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
         self._events, theirs = channel_pair()
@@ -113,7 +131,7 @@ class ClassChild:
         self._output.close()
 
     def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
-        now_s = time.monotonic()
+        now_s = _os.monotonic()
         self._patience: Patience | None = Patience(limit_s, now_s, **more)
         self._look_for_stopped_s = now_s + stopped_s
 
@@ -121,30 +139,55 @@ class ClassChild:
         """A task that returns the next event; None when the process has ended and all its events are told."""
         while True:
             if not self._events.closed and self._events.poll():
-                try:
-                    event, _ = self._events.receive()
-                except ChannelClosedError:
-                    self._selector.unregister(self._events)
-                    self._events.close()
-                    continue
-                if isinstance(event, TestStarted):
-                    if event.has_ranks:
-                        self._allow(event.timeout_s + _MARGIN_S, event.timeout_s + _STOPPED_S, more_s=0.0)
-                    else:
-                        self._allow(event.timeout_s + _ALONE_S)
-                elif isinstance(event, (TestEnded, ClassEnded, ClassLeft)):
-                    self._allow(self._fixture_s)
-                return event
+                event = self._receive()
+                if isinstance(event, Body):
+                    self._allow_body(event.begins)
+                elif event is not None:
+                    return event
+                continue
             if self._child.ended is not None or self.lost_zygote:
                 self._output.pass_on()
                 return None
             yield from self._wait()
 
+    def _receive(self) -> Any:
+        """Return an event that has come; None if the process can say nothing more."""
+        try:
+            event, descriptors = self._events.receive()
+            close_all(descriptors)
+            if not isinstance(event, _EVENTS):
+                raise self._events.refuse(f"a {type(event).__name__}, which is no message of a test class,")
+        except ChannelClosedError as error:
+            self._selector.unregister(self._events)
+            self._events.close()
+            if isinstance(error, ChannelBrokenError):
+                self.end_broken(str(error))
+            return None
+        if isinstance(event, TestStarted):
+            self._test = event
+            self._allow(event.timeout_s + _ALONE_S)
+        elif not isinstance(event, Body):
+            self._allow(self._fixture_s)
+        return event
+
+    def end_broken(self, what: str) -> None:
+        """End the process, which said ``what``, words that follow a subject: nothing more that it says counts."""
+        self._broke = f"{what}, and was ended. {WRITE_TO_OWN}"
+        self._child.send_signal(signal.SIGKILL)
+        self._allow(_KILL_S)
+
+    def _allow_body(self, begins: bool) -> None:
+        limit_s = self._test.timeout_s if self._test is not None else self._fixture_s
+        if begins:
+            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, more_s=0.0)
+        else:
+            self._allow(limit_s + _ALONE_S)
+
     def _wait(self) -> Task[None]:
         if self._patience is None:
             self._end_zygote()
             return
-        now_s = time.monotonic()
+        now_s = _os.monotonic()
         stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
         if stopped or (
             now_s >= self._patience.look_s and self._patience.is_over(now_s, _os.computed_s(self._child.pid))
@@ -167,8 +210,8 @@ class ClassChild:
             self._child.send_signal(STACK_SIGNAL)
             self._hung = frames.trim_stacks(read_stacks({0: self._stacks})[0])
         self._child.send_signal(signal.SIGKILL)
-        end_s = time.monotonic() + _KILL_S
-        while self._child.ended is None and not self.lost_zygote and time.monotonic() < end_s:
+        end_s = _os.monotonic() + _KILL_S
+        while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
             yield from self._pump(end_s)
         self._patience = None
 
@@ -178,7 +221,7 @@ class ClassChild:
         self.lost_zygote = True
 
     def _pump(self, until_s: float) -> Task[None]:
-        yield Wait(tuple(key.fd for key in self._selector.get_map().values()), until_s)
+        yield Wait(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
         for key, _ in self._selector.select(0):
             if key.fileobj is self._child:
                 try:
@@ -196,6 +239,8 @@ class ClassChild:
             what: what has ended, in words.
             when: when, in words that follow the verb.
         """
+        if self._broke:
+            return Died(f"{what} {self._broke}")
         if self._stopped:
             return Died(
                 f"{what} hung{when} until it was killed: {self._stopped} had been stopped by a signal (SIGSTOP)."
@@ -212,7 +257,8 @@ class ClassChild:
     def ended_well(self) -> bool:
         """Whether the process exited by itself, with code 0."""
         ended = self._child.ended
-        return self._hung is None and not self.lost_zygote and ended is not None and ended.exit_code == 0
+        clean = self._hung is None and not self._broke and not self.lost_zygote
+        return clean and ended is not None and ended.exit_code == 0
 
     def new_output(self, to: int | None = None) -> str:
         """Return what the process has printed since the last call, unless it was shown as it came.

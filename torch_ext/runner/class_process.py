@@ -10,17 +10,16 @@ import functools
 import inspect
 import os
 import sys
-import time
 import traceback
 import unittest
-from collections.abc import Callable, Sequence
-from time import monotonic  # as it is now: a test may put a clock of its own in its place
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch_ext.runner.collect import find_tests
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.messages import (
+    Body,
     ClassEnded,
     ClassFailed,
     ClassLeft,
@@ -30,12 +29,12 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, frames, module_environment, provider, rank_times
+from torch_ext.world import _os, frames, module_environment, provider, rank_times, scratch, unjudged
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.follow import ZygoteLostError
-from torch_ext.world.limits import timeout_of
+from torch_ext.world.limits import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
@@ -68,20 +67,20 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     module_environment.enter(order.environment)
-    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    os.environ[OWNER_VARIABLE] = str(_os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     exit_functions = ExitFunctions()
     result = _Result(Channel.from_descriptor(channel), stdout, order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
-    suite, classes = unittest.TestSuite(), set[type[unittest.TestCase]]()
+    suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for method in order.methods:
         test = by_name.get((order.cls, method))
         if test is None:
             gone = Remark(f"{order.module} no longer defines this test.")
             result.tell(TestEnded(method, Status.FAILED, 0.0, (gone,), ""))
         else:
-            check_its_calls(test)
+            check_its_calls(test, result.tell_of_body)
             suite.addTest(test)
             classes.add(type(test))
     for cls in classes:
@@ -92,14 +91,17 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
             raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
     except BaseException as error:
         result.end_fork(error)
+        result.over()
         result.tell(ClassLeft(None if error is result.told else _escaped(error)))
     else:
         result.tell(ClassEnded())
     return 0
 
 
-def check_its_calls(test: unittest.TestCase) -> None:
+def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None] = lambda begins: None) -> None:
     """Have ``setUp``, ``tearDown`` and the test method of ``test`` fail if calling them runs nothing.
+
+    ``tell_of_body`` is called with True before the test method runs, and with False after it.
 
     What :class:`unittest.IsolatedAsyncioTestCase` awaits is left to it. The test method itself is not replaced: suites
     look it up on the instance.
@@ -110,7 +112,11 @@ def check_its_calls(test: unittest.TestCase) -> None:
 
     def call_and_check(method: Callable[..., Any]) -> None:
         awaits = isinstance(test, unittest.IsolatedAsyncioTestCase) and inspect.iscoroutinefunction(method)
-        call(method if awaits else _checked(method, test._testMethodName))
+        tell_of_body(True)
+        try:
+            call(method if awaits else _checked(method, test._testMethodName))
+        finally:
+            tell_of_body(False)
 
     test._callTestMethod = call_and_check  # type: ignore[attr-defined]
     if not isinstance(test, unittest.IsolatedAsyncioTestCase):
@@ -167,8 +173,30 @@ def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call_and_check
 
 
+class _Suite(unittest.TestSuite):
+    """Tells a result which test unittest is at: a class may run a test several times, or run others beside it."""
+
+    def __init__(self, result: _Result) -> None:
+        super().__init__()
+        self._result = result
+
+    def __iter__(self) -> Iterator[unittest.TestSuite | unittest.TestCase]:
+        for test in super().__iter__():
+            if isinstance(test, unittest.TestCase):
+                self._result.begin(test)
+            yield test
+            self._result.over()
+
+
+# Of several endings of one test, unittest's summary tells the worst.
+_FROM_WORST = (Status.FAILED, Status.UNEXPECTED_SUCCESS, Status.XFAIL, Status.SKIPPED, Status.PASSED)
+
+
 class _Result(unittest.TestResult):
     """Sends each ending to the supervisor as it happens.
+
+    All that happens from :meth:`begin` to :meth:`over` is about one test of the plan, which ends once however often its
+    class runs it.
 
     Attributes:
         told: the exception that the result of a test told last, though unittest lets it through.
@@ -178,49 +206,90 @@ class _Result(unittest.TestResult):
         super().__init__()
         self.failfast = failfast
         self.told: BaseException | None = None
-        self._pid = os.getpid()
+        self._pid = _os.getpid()
         self._channel = channel
         self._output = output  # the file that stdout and stderr go to, wherever a test redirects them
         self._interrupts = Interrupts()
         self._has_outlived_zygote = False
-        self._started_s = 0.0
+        self._planned: unittest.TestCase | None = None
+        self._frames = sys.getrecursionlimit()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._runs, self._said = 0, False
+        self._started_s = self._took_s = 0.0
         self._error: BaseException | None = None  # the first that the test has met
         self._status: Status | None = None
         self._problems: list[Problem] = []
         self._reasons: list[str] = []
 
+    @_os.with_room
     def tell(self, event: Any) -> None:
         self.end_fork(self._error)
         with self._interrupts.held():  # half a message would be the last that the supervisor understands
             self._channel.send(event)
 
+    def tell_of_body(self, begins: bool) -> None:
+        """Tell the supervisor that ranks have the test's time limit to themselves until the body is over."""
+        if _os.getpid() == self._pid and _has_ranks(self._planned):
+            self.tell(Body(begins))
+
     def end_fork(self, error: BaseException | None) -> None:
         """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
-        if os.getpid() != self._pid:
+        if _os.getpid() != self._pid:
             end_fork(error, frames.read_error(error)[1] if error is not None else "")
 
+    def begin(self, test: unittest.TestCase) -> None:
+        """Unittest is about to run ``test``."""
+        self._planned, self._frames = test, sys.getrecursionlimit()
+        self._reset()
+
+    @_os.with_room
     def startTest(self, test: unittest.TestCase) -> None:
         self._end_with_zygote()
+        scratch.restore()
         super().startTest(test)
-        self._started_s = monotonic()
-        self._error, self._status, self._problems, self._reasons = None, None, [], []
-        rank_times.take()  # of a world that a fixture has started
-        self.tell(TestStarted(_method(test), timeout_of(test), hasattr(type(test), "world_size")))
+        planned = self._planned or test
+        if not self._runs:
+            self._started_s = _os.monotonic()
+            rank_times.take()  # of a world that a fixture has started
+        self._runs, self._said = self._runs + 1, False
+        try:
+            limit_s = timeout_of(planned)
+        except ValueError:  # setUp() of a class with ranks refuses it
+            limit_s = float(TIMEOUT_DEFAULT)
+        self.tell(TestStarted(_method(planned), limit_s, _has_ranks(planned)))
 
+    @_os.with_room
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         passing_by = sys.exc_info()
         if passing_by[1] is not None:  # unittest lets it through, and will run nothing more
             self._error = passing_by[1]
             self._fail(_problem(passing_by))
-        elif self._status is None:
+        elif not self._said:
             self._fail(Remark("unittest ended the test without saying how."))
-        took_s = monotonic() - self._started_s
-        status = self._status or Status.FAILED
+        try:
+            unjudged.check()
+        except unjudged.UnjudgedRanksError as error:
+            self._fail(Remark(str(error)))
+        self._took_s = _os.monotonic() - self._started_s
+        self.end_fork(self._error)
+        self.told, self._error = passing_by[1], None
+
+    def over(self) -> None:
+        """Unittest is done with the test that has begun: tell how it ended, if it ran at all."""
+        planned, status = self._planned, self._status
+        self._planned = None
+        sys.setrecursionlimit(max(self._frames, sys.getrecursionlimit()))  # a lower one is not the next test's
+        if planned is None or status is None:
+            return
+        if self._runs > 1 and status is Status.FAILED:
+            again = f"The class ran this test {self._runs} times; a failure of any of them counts."
+            self._problems.append(Remark(again))
         reasons, ranks = "; ".join(self._reasons), rank_times.take()
         printed = self._printed_bytes()
-        self.tell(TestEnded(_method(test), status, took_s, tuple(self._problems), reasons, ranks, printed))
-        self.told, self._error = passing_by[1], None
+        self.tell(TestEnded(_method(planned), status, self._took_s, tuple(self._problems), reasons, ranks, printed))
 
     def _end_with_zygote(self) -> None:
         """If the zygote of this process is gone, wait for the kernel to end this process too.
@@ -229,7 +298,7 @@ class _Result(unittest.TestResult):
         did. As it is, the supervisor runs it in another process.
         """
         if not self._has_outlived_zygote and provider.given_is_gone():
-            time.sleep(_END_S)
+            _os.sleep(_END_S)
             self._has_outlived_zygote = True
 
     def _printed_bytes(self) -> int:
@@ -237,25 +306,31 @@ class _Result(unittest.TestResult):
         return os.fstat(self._output).st_size
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        self._status = self._status or Status.PASSED
+        self._end(Status.PASSED)
 
+    @_os.with_room
     def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         self._error = self._error or err[1]
         if _is_fixture(test):
             self.tell(ClassFailed(_problem(err, where=str(test))))
             return
-        self._fail(_problem(err))
+        self._fail(_problem(err, where="" if test is self._planned else str(test)))
 
     def addFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         self.addError(test, err)
 
+    @_os.with_room
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: _ExcInfo | None) -> None:
         if err is not None:
             self._error = self._error or err[1]
             self._fail(_problem(err, where=str(subtest)))
 
+    def _end(self, status: Status) -> None:
+        self._said = True
+        self._status = min(self._status or status, status, key=_FROM_WORST.index)
+
     def _fail(self, problem: Problem) -> None:
-        self._status = Status.FAILED
+        self._end(Status.FAILED)
         self._problems.append(problem)
         if self.failfast:
             self.stop()
@@ -264,20 +339,25 @@ class _Result(unittest.TestResult):
         if _is_fixture(test):
             self.tell(ClassSkipped(reason))
             return
-        self._status = self._status or Status.SKIPPED
+        self._end(Status.SKIPPED)
         self._reasons.append(reason)
 
+    @_os.with_room
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
         if isinstance(error, WorldFailure) and not may_be_expected(error.outcomes):
             self._fail(_problem(err))  # see there: not in any way
         else:
-            self._status = Status.XFAIL
+            self._end(Status.XFAIL)
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
-        self._status = Status.UNEXPECTED_SUCCESS
+        self._end(Status.UNEXPECTED_SUCCESS)
         if self.failfast:
             self.stop()
+
+
+def _has_ranks(test: unittest.TestCase | None) -> bool:
+    return hasattr(type(test), "world_size")
 
 
 def _is_fixture(test: object) -> bool:

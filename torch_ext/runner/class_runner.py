@@ -13,7 +13,7 @@ from torch_ext.runner.options import Options
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Sink, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
-from torch_ext.world import notices
+from torch_ext.world import _os, notices
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassRunner", "Facts", "Next", "what_next"]
@@ -123,12 +123,15 @@ class ClassRunner:
         zygote = self._zygote = yield from self._zygotes.of_class(self._batch)
         before, module = len(self._left), self._zygotes.module_of(self._batch.file)
         with ClassChild(module, zygote, self._batch, tuple(self._left), self._options, self._place) as process:
-            running = ""
+            running, began_s = "", 0.0
             last: ClassEnded | ClassLeft | None = None
             while (event := (yield from process.next_event())) is not None:
-                if isinstance(event, TestStarted):
-                    running = event.method
-                    self._sink(Began(self._name(running)))
+                if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
+                    process.end_broken(f"told of {event.method}(), which it was not to run")
+                elif isinstance(event, TestStarted):
+                    if event.method != running:
+                        running, began_s = event.method, _os.monotonic()
+                        self._sink(Began(self._name(running)))
                 elif isinstance(event, TestEnded):
                     running = ""
                     self._may_lose_zygote = True
@@ -141,10 +144,11 @@ class ClassRunner:
                         self._report(self._name(method), Status.SKIPPED, reason=event.reason)
                 elif isinstance(event, (ClassEnded, ClassLeft)):
                     last = event
-            self._process_ended(process, running, last, before)
+            ran_s = _os.monotonic() - began_s
+            self._process_ended(process, running, ran_s, last, before)
 
     def _process_ended(
-        self, process: ClassChild, running: str, last: ClassEnded | ClassLeft | None, before: int
+        self, process: ClassChild, running: str, ran_s: float, last: ClassEnded | ClassLeft | None, before: int
     ) -> None:
         if running:
             self._left.remove(running)
@@ -156,7 +160,7 @@ class ClassRunner:
         death = None if process.ended_well else exited
         following = what_next(Facts(bool(running), ended, left, last, death, process.lost_zygote), exited)
         if following.test is not None:
-            self._report(self._name(running), Status.FAILED, (following.test,), process)
+            self._report(self._name(running), Status.FAILED, (following.test,), process, duration_s=ran_s)
         if following.cls is not None:
             self._report(self._class, Status.FAILED, (following.cls,), process)
         if process.lost_zygote:
@@ -212,10 +216,11 @@ class ClassRunner:
         problems: tuple[Problem, ...] = (),
         process: ClassChild | None = None,
         reason: str = "",
+        duration_s: float = 0.0,
     ) -> None:
         self._failed = self._failed or status is Status.FAILED
         output = process.new_output() if process else ""
-        self._sink(TestResult(test, status, 0.0, problems, reason, _announcements(output), output))
+        self._sink(TestResult(test, status, duration_s, problems, reason, _announcements(output), output))
 
 
 def _announcements(output: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,10 +25,9 @@ from torch_ext import cache
 from torch_ext.compat import untested_torch
 from torch_ext.runner.advice import left_out, refuse_own_tests, why_nothing
 from torch_ext.runner.arguments import parse, parse_for_file
-from torch_ext.runner.changed import changed_files
-from torch_ext.runner.choice import Choice
+from torch_ext.runner.choice import Choice, changed_files
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
-from torch_ext.runner.executor import Executor, Judge
+from torch_ext.runner.executor import Executor, Judge, Upstream
 from torch_ext.runner.history import History
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.keywords import keyword_filter
@@ -69,10 +69,14 @@ _EXHAUSTED = {
 _UPSTREAMS = ("test_*.py", "*_test.py")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (default: the arguments of this process) and return its exit code."""
+def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
+    """Run the command with ``argv`` (default: the arguments of this process) and return its exit code.
+
+    Args:
+        upstream: how files of a PyTorch checkout run; None: ``--upstream`` is refused.
+    """
     arguments = sys.argv[1:] if argv is None else argv
-    return _exit_code(lambda: _discover_and_run(parse(arguments)))
+    return _exit_code(lambda: _discover_and_run(parse(arguments), upstream))
 
 
 def main_for_file(
@@ -171,13 +175,16 @@ def _usage_error(text: str) -> int:
 
 
 def _open_executor(options: Options) -> Executor:
-    # Not imported above: a list of remembered names starts no process, and must not pay for what does.
+    # Not imported above: a list of cached names starts no process, and must not pay for what does.
     return cast(Executor, importlib.import_module("torch_ext.runner.execute").open_executor(options))
 
 
-def _discover_and_run(options: Options) -> int:
+def _discover_and_run(options: Options, upstream: Upstream | None) -> int:
     if options.upstream:
-        return _select_and_run(options, _upstream_files(options), NameCache(None, None))
+        if upstream is None:
+            raise SelectionError("--upstream belongs to python -m torch_ext and run_test.py")
+        options = replace(options, harness=upstream.harness)
+        return _select_and_run(options, _upstream_files(options), NameCache(None, None), upstream)
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     leave_out = OWN_TESTS if options.root == default_root() and (options.root / OWN_TESTS / "house").is_dir() else ""
     files = find_test_files(options.root, leave_out)
@@ -185,9 +192,7 @@ def _discover_and_run(options: Options) -> int:
         return _usage_error(f"nothing selected: no test_*.py below {options.root}")
     if leave_out:
         refuse_own_tests(options, leave_out)
-    return _select_and_run(
-        options, files, NameCache(cache.folder(), surroundings(_device(options)), options.environment())
-    )
+    return _select_and_run(options, files, NameCache(cache.folder(), surroundings(_device(options))))
 
 
 def _device(options: Options) -> str:
@@ -225,22 +230,28 @@ def _run_file(path: Path, arguments: Sequence[str], load_device: Callable[[str],
     except RuntimeError as error:
         raise SetupError(str(error)) from error
     file = describe(path, options.root)
-    # As __main__ the file may define other tests than when it is imported, so nothing is remembered.
+    # As __main__ the file may define other tests than when it is imported, so nothing is cached.
     return _select_and_run(options, [file], NameCache(None, None))
 
 
-def _select_and_run(options: Options, files: Sequence[TestFile], names: NameCache) -> int:
+def _select_and_run(
+    options: Options, files: Sequence[TestFile], names: NameCache, upstream: Upstream | None = None
+) -> int:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def executor() -> Executor:
             return stack.enter_context(contextlib.closing(_open_executor(options)))
 
-        return _select_and_run_with(executor, options, files, names)
+        return _select_and_run_with(executor, options, files, names, upstream)
 
 
 def _select_and_run_with(
-    executor: Callable[[], Executor], options: Options, files: Sequence[TestFile], names: NameCache
+    executor: Callable[[], Executor],
+    options: Options,
+    files: Sequence[TestFile],
+    names: NameCache,
+    upstream: Upstream | None,
 ) -> int:
     if told := untested_torch():  # before any process starts, which would say it as well
         _complain(f"warning: {told}")
@@ -273,15 +284,14 @@ def _select_and_run_with(
     if options.history or options.list_only:
         if options.failed_first or options.random_order is not None:
             tests = list(make_plan(*choice.arrange(wanted, tests), needs).tests)
-        return _list(options, tests, needs, failures, history)
-    judge = _judge(options, wanted, collected)
-    for one in collected:
-        _tell_difference(one.file, one.before, one)
-    before = {one.file.name: one.tests for one in collected if one.remembered}
+        cached = sum(one.cached for one in collected)
+        return _list(options, tests, needs, failures, history, names.told(cached))
+    judge = _judge(upstream, options, wanted, collected) if upstream is not None else None
+    before = {one.file.name: one.tests for one in collected if one.cached}
     chosen = set(tests)
 
     def renewed(found: Collected) -> Plan | None:
-        """Return what of a file runs, now that it is imported; None if it holds the tests that were remembered."""
+        """Return what of a file runs, now that it is imported; None if it holds the tests that were cached."""
         if set(found.tests) == set(before[found.file.name]):
             return None
         names.forget(found.file)
@@ -299,8 +309,6 @@ def _select_and_run_with(
     from torch_ext.runner.rounds import Rounds
 
     plan = make_plan(*choice.arrange(wanted, tests), needs, expected_s)
-    if options.audit_order:
-        return _audit(options, plan)
     reporters = Reporters(plan, options, needs, history.expected_s, choice.notes)
     skipped = judge.skipped if judge is not None else lambda test: ""
     rounds = Rounds(plan, options, reporters, renewed, judge.judged if judge is not None else lambda one: one, skipped)
@@ -309,16 +317,9 @@ def _select_and_run_with(
 
 def _tell_of_imports(options: Options, number: int) -> None:
     if number >= _MANY_FILES and options.verbosity >= 0:
-        from torch_ext.world.notices import PREFIX  # on use: a list of remembered names does not pay for it
+        from torch_ext.world.notices import PREFIX  # on use: a list of cached names does not pay for it
 
         _complain(f"{PREFIX}imports {number} files to name their tests")
-
-
-def _audit(options: Options, plan: Plan) -> int:
-    from torch_ext.runner.audit_run import audit_order
-    from torch_ext.runner.reporters.styled import StyledWriter
-
-    return OK if audit_order(_open_executor, options, plan, StyledWriter(sys.stdout)) else FAILED
 
 
 def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[TestName]:
@@ -328,20 +329,17 @@ def _said(choose: Callable[..., list[TestName]], *arguments: object) -> list[Tes
         raise SelectionError(str(error)) from None
 
 
-def _judge(options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge | None:
-    if not options.upstream:
-        return None
+def _judge(upstream: Upstream, options: Options, files: Sequence[TestFile], collected: Sequence[Collected]) -> Judge:
     device = next((one.device for one in collected if one.device), options.device)
     surroundings = {"device": device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
-    module = importlib.import_module("torch_ext.upstream.judge")
-    judge = cast(Judge, module.Judge([file.path for file in files], options.differences, surroundings))
+    judge = upstream.judge([file.path for file in files], options.differences, surroundings)
     if judge.told:
         _complain(f"warning: {judge.told}")
     return judge
 
 
-def _tell_difference(file: TestFile, before: Sequence[TestName] | None, found: Collected) -> None:
-    if before is not None and not found.error and (told := describe_difference(file, before, found.tests)):
+def _tell_difference(file: TestFile, before: Sequence[TestName], found: Collected) -> None:
+    if not found.error and (told := describe_difference(file, before, found.tests)):
         _complain(f"warning: {told}")
 
 
@@ -364,6 +362,7 @@ def _list(
     needs: Mapping[TestName, Needs],
     failures: Sequence[TestResult],
     history: History,
+    cached: str,
 ) -> int:
     from torch_ext.runner.listing import list_as_json, list_ids, show_history
 
@@ -380,7 +379,7 @@ def _list(
     for failure in failures:
         said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
         _complain(f"{failure.test.id}{said}")
-    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}")
+    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}{cached}")
     return FAILED if any(failure.problems for failure in failures) else OK
 
 

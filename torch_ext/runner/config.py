@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ext.runner.options import TABLE, Row
+from torch_ext.runner.options import REMOVED, TABLE, Row
 
 __all__ = ["OPTIONS_VARIABLE", "ConfigError", "Setting", "from_environment", "from_file", "nearest_file"]
 
@@ -55,7 +55,9 @@ def from_file(path: Path) -> dict[str, Setting]:
     for key, value in section.items():
         row = rows.get(key.replace("_", "-"))
         if row is None:
-            raise ConfigError(f"{path}: {_SECTION} has the key {key!r}, which is no option{_advice(key, rows)}")
+            instead = REMOVED.get(key.replace("_", "-"))
+            why = instead or f"is no option{_advice(key, rows)}"
+            raise ConfigError(f"{path}: {_SECTION} has the key {key!r}, which {why}")
         try:
             found[row.field] = Setting(_value(row, value), str(path))
         except ValueError as error:

@@ -10,10 +10,10 @@ import os
 import selectors
 import shutil
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from torch_ext import machine_memory
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.executor import Executor
@@ -30,7 +30,7 @@ from torch_ext.world import _os, frames
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.patience import Patience
-from torch_ext.world.protocol import STACK_SIGNAL, Dependencies, Devices
+from torch_ext.world.protocol import STACK_SIGNAL, Devices
 from torch_ext.world.tree import (
     HungImportError,
     LeftWhileLoadingError,
@@ -54,6 +54,7 @@ class RunExecutor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        machine_memory.share()  # now, so that all processes of the run have the same
         self.environment = shared_environment(options.environment())
         self._stops = False  # a test has failed, and that is enough
         self._collected: set[str] = set()
@@ -73,7 +74,7 @@ class RunExecutor:
             while waiting and len(loading) < at_once:
                 loading.append(waiting.popleft())
                 with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
-                    self._zygotes.begin(loading[-1], record=True)
+                    self._zygotes.begin(loading[-1])
             ready = self._next_loaded(loading)
             at_once += not ready
             for file in ready:
@@ -85,16 +86,15 @@ class RunExecutor:
     def _next_loaded(self, loading: Sequence[TestFile]) -> list[TestFile]:
         """Wait for news; return the files whose import has ended in some way."""
         zygotes = {file: self._zygotes.known(file) for file in loading}
-        if ready := [file for file, zygote in zygotes.items() if zygote is None or zygote.depends is not None]:
+        if ready := [file for file, zygote in zygotes.items() if zygote is None or zygote.imported is not None]:
             return ready
         with selectors.DefaultSelector() as selector:
             for file, zygote in zygotes.items():
                 if zygote is not None:
                     selector.register(zygote, selectors.EVENT_READ, file)
             look_s = min(zygote.look_s for zygote in zygotes.values() if zygote is not None)
-            events = selector.select(max(0.0, min(_NEWS_S, look_s - time.monotonic())))
-        ended = {key.data for key, _ in events}
-        return [file for file, zygote in zygotes.items() if file in ended or (zygote and zygote.check())]
+            selector.select(max(0.0, min(_NEWS_S, look_s - _os.monotonic())))
+        return [file for file, zygote in zygotes.items() if zygote and (zygote.channel.poll() or zygote.check())]
 
     def _collect(self, file: TestFile) -> Task[Collected]:
         self._collected.add(file.name)
@@ -109,9 +109,8 @@ class RunExecutor:
             self._zygotes.forget(file)
             return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
         tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
-        depends = (zygote.depends if isinstance(zygote, ModuleZygote) else None) or Dependencies()
-        found = (depends.imported, depends.paths, depends.variables, depends.unsure)
-        return Collected(file, tests, *found, needs=told.needs, device=told.device)
+        imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
+        return Collected(file, tests, imported, needs=told.needs, device=told.device)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
@@ -126,11 +125,11 @@ class RunExecutor:
         finally:
             theirs.close()
             os.close(stacks_writer)
-        patience = Patience(self._zygotes.limit_s, time.monotonic())
+        patience = Patience(self._zygotes.limit_s, _os.monotonic())
         try:
             while not ours.poll():
                 yield Wait((ours,), patience.look_s)
-                if not ours.poll() and patience.is_over(time.monotonic(), _os.computed_s(child.pid)):
+                if not ours.poll() and patience.is_over(_os.monotonic(), _os.computed_s(child.pid)):
                     child.send_signal(STACK_SIGNAL)
                     found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                     told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.results import Sink, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["Executor", "Judge", "PlanRunner"]
+__all__ = ["Executor", "Judge", "PlanRunner", "Upstream"]
 
 
 class PlanRunner(Protocol):
@@ -43,7 +44,7 @@ class Executor(PlanRunner, Protocol):
 
 
 class Judge(Protocol):
-    """What a run of files that are not our own makes of results. ``torch_ext.upstream.judge`` has one."""
+    """What a run of files that are not our own makes of results."""
 
     told: str
 
@@ -58,3 +59,16 @@ class Judge(Protocol):
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
         """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
         ...
+
+
+class Upstream(NamedTuple):
+    """How files of a PyTorch checkout run, as the command passes it to the runner, which knows nothing else of them.
+
+    Attributes:
+        harness: modules that a zygote loads before such a file, so that it sees our harness; the first of them, the
+            root zygote loads as well.
+        judge: makes a judge of the files of a run, lists of known differences, and what their conditions ask for.
+    """
+
+    harness: tuple[str, ...]
+    judge: Callable[[Sequence[Path], Sequence[str], Mapping[str, str]], Judge]

@@ -1,16 +1,17 @@
 """Several tasks on one thread: each is a generator that yields what it waits for.
 
-Runs in the supervisor, on the main thread; standard library only. No thread is started, so that a supervisor that is
-its own zygote may still be forked.
+Runs in the supervisor, on the main thread. No thread is started, so that a supervisor that is its own zygote may still
+be forked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import selectors
-import time
 from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol, TypeVar
+
+from torch_ext.world import _os
 
 __all__ = ["Loop", "Task", "Wait", "run_alone"]
 
@@ -22,10 +23,17 @@ class _HasFileno(Protocol):
 
 
 class Wait(NamedTuple):
-    """What a task waits for: that one of ``files`` can be read, or that ``time.monotonic()`` passes ``until_s``."""
+    """What a task waits for: that one of ``files`` can be read, or that ``_os.monotonic()`` passes ``until_s`` or the
+    ``deadline_s`` of a file that has one.
+    """
 
     files: tuple[_HasFileno | int, ...]
     until_s: float = float("inf")
+
+    @property
+    def end_s(self) -> float:
+        """When the wait ends even if no file can be read."""
+        return min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
 
 
 Task = Generator[Wait, None, T]
@@ -53,12 +61,12 @@ class Loop:
         """Wait until a task can go on, and let every one that can do so. Returns after a tick as well."""
         if not self._tasks:
             raise AssertionError("there is nothing to wait for")
-        now_s = time.monotonic()
-        left_s = min(self._tick_s, min(wait.until_s for wait in self._tasks.values()) - now_s)
+        now_s = _os.monotonic()
+        left_s = min(self._tick_s, min(wait.end_s for wait in self._tasks.values()) - now_s)
         ready = _readable([wait.files for wait in self._tasks.values()], max(0.0, left_s))
-        now_s = time.monotonic()
+        now_s = _os.monotonic()
         for (task, wait), woken in zip(list(self._tasks.items()), ready, strict=True):
-            if task in self._tasks and (woken or now_s >= wait.until_s):
+            if task in self._tasks and (woken or now_s >= wait.end_s):
                 self._advance(task)
         self._tick()
 
@@ -99,7 +107,7 @@ def run_alone(task: Task[T]) -> T:
     try:
         while True:
             wait = next(task)
-            left_s = wait.until_s - time.monotonic()
+            left_s = wait.end_s - _os.monotonic()
             _readable([wait.files], max(0.0, left_s))
     except StopIteration as end:
         value: T = end.value

@@ -6,8 +6,9 @@ from -> to            messages
 ====================  =====================================================================================
 supervisor -> child   :class:`CollectOrder` or :class:`ClassOrder`, as the payload of the child's order
 child -> supervisor   after :class:`CollectOrder` one :class:`TestNames`
-class process ->      :class:`TestStarted`, :class:`TestEnded`; :class:`ClassFailed` and :class:`ClassSkipped` for what
-supervisor            ``setUpClass`` and ``tearDownClass`` do; last of all :class:`ClassEnded` or :class:`ClassLeft`
+class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`; :class:`ClassFailed` and
+supervisor            :class:`ClassSkipped` for what ``setUpClass`` and ``tearDownClass`` do; last of all
+                      :class:`ClassEnded` or :class:`ClassLeft`
 ====================  =====================================================================================
 """
 
@@ -21,6 +22,7 @@ from torch_ext.world import frames
 from torch_ext.world.rank_times import RankTimes
 
 __all__ = [
+    "Body",
     "ClassEnded",
     "ClassFailed",
     "ClassLeft",
@@ -72,13 +74,22 @@ class ClassOrder:
 
 @dataclass(frozen=True)
 class TestStarted:
-    """A test has begun. Its own time limit is ``timeout_s`` seconds. If it has ranks, the process ends them then."""
+    """A test has begun, or begins once more. Its own time limit is ``timeout_s`` seconds. If it has ranks, the process
+    ends them then; see :class:`Body`.
+    """
 
     __test__ = False
 
     method: str
     timeout_s: float
     has_ranks: bool
+
+
+@dataclass(frozen=True)
+class Body:
+    """The method of a test with ranks begins, which waits for them and ends them at the time limit, or is over."""
+
+    begins: bool
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
-"""The tests of each file, remembered between runs so that a list needs neither torch nor a test module.
+"""The tests of each file, kept in a cache so that a list needs neither torch nor a test module.
 
-Note [Remembered names]
-~~~~~~~~~~~~~~~~~~~~~~~
-Only importing a file tells its tests. The answer depends on the file and on the project files that it imports (by
-content), on torch, Python and torch_ext (by version), on the device, and on what else the import read: data files,
-folders, environment variables. A remembered answer is used when all of these are as they were. It lies in one JSON file
-for each test file and device, written aside and renamed, so that a reader sees all of it or none. A cache that cannot
-be read or written costs time, never an error; a file that failed to import is never remembered. Nor are names used
+Note [Cached names]
+~~~~~~~~~~~~~~~~~~~
+Only an import tells the tests of a file. The key of a cached answer is content: the file's own and that of each project
+file that it imported, with the versions of torch, Python and torch_ext, the device, and the variables that torch's test
+utilities read. Tests that a file makes from anything else, such as a data file, may have changed under the same key. So
+a list says that its names are cached, and a run imports each file before its first test, runs what it then holds, and
+drops the cached answer if that differs.
+
+Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
+that cannot be read or written costs time, never an error; a file that failed to import has no entry. Nor are names used
 that somebody else could have written; see Note [Trusted folders].
-
-An import may do what nobody can repeat, such as start a process. Its answer is kept for comparison only, and the file
-imported again each time. Whatever was not seen, a run finds out before a file's first test: what it then has is what
-runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +34,7 @@ from torch_ext import cache
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.results import Needs, TestName
 
-__all__ = ["Collected", "Collector", "NameCache", "Remembered", "collect_names", "describe_difference", "surroundings"]
+__all__ = ["Collected", "Collector", "NameCache", "collect_names", "describe_difference", "surroundings"]
 
 _NAMES = "names"  # the folder below the cache's
 # Devices that a file may count while it is imported.
@@ -43,8 +42,6 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_
 
 # Prefixes of what torch's test utilities ask for, which are imported before any test file is.
 _TEST_VARIABLES = ("PYTORCH_TEST", "TEST_WITH_", "DISTRIBUTED_TESTS_")
-# Data files above this size are told apart by size and time, not by content.
-_LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,7 @@ class Collected:
         file: the file.
         tests: its tests, in the order in which they should run.
         imported: absolute paths of the project files that it imported, directly or not; its own path may be missing.
-        paths: absolute paths of other files that it read and of folders that it listed meanwhile.
-        variables: environment variables that it asked for meanwhile.
-        unsure: what else its tests may depend on, in words; empty if nothing.
-        remembered: whether the answer was not told by an import but remembered.
-        before: the tests that were remembered of the same code, where they are no longer sure to be right.
+        cached: whether the answer is an earlier import's.
         error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
         needs: what each of ``tests`` asks for, in their order; empty if that is not known.
         device: the device type that they test, as far as it is known.
@@ -69,11 +62,7 @@ class Collected:
     file: TestFile
     tests: tuple[TestName, ...] = ()
     imported: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    unsure: str = ""
-    remembered: bool = False
-    before: tuple[TestName, ...] | None = None
+    cached: bool = False
     error: str = ""
     needs: tuple[Needs, ...] = ()
     left: str = ""
@@ -86,7 +75,7 @@ class Collector(Protocol):
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
         """Yield one answer for each of ``files``, in any order.
 
-        Called at most once a run, on the main thread, and only with files whose names are not remembered. May block
+        Called at most once a run, on the main thread, and only with files whose names are not cached. May block
         as long as imports take. A file that cannot be imported is an answer, not an exception.
         """
         ...
@@ -95,7 +84,7 @@ class Collector(Protocol):
 def surroundings(device: str) -> dict[str, str] | None:
     """Return what the names of every file depend on, for the device type ``device`` (empty: the machine decides).
 
-    None if the version of torch cannot be told without importing it; names are then not remembered.
+    None if the version of torch cannot be told without importing it; names are then not cached.
     """
     try:
         torch_version = metadata.version("torch")
@@ -107,45 +96,25 @@ def surroundings(device: str) -> dict[str, str] | None:
     return {**versions, "device": device, **visible}
 
 
-@dataclass(frozen=True)
-class Remembered:
-    """The tests of a file as an earlier run found them; ``sure`` if all that they depend on is as it was.
-
-    ``needs`` and ``imported`` are as in :class:`Collected`.
-    """
-
-    tests: tuple[TestName, ...]
-    sure: bool
-    needs: tuple[Needs, ...] = ()
-    imported: tuple[str, ...] = ()
-
-
 class NameCache:
-    """Reads and writes remembered names. See Note [Remembered names].
+    """Reads and writes cached names. See Note [Cached names].
 
     Args:
-        folder: where they lie; created when first written to. None: nothing is remembered.
-        surroundings: what the names of every file depend on; None as well: nothing is remembered.
-        environment: the environment in which files are imported.
+        folder: where they lie; created when first written to. None: nothing is cached.
+        surroundings: what the names of every file depend on; None as well: nothing is cached.
 
     Attributes:
         refused: why the folder is not used, in a sentence with the remedy; empty if it is.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        surroundings: Mapping[str, str] | None,
-        environment: Mapping[str, str] = os.environ,
-    ) -> None:
+    def __init__(self, folder: Path | None, surroundings: Mapping[str, str] | None) -> None:
         self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and surroundings is not None else ""
         self._folder = folder if surroundings is not None and not self.refused else None
         self._surroundings = dict(surroundings or {})
-        self._environment = environment
         self._digests: dict[str, str | None] = {}
 
-    def load(self, file: TestFile) -> Remembered | None:
-        """Return the tests of ``file``; None unless they are remembered of the code that now lies there."""
+    def load(self, file: TestFile) -> Collected | None:
+        """Return the cached answer for ``file``; None unless it is keyed by the code that now lies there."""
         if self._folder is None:
             return None
         try:
@@ -156,19 +125,12 @@ class NameCache:
                 return None
             tests = tuple(_test_name(file, pair) for pair in entry["tests"])
             needs = tuple(_needs(counts) for counts in entry["needs"])
-            return Remembered(tests, self._is_sure(entry), needs, tuple(entry["digests"]))
+            return Collected(file, tests, tuple(entry["digests"]), cached=True, needs=needs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
-    def _is_sure(self, entry: Any) -> bool:
-        return (
-            not entry["unsure"]
-            and all(self._fingerprint(path) == digest for path, digest in entry["paths"].items())
-            and all(self._value(name) == digest for name, digest in entry["variables"].items())
-        )
-
     def store(self, collected: Collected, since_ns: int) -> None:
-        """Remember ``collected``, unless it failed or one of its files changed after ``since_ns`` (``time_ns``)."""
+        """Cache ``collected``, unless it failed or one of its files changed after ``since_ns`` (``time_ns``)."""
         if self._folder is None or collected.error:
             return
         code = {str(collected.file.path), *collected.imported}
@@ -179,16 +141,19 @@ class NameCache:
             entry = {
                 "surroundings": self._surroundings,
                 "digests": {path: self._digest(path) for path in sorted(code)},
-                "paths": {path: self._fingerprint(path) for path in collected.paths},
-                "variables": {name: self._value(name) for name in collected.variables},
-                "unsure": collected.unsure or _changed_since(collected.paths, since_ns),
                 "tests": [(test.cls, test.method) for test in collected.tests],
                 "needs": [_counts(each) for each in collected.needs],
             }
             _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
+    def told(self, number: int) -> str:
+        """Return the end of a sentence about a list of tests of which ``number`` files were not imported for it."""
+        if not number or self._folder is None:
+            return ""
+        return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / _NAMES}"
+
     def forget(self, file: TestFile) -> None:
-        """Forget the tests of ``file``, which has turned out to have others."""
+        """Drop the answer for ``file``, which has turned out to have other tests."""
         if self._folder is not None:
             with suppress(OSError):
                 os.unlink(self._entry_path(self._folder, file))
@@ -205,32 +170,6 @@ class NameCache:
             with suppress(OSError):
                 self._digests[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         return self._digests[path]
-
-    def _fingerprint(self, path: str) -> str | None:
-        """What tells the content of a data file or a folder's list of entries apart; None if it is not there."""
-        if os.path.isdir(path):
-            return _hash("\0".join(sorted(name for name in os.listdir(path) if name != "__pycache__")))
-        with suppress(OSError):
-            found = os.stat(path)
-            if found.st_size > _LARGE_BYTES or not stat.S_ISREG(found.st_mode):
-                return f"{found.st_size} bytes at {found.st_mtime_ns}"
-        return self._digest(path)
-
-    def _value(self, name: str) -> str | None:
-        value = self._environment.get(name)
-        return None if value is None else _hash(value)  # it may be a secret
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
-
-
-def _changed_since(paths: Sequence[str], since_ns: int) -> str:
-    for path in paths:
-        with suppress(FileNotFoundError):
-            if os.stat(path).st_mtime_ns >= since_ns:
-                return f"{path} changed meanwhile"
-    return ""
 
 
 def _read_own(path: Path) -> bytes:
@@ -285,33 +224,27 @@ def collect_names(
 ) -> list[Collected]:
     """Return the tests of every one of ``files``, in their order. ``tell`` is told how many are imported for that.
 
-    Files whose names are not remembered for sure go to one collector, which is only made if there are any; its answers
-    are remembered. A file to which it gives no answer counts as one that cannot be imported.
+    Files whose names are not cached go to one collector, which is only made if there are any; its answers are cached.
+    A file to which it gives no answer counts as one that cannot be imported.
     """
-    known = {file: found for file in files if (found := names.load(file)) is not None}
-    answers = {
-        file: Collected(file, found.tests, found.imported, remembered=True, needs=found.needs)
-        for file, found in known.items()
-        if found.sure
-    }
+    answers = {file: found for file in files if (found := names.load(file)) is not None}
     unknown = [file for file in files if file not in answers]
     if unknown:
         tell(len(unknown))
         since_ns = time.time_ns()
         for collected in collector().collect(unknown):
-            before = known.get(collected.file)
-            answers[collected.file] = replace(collected, before=before.tests if before else None)
+            answers[collected.file] = collected
             names.store(collected, since_ns)
     return [answers.get(file) or Collected(file, error=_no_answer(file)) for file in files]
 
 
 def describe_difference(file: TestFile, before: Sequence[TestName], now: Sequence[TestName]) -> str:
-    """Say, in one sentence, that ``file`` has other tests than were remembered; empty if it has the same.
+    """Say, in one sentence, that ``file`` has other tests than the cache says; empty if it has the same.
 
     >>> file = TestFile("test_a.py", Path("/x/test_a.py"), "test_a", Path("/x"))
     >>> one, two = TestName("test_a.py", "TestA", "test_1"), TestName("test_a.py", "TestA", "test_2")
     >>> describe_difference(file, [one], [two])
-    'test_a.py has other tests than were remembered (1 new, 1 gone), though its code is the same; the new ones count'
+    'test_a.py has other tests than were cached (1 new, 1 gone), though its code is the same; the new ones count'
     >>> describe_difference(file, [one], [one])
     ''
     """
@@ -319,9 +252,7 @@ def describe_difference(file: TestFile, before: Sequence[TestName], now: Sequenc
     if not new and not gone:
         return ""
     counts = ", ".join(f"{number} {word}" for number, word in ((new, "new"), (gone, "gone")) if number)
-    return (
-        f"{file.name} has other tests than were remembered ({counts}), though its code is the same; the new ones count"
-    )
+    return f"{file.name} has other tests than were cached ({counts}), though its code is the same; the new ones count"
 
 
 def _no_answer(file: TestFile) -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch_ext
+from torch_ext.machine_memory import bytes_of
 
-__all__ = ["TABLE", "Options", "Row", "default_root"]
+__all__ = ["REMOVED", "TABLE", "Options", "Row", "default_root"]
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,18 @@ class Options:
         schedule: when results on the simulated device are seen, ``early``, ``late`` or ``random``; empty: as
             ``TORCH_EXT_SCHEDULE`` says.
         seed: of the random schedule; None: 0.
+        memory_bytes: of each simulated device; None: as much as it has by default.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
-        audit_order: find tests that depend on those before them, instead of a usual run.
         jobs: the most classes that run at a time; 0: as many as there are slots for; None: likewise, or one where
             output is shown as it comes or files are not ours.
         slots: how many ranks run at a time; None: the machine decides.
-        reuse: ``"class"``: ranks serve all tests of their class; empty: each test gets fresh ones.
         cluster: where classes run: ``local:N`` or the address of a Ray cluster; empty: on this machine.
         typed_root: the argument of ``--root`` as typed; empty if it was not given.
         upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
+        harness: with ``upstream``, modules that a zygote loads before each file, the first one in the root too.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
-        differences: lists of known differences, besides our own; see ``torch_ext/upstream/differences.py``.
+        differences: lists of known differences, besides our own.
         coverage: sum up how much of what was found passed, and why not.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
@@ -103,15 +104,15 @@ class Options:
     races: str = ""
     schedule: str = ""
     seed: int | None = None
+    memory_bytes: int | None = None
     start_method: str = "fork"
     show_output: bool = False
-    reuse: str = ""
-    audit_order: bool = False
     jobs: int | None = None
     slots: int | None = None
     cluster: str = ""
     typed_root: str = ""
     upstream: tuple[str, ...] = ()
+    harness: tuple[str, ...] = ()
     cuda_as_sim: bool = False
     differences: tuple[str, ...] = ()
     coverage: bool = False
@@ -148,10 +149,10 @@ class Options:
         if self.schedule:
             seed = f":{self.seed or 0}" if self.schedule == "random" else ""
             environment["TORCH_EXT_SCHEDULE"] = f"{self.schedule}{seed}"
+        if self.memory_bytes is not None:
+            environment["TORCH_EXT_SIM_MEMORY"] = str(self.memory_bytes)
         if self.start_method != "fork":
             environment["TORCH_EXT_START_METHOD"] = self.start_method
-        if self.reuse:
-            environment["TORCH_EXT_REUSE"] = self.reuse
         if self.show_output:
             environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
         if self.cuda_as_sim:
@@ -269,6 +270,12 @@ class Row:
         return "" if self.key == "-" else self.key or self.flags[-1].lstrip("-")
 
 
+# Options of earlier releases, and what does their work.
+REMOVED = dict.fromkeys(
+    ("reuse", "audit-order"),
+    "was removed; to keep ranks for all tests of a class, derive it from MultiProcContinuousTest (docs/running.md)",
+)
+
 _WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
 _FILE = "FILE"
 
@@ -303,6 +310,8 @@ TABLE: tuple[Row, ...] = (
         "waited for them (default: early)", "WHEN", choices=("early", "late", "random"),
         variable="TORCH_EXT_SCHEDULE"),
     Row("seed", ("--seed",), _HOW, "of the random schedule (default: 0)", "N", _count(0)),
+    Row("memory_bytes", ("--memory",), _HOW, "how much memory each simulated device has, such as 2GiB", "SIZE",
+        bytes_of, variable="TORCH_EXT_SIM_MEMORY"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
     Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
@@ -311,10 +320,6 @@ TABLE: tuple[Row, ...] = (
         "each core)", "N", _count(1)),
     Row("cluster", ("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster of N on this "
         "machine", "ADDRESS", _cluster, alone=False),
-    Row("reuse", ("--reuse",), _HOW, "class: ranks and group serve all tests of a class, until one fails (default: "
-        "fresh ones for each test)", "WHAT", choices=("class",)),
-    Row("audit_order", ("--audit-order",), _HOW, "run each class on fresh ranks, on shared ones and in reverse, and "
-        "name each test that depends on another, with that one", key="-", alone=False),
     Row("failfast", ("-f", "--failfast"), _HOW, "stop after the first failure"),
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),

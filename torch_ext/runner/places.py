@@ -76,6 +76,7 @@ class Machine:
 
     def place(self, slots: Sequence[int], *, packed: bool) -> Place:
         """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
+        os.makedirs(self._scratch, 0o700, exist_ok=True)  # a test may have removed it
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
         environment = dict(self._environment)
         if packed:

@@ -26,17 +26,19 @@ class Progress:
         self.results: list[TestResult] = []
         self._lost: list[TestName] = []  # by the rounds before
         self._waiting: dict[TestName, None] = {}
-        self.new_round(plan)
+        self._plan = plan
+        self.new_round()
 
-    def new_round(self, plan: Plan) -> None:
-        """Expect every test of ``plan``, though it may have run in an earlier round."""
+    def new_round(self) -> None:
+        """Expect every test of the plan, though it may have run in an earlier round."""
         self._lost += self._waiting
         self._places: dict[TestName, int] = {}
         self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
-        self.replan(plan)
+        self.replan(self._plan)
 
     def replan(self, plan: Plan) -> None:
         """Count against ``plan`` from now on. Results that have come stay."""
+        self._plan = plan
         waiting = [test for test in plan.tests if test not in self._places]
         self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self._waiting = dict.fromkeys(waiting)

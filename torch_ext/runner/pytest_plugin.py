@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
     from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_report_header", "pytest_runtestloop"]
+__all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
 _OFF, _AUTO = "off", "auto"
 # Where the base classes are whose tests run in ranks.
@@ -53,6 +53,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = None
         config.option.dist = "no"
         config.option.tx = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave the threads of pytest-xdist out when a hang is judged: they are there before any test is."""
+    if hasattr(config, "workerinput"):
+        from torch_ext.world.threads import leave_out
+
+        leave_out(others=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

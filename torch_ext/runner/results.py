@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_ext.world.rank_times import RankTimes
-    from torch_ext.world.verdict import WorldReport  # a list of remembered names must not pay for its import
+    from torch_ext.world.verdict import WorldReport  # a list of cached names must not pay for its import
 
 __all__ = [
     "WITHOUT_TESTS",

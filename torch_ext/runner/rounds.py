@@ -108,7 +108,7 @@ class Rounds:
                 return
             self._round += 1
             self._earlier.clear()
-            self.progress.new_round(self._plan)
+            self.progress.new_round()
             self._reporters.new_round(self._round)
 
     def finish(self, *, interrupted: bool) -> None:

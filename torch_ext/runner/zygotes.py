@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections.abc import Mapping
 
 from torch_ext.runner.discovery import TestFile
@@ -14,7 +12,6 @@ from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
-from torch_ext.warm.root import lent_root
 from torch_ext.world import _os, provider
 from torch_ext.world.patience import Patience
 from torch_ext.world.phrases import own_message
@@ -35,14 +32,11 @@ __all__ = ["RunZygotes"]
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # What upstream's own helpers import, before anything in torch stands for something else.
 _UPSTREAM = ("torch._dynamo",)
-# What makes an unmodified upstream file see our harness.
+# What makes an unmodified upstream file see the simulated device as CUDA.
 _REWRITING = "torch_ext.cuda_as_sim.ahead"
-_BRIDGE, _FILE = "torch_ext.upstream.bridge", "torch_ext.upstream.file"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
 # says little of an import on a busy machine, which would cost the file all its tests.
 _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
-# What asks for the simulated device, or leaves it to the machine.
-_SIMULATED = ("", "sim")
 
 
 class RunZygotes:
@@ -66,7 +60,6 @@ class RunZygotes:
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
         self.copies = False
         self._root: RootZygote | None = None
-        self._held = contextlib.ExitStack()  # what a root needs that another process has lent
         self._of_files: dict[str, ModuleZygote] = {}
         self._copies: dict[tuple[str, str], ZygoteCopy] = {}
 
@@ -78,8 +71,8 @@ class RunZygotes:
         """Return the zygote that loads or has loaded ``file``, if there is one."""
         return self._of_files.get(file.name)
 
-    def begin(self, file: TestFile, *, record: bool = False) -> None:
-        """Have the file's zygote load in the background; with ``record`` it will tell what its tests depend on.
+    def begin(self, file: TestFile) -> None:
+        """Have the file's zygote load in the background.
 
         Raises:
             ZygoteDiedError: the root of all zygotes is gone.
@@ -88,8 +81,8 @@ class RunZygotes:
             return
         root = self._ready_root(file)
         argv = (str(file.path),)
-        first = (*self._ahead(), _BRIDGE, _FILE) if self._options.upstream else ()
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, record, first)
+        first = (*self._ahead(), *self._options.harness) if self._options.upstream else ()
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
         self._of_files[file.name] = root.load(order, self.limit_s, modules_ahead(file.path))
 
     def _ready_root(self, file: TestFile) -> RootZygote:
@@ -106,17 +99,12 @@ class RunZygotes:
 
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        preload = (*self._ahead(), *_PRELOAD, *_UPSTREAM, _BRIDGE) if self._options.upstream else _PRELOAD
+        bridge = self._options.harness[:1]
+        preload = (*self._ahead(), *_PRELOAD, *_UPSTREAM, *bridge) if self._options.upstream else _PRELOAD
         preparation = Preparation(tuple(path), preload)
         with held():
-            self._root = self._lent_root(preparation) or start_root(preparation, self._scratch, self._environment)
+            self._root = start_root(preparation, self._scratch, self._environment)
         return self._root
-
-    def _lent_root(self, preparation: Preparation) -> RootZygote | None:
-        if self._options.cuda_as_sim:  # what rewrites the files comes before torch
-            return None
-        simulated = self._environment.get("TORCH_EXT_DEVICE", "") in _SIMULATED
-        return lent_root(preparation, self._scratch, self._environment, simulated, self._held)
 
     def root(self, file: TestFile) -> ZygoteClient:
         """Return the zygote of all others, which has loaded torch; of a file that was started by itself, the file's.
@@ -149,7 +137,7 @@ class RunZygotes:
             if zygote.channel.poll() or zygote.check():
                 zygote.wait_loaded()
                 return zygote
-            yield Wait((zygote.channel.fileno(),), zygote.look_s)
+            yield Wait((zygote.channel,), zygote.look_s)
 
     def of_class(self, batch: Batch) -> Task[ZygoteClient]:
         """See :class:`~torch_ext.runner.class_child.Zygotes`."""
@@ -171,10 +159,10 @@ class RunZygotes:
     def _copy_of(self, original: ZygoteClient) -> Task[ZygoteCopy]:
         copy = ZygoteCopy(original)
         try:
-            patience = Patience(self.limit_s, time.monotonic())
+            patience = Patience(self.limit_s, _os.monotonic())
             while not copy.channel.poll():
-                yield Wait((copy,), patience.look_s)
-                if not copy.channel.poll() and patience.is_over(time.monotonic(), _os.computed_s(original.pid)):
+                yield Wait((copy.channel,), patience.look_s)
+                if not copy.channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(original.pid)):
                     original.kill()
             copy.wait_loaded()
         except BaseException:
@@ -225,4 +213,3 @@ class RunZygotes:
         if self._root is not None:
             self._root.close()
             self._root = None
-        self._held.close()

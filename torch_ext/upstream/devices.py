@@ -36,8 +36,8 @@ def install() -> None:
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     distributed = upstream_module("common_distributed")
     distributed.HAS_ACCELERATOR = True  # type: ignore[attr-defined]  # upstream asks three vendors
-    # Devices of which each rank of DDP has its own. Torch 2.11 has no such list.
-    ranked: list[str] = getattr(distributed, "DDP_RANK_DEVICES", [])
+    # Devices of which each rank of DDP has its own.
+    ranked: list[str] = distributed.DDP_RANK_DEVICES
     if accelerator.device_type() not in ranked:
         ranked.append(accelerator.device_type())
     if accelerator.backend() not in distributed.ACCELERATOR_DIST_BACKENDS:

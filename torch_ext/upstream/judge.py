@@ -19,7 +19,7 @@ __all__ = ["Judge"]
 
 
 class Judge:
-    """Judges the results of one run; see ``runner.cli.Judge``.
+    """Judges the results of one run; see :class:`~torch_ext.runner.executor.Judge`.
 
     Args:
         paths: the files of the run.

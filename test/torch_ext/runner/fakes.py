@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
@@ -24,7 +23,6 @@ class FakeCollector:
         self.errors = errors
         self.imported = tuple(imported)
         self.asked: list[str] = []
-        self.depends: Mapping[str, Any] = {}  # what else the imports depended on
         self.on_collect: Callable[[], object] = lambda: None
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
@@ -35,7 +33,7 @@ class FakeCollector:
             if file.name in self.errors:
                 yield Collected(file, tests, error=self.errors[file.name])
             elif file.name in self.layout:
-                yield Collected(file, tests, (str(file.path), *self.imported), **self.depends)
+                yield Collected(file, tests, (str(file.path), *self.imported))
 
 
 class FakeExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import unittest
@@ -13,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from torch_ext.runner import class_process
-from torch_ext.runner.class_process import _Result, check_its_calls
+from torch_ext.runner.class_process import _Result, _Suite, check_its_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.runner.results import Raised, Remark, Status
 from torch_ext.world import provider
@@ -42,9 +43,16 @@ def ending(test: unittest.TestCase) -> TestEnded:
     result = _Result(cast(Channel, told), output=2, failfast=False)
     check_its_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
-        test.run(result)
+        run(test, result)
+    result.over()
     (ended,) = (message for message in told.messages if isinstance(message, TestEnded))
     return ended
+
+
+def run(test: unittest.TestCase, result: _Result) -> None:
+    suite = _Suite(result)
+    suite.addTest(test)
+    suite.run(result)
 
 
 def test_lost_ranks_are_told_in_one_sentence() -> None:
@@ -69,18 +77,18 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     monkeypatch.setattr(provider.scratch, "use", lambda folder: None)
     waits: list[int] = []
     told = Told()
-    monkeypatch.setattr(class_process.time, "sleep", lambda seconds: waits.append(len(told.messages)))
+    monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(told.messages)))
     result = _Result(cast(Channel, told), output=2, failfast=False)
     ours, zygote = channel_pair()
     provider.use(ours, str(tmp_path))
-    case().run(result)
+    run(case(), result)
     assert waits == [] and [type(message) for message in told.messages] == [TestStarted, TestEnded]
     zygote.close()
     if is_forgotten:  # as after a world that has lost its zygote
         provider.forget(ours)
-    case().run(result)
+    run(case(), result)
     assert waits == [2]  # before anything was told of the second test
-    case().run(result)
+    run(case(), result)
     assert waits == [2]  # it has outlived its zygote
     ours.close()
 
@@ -141,6 +149,73 @@ def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
     ended = ending(Silent("test_a"))
     assert ended.status is Status.FAILED
     assert ended.problems == (Remark("unittest ended the test without saying how."),)
+
+
+# What one run of a test does, in the words of a method that ends so.
+ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
+    "passes": lambda self: None,
+    "fails": lambda self: self.fail("it fails"),
+    "raises": lambda self: int("x"),
+    "skips": lambda self: self.skipTest("it skips"),
+    "fails in a part": lambda self: fail_in_a_part(self),
+}
+
+
+def fail_in_a_part(self: unittest.TestCase) -> None:
+    with self.subTest(part=1):
+        self.fail("it fails in a part")
+
+
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("inner", ["run", "__call__"])
+def test_a_class_that_runs_a_test_again_has_one_result_which_fails_if_unittest_says_so(
+    expected: bool, inner: str
+) -> None:
+    for number in (1, 2, 3):
+        for endings in itertools.product(ENDINGS, repeat=number):
+            tests = []
+            for _ in range(2):
+                left = list(endings)
+
+                def body(self: unittest.TestCase, left: list[str] = left) -> None:
+                    ENDINGS[left.pop(0)](self)
+
+                def again(self: unittest.TestCase, result: Any = None, left: list[str] = left) -> None:
+                    while left:
+                        getattr(unittest.TestCase, inner)(self, result)
+
+                tests.append(case(test_a=unittest.expectedFailure(body) if expected else body, **{inner: again}))
+            oracle = unittest.TestResult()
+            tests[0](oracle)
+            ended = ending(tests[1])
+            assert (ended.status.counted is Status.FAILED) == (not oracle.wasSuccessful()), endings
+            said = " ".join(str(problem) for problem in ended.problems)
+            for _, trace in oracle.failures + oracle.errors:
+                assert trace.rstrip().rpartition("\n")[2] in said, endings
+            assert ("ran this test" in said) == (number > 1 and ended.status is Status.FAILED)
+
+
+def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_of_its_own() -> None:
+    class Beside(unittest.TestCase):
+        def run(self, result: Any = None) -> Any:
+            super().run(result)
+            if self._testMethodName == "test_a":
+                Beside("test_b").run(result)
+
+        def test_a(self) -> None:
+            pass
+
+        def test_b(self) -> None:
+            self.fail("b fails")
+
+    told = Told()
+    result = _Result(cast(Channel, told), output=2, failfast=False)
+    suite = _Suite(result)
+    suite.addTests([Beside("test_a"), Beside("test_b")])
+    suite.run(result)
+    ended = [message for message in told.messages if isinstance(message, TestEnded)]
+    assert [(each.method, each.status) for each in ended] == [("test_a", Status.FAILED), ("test_b", Status.FAILED)]
+    assert isinstance(ended[0].problems[0], Raised) and "test_b" in ended[0].problems[0].where
 
 
 def test_ordinary_endings_are_what_they_were() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from test.torch_ext.runner.fakes import FakeExecutor
+from torch_ext import cache
 from torch_ext.runner.cli import main, main_for_file
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
@@ -120,13 +121,20 @@ def test_list_prints_ids_and_runs_nothing(
     assert executor.plans == []
 
 
-def test_a_warm_list_needs_no_executor(
-    command: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+def test_a_warm_list_needs_no_executor_and_says_where_its_names_are_from(
+    command: Callable[..., int],
+    executor: FakeExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command("--list") == 0
     assert sorted(executor.fake_collector.asked) == sorted(LAYOUT)
+    assert "cache" not in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", None)  # its import now fails
     assert command("--list") == 0
+    folder = cache.folder()
+    assert folder is not None
+    assert capsys.readouterr().err == f"4 tests; names of 2 files from the cache in {folder / 'names'}\n"
 
 
 def test_names_are_remembered_for_each_device(
@@ -317,7 +325,7 @@ def test_an_interrupt_while_importing(command: Callable[..., int], executor: Fak
     assert command() == 130
 
 
-# --- files that hold other tests than were remembered -----------------------------------------------------------------
+# --- files that hold other tests than were cached ---------------------------------------------------------------------
 
 
 def hold(executor: FakeExecutor, *tests: str) -> None:
@@ -338,7 +346,7 @@ def test_a_run_says_that_a_file_holds_other_tests_and_runs_those(
     assert executor.ran == [DICT, new, CALL]
     printed = capsys.readouterr()
     (told,) = printed.err.splitlines()
-    assert told.startswith(f"warning: {INPUT} has other tests than were remembered (1 new, 2 gone)")
+    assert told.startswith(f"warning: {INPUT} has other tests than were cached (1 new, 2 gone)")
     assert printed.out.splitlines()[-1] == "3 passed, 0 failed, 0 skipped" and "Not run" not in printed.out
     command("--list")
     assert INPUT in executor.fake_collector.asked  # what was remembered is forgotten

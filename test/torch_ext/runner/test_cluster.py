@@ -256,8 +256,8 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Pa
     }, (out, err)
     assert "asks for 3 hosts, and the cluster has 2 machines" in results["TestThree::test_skips"]["reason"]
     failure = results["TestPair::test_fails"]
-    assert "rank 3 of 4 failed with ValueError: only here" in failure["text"]
-    assert re.search(r"rank 3 on host 1 \(machine \w{12}\) failed with ValueError", failure["text"]), failure["text"]
+    assert re.search(r"^rank 3 raised ValueError at \S+: only here", failure["text"], re.M)
+    assert re.search(r"rank 3 on host 1 \(machine \w{12}\) raised ValueError", failure["text"]), failure["text"]
     assert "Output of rank 3:\n    rank 3 was here" in failure["text"], "what a rank prints comes from its machine"
     assert {one["host"].split()[1] for one in failure["problems"][0]["ranks"]} == {"0", "1"}
     hang = results["TestPair::test_hangs"]["text"]

@@ -73,9 +73,9 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
     ("arguments", "said"),
     [
         (["--list", "--junit", "a"], "--list runs no test, and has nothing for --junit; leave that out"),
-        (["--audit-order", "--json"], "--audit-order prints what it finds, and has nothing for --json; leave that"),
         (["--history", "TestA", "--html=a"], "--history shows earlier runs, and has nothing for --html; leave that"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
+        (["--reuse", "class"], "--reuse was removed; to keep ranks for all tests of a class, derive it from MultiProc"),
         (["--history", ""], "argument --history: got nothing, as from a variable that is not set"),
         (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
         (["--cluster", ""], "argument --cluster: got nothing"),
@@ -93,7 +93,7 @@ def test_what_would_be_lost_in_silence_is_refused(
 
 def test_reports_of_the_configuration_do_not_stop_a_list(project: Path) -> None:
     write(project, 'junit = "junit.xml"\nhtml = "/dev/null"')
-    for typed in (["--list", "--json"], ["--audit-order"], ["--history", "TestA"], ["--trace=/dev/null"]):
+    for typed in (["--list", "--json"], ["--history", "TestA"], ["--trace=/dev/null"]):
         assert parse(["--root", str(project), *typed]).junit == "junit.xml"
 
 
@@ -107,6 +107,7 @@ def test_every_option_is_shown_with_its_source(project: Path, capsys: pytest.Cap
     ("text", "said"),
     [
         ("rerun = 1", "has the key 'rerun', which is no option; nearest: reruns"),
+        ("audit_order = true", "has the key 'audit_order', which was removed; to keep ranks"),
         ("list = true", "has the key 'list', which is no option"),
         ("zzz = 1", "has the key 'zzz', which is no option; the options are coverage"),
         ("reruns = -1", "reruns of [tool.torch_ext]: got '-1', expected a whole number of at least 0"),

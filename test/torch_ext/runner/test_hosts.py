@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,8 +88,8 @@ def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(
         "test_cannot_be_divided": "failed",
     }, done.stderr
     failure = results["test_fails_on_host_1"]
-    assert "rank 2 of 4 failed with ValueError: only here" in failure["text"]
-    assert "  rank 2 on host 1 failed with ValueError: only here  <- first" in failure["text"]
+    assert re.search(r"^rank 2 raised ValueError at \S+: only here", failure["text"], re.M)
+    assert re.search(r"^  rank 2 on host 1 raised ValueError at \S+: only here  <- first", failure["text"], re.M)
     assert [one["host"] for one in failure["problems"][0]["ranks"]] == ["host 0", "host 0", "host 1", "host 1"]
     assert "got 3 ranks for 2 hosts, expected as many on each" in results["test_cannot_be_divided"]["text"]
     (plan,) = (one for one in told if one["event"] == "plan")

@@ -1,4 +1,4 @@
-"""Remembered test names are used only while they are valid, and never get in the way.
+"""Cached test names are used only while they are valid, and never get in the way.
 
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.runner.discovery import TestFile, find_test_files
-from torch_ext.runner.names import Collected, NameCache, collect_names, describe_difference, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 from torch_ext.runner.results import Needs, TestName
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
@@ -258,99 +258,6 @@ def test_a_name_belongs_to_the_root_it_was_found_below(tmp_path: Path, folder: P
     below = find_test_files(suite / "a")
     collector = FakeCollector({"test_a.py": ["TestA.test_1"]})
     assert names(below, folder, collector) == [[TestName("test_a.py", "TestA", "test_1").id]]
-
-
-# --- what else an import read -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "data" / "cases.json"
-    path.parent.mkdir()
-    path.write_text("[1, 2]")
-    age(path)
-    age(path.parent)
-    return path
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: path.write_text("[3]"),
-        Path.unlink,
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["edited", "deleted", "folder"],
-)
-def test_names_hold_while_the_data_that_was_read_does(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector, data: Path, change: Callable[[Path], object]
-) -> None:
-    collector.depends = {"paths": (str(data),)}
-    names(files, folder, collector)
-    assert names(files, folder, collector) == EXPECTED and collector.asked == []
-    change(data)
-    assert names(files, folder, collector) == EXPECTED and sorted(collector.asked) == sorted(LAYOUT)
-
-
-def test_names_hold_while_the_folder_that_was_listed_has_the_same_entries(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector, data: Path
-) -> None:
-    collector.depends = {"paths": (str(data.parent),)}
-    names(files, folder, collector)
-    data.write_text("[3]")
-    (data.parent / "__pycache__").mkdir()
-    assert names(files, folder, collector) == EXPECTED and collector.asked == []
-    (data.parent / "more.json").touch()
-    assert names(files, folder, collector) == EXPECTED and sorted(collector.asked) == sorted(LAYOUT)
-
-
-def test_names_hold_until_a_file_comes_that_was_looked_for_in_vain(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector, data: Path
-) -> None:
-    collector.depends = {"paths": (str(data.with_name("absent")),)}
-    names(files, folder, collector)
-    assert names(files, folder, collector) == EXPECTED and collector.asked == []
-    data.with_name("absent").touch()
-    assert names(files, folder, collector) == EXPECTED and sorted(collector.asked) == sorted(LAYOUT)
-
-
-@pytest.mark.parametrize("value", ["other", None])
-def test_names_hold_while_the_variables_that_were_asked_for_do(
-    files: tuple[TestFile, ...],
-    folder: Path,
-    collector: FakeCollector,
-    monkeypatch: pytest.MonkeyPatch,
-    value: str | None,
-) -> None:
-    collector.depends = {"variables": ("CASES", "NOT_SET_EITHER")}
-    monkeypatch.setenv("CASES", "s3cret")
-    names(files, folder, collector)
-    assert names(files, folder, collector) == EXPECTED and collector.asked == []
-    assert all("s3cret" not in path.read_text() for path in entries(folder))
-    monkeypatch.setenv("CASES", value) if value else monkeypatch.delenv("CASES")
-    assert names(files, folder, collector) == EXPECTED and sorted(collector.asked) == sorted(LAYOUT)
-
-
-def test_names_of_an_import_that_nobody_can_repeat_are_asked_for_each_time(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector
-) -> None:
-    collector.depends = {"unsure": "starts a process"}
-    for _ in range(2):
-        assert names(files, folder, collector) == EXPECTED and sorted(collector.asked) == sorted(LAYOUT)
-
-
-def test_what_was_remembered_of_the_same_code_is_there_to_compare(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector
-) -> None:
-    collector.depends = {"unsure": "starts a process"}
-    names(files, folder, collector)
-    collector.layout = {**LAYOUT, "a/test_a.py": ["TestA.test_2", "TestA.test_3"]}
-    found = collect_names(files, NameCache(folder, AROUND), lambda: collector)[0]
-    assert found.before is not None and not found.remembered
-    told = describe_difference(found.file, found.before, found.tests)
-    assert told.startswith("a/test_a.py has other tests than were remembered (1 new, 1 gone)")
-    files[0].path.write_text("# edited, so that nobody wonders\n", encoding="utf-8")
-    assert collect_names(files, NameCache(folder, AROUND), lambda: collector)[0].before is None
 
 
 # --- whose cache it is ------------------------------------------------------------------------------------------------

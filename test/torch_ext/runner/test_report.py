@@ -11,7 +11,7 @@ import pytest
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import Options
-from torch_ext.runner.reporters.rerun import rerun_command
+from torch_ext.runner.reporters.failure import rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.reporters.text import TextReporter
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
@@ -204,10 +204,10 @@ def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
         "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
         "--root 'my suites' --device cpu --timeout 7.5 --start-method interpreter"
     )
-    racing = Options(Path("/x"), races="report", schedule="random", seed=7, reuse="class", cluster="local:2")
+    racing = Options(Path("/x"), races="report", schedule="random", seed=7, cluster="local:2")
     assert rerun_command(racing, ONE) == (
         "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
-        "--races report --schedule random --seed 7 --cluster local:2 --reuse class"
+        "--races report --schedule random --seed 7 --cluster local:2"
     )
     spaced = rerun_command(Options(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
     assert spaced == "python run_test.py -i 'fsdp/test_a.py::TestA::test_[a b]'"

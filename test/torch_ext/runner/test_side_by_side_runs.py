@@ -45,11 +45,8 @@ def test_two_runners_in_one_checkout_do_not_disturb_each_other(tmp_path: Path) -
     assert told.stdout.count("passed") >= 2, told.stdout
 
 
-def test_ten_parallel_runs_of_the_fsdp_suites_have_no_flake_that_a_sequential_run_has_not(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("long"):
-        pytest.skip("takes half an hour on two cores; pytest --long runs it")
+@pytest.mark.long  # half an hour on two cores
+def test_ten_parallel_runs_of_the_fsdp_suites_have_no_flake_that_a_sequential_run_has_not(tmp_path: Path) -> None:
     suites = ("--device", "sim", "-i", "distributed/fsdp")
     alone = ended([start("-j", "1", *suites, cache=tmp_path)], 1200)[0]
     slots = str(8 * (os.cpu_count() or 1))

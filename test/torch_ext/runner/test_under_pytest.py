@@ -39,6 +39,6 @@ def test_a_failure_shows_no_frames_of_the_harness(tmp_path: Path) -> None:
     )  # fmt: skip
     shown = done.stdout.split("_ TestRanks.test_fails _")[1].split("short test summary")[0]
     ours = [line for line in shown.splitlines() if line.strip() and not line.startswith(("E  ", "_"))]
-    assert shown.count("WorldFailure: rank 1 of 2 failed with AssertionError") == 2, done.stdout
+    assert shown.count("WorldFailure: rank 1 raised AssertionError at test_two.py:") == 2, done.stdout
     assert len(ours) <= 14, shown
     assert "testPartExecutor" not in shown and "raise_verdict" not in shown

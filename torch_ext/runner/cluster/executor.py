@@ -13,18 +13,18 @@ so that no test fails for it. What its other machines still say counts for nothi
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch_ext.runner.cluster.machines import Machines, said_in_a_line
-from torch_ext.runner.cluster.messages import HostLost, JoinClass, Listening, Peer, RunClass, Told
-from torch_ext.runner.cluster.placing import Placement, bundle
-from torch_ext.runner.cluster.ship import folder_of, runtime_environment, shipped
+import torch_ext
+from torch_ext.runner.cluster.machines import Machines, Placement, bundle, said_in_a_line
+from torch_ext.runner.cluster.messages import HostLost, JoinClass, Listening, Peer, RunClass, ShippedFile, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
@@ -40,6 +40,7 @@ _AHEAD = 8
 _LOOK_S = 0.25
 # How many machines a class may lose.
 _MOST_LOST = 3
+_PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 
 @dataclass
@@ -98,11 +99,11 @@ class ClusterExecutor:
         self._numbers = 0
 
     def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
-        """See the Protocol. What was remembered of a file is trusted, and not asked for again."""
+        """See the Protocol. What is cached of a file is trusted, and not asked for again."""
         if not plan.batches:
             return
-        folder = folder_of(self._options.root, [batch.file for batch in plan])
-        self._machines.connect(runtime_environment(folder))
+        folder = _folder_of(self._options.root, [batch.file for batch in plan])
+        self._machines.connect(_runtime_environment(folder))
         in_order = self._options.random_order is not None or self._options.failed_first
         waiting = [self._job(batch) for batch in Packed(1, in_order=in_order).order(plan.batches)]
         placed: list[_Job] = []
@@ -176,7 +177,7 @@ class ClusterExecutor:
                 return False
         job.nodes = nodes
         batch = job.batch
-        file, need = shipped(batch.file, folder), batch.need.of_each_host
+        file, need = _shipped(batch.file, folder), batch.need.of_each_host
         for host, node in enumerate(nodes[1:], 1):
             self._order(
                 JoinClass(job.number, file, batch.cls, need, self._machines.addresses[node], job.token),
@@ -197,7 +198,7 @@ class ClusterExecutor:
         ]
         order = RunClass(
             job.number,
-            shipped(batch.file, folder),
+            _shipped(batch.file, folder),
             batch.cls,
             tuple(test.method for test in job.left),
             batch.need.of_each_host,
@@ -324,3 +325,29 @@ def _on_our_clock(result: TestResult, now_s: float) -> TestResult:
         for one in result.ranks
     ]
     return replace(result, ranks=tuple(ranks))
+
+
+def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:
+    """Return the folder that is shipped: our checkout if the suites lie in it, else the smallest that holds the root
+    and every folder that a file is imported from.
+    """
+    folder = Path(os.path.commonpath([root, *(file.import_root for file in files)]))
+    checkout = _PACKAGE.parent
+    return checkout if folder.is_relative_to(checkout) and (checkout / "run_test.py").is_file() else folder
+
+
+def _runtime_environment(folder: Path) -> dict[str, Any]:
+    """Return Ray's ``runtime_env``: workers run in a copy of ``folder``, and import this torch_ext.
+
+    Ray leaves out what ``.gitignore`` names, and refuses more than 500 MiB.
+    """
+    found: dict[str, Any] = {"working_dir": str(folder), "excludes": [".git"]}
+    if not _PACKAGE.is_relative_to(folder):
+        found["py_modules"] = [str(_PACKAGE)]
+    return found
+
+
+def _shipped(file: TestFile, folder: Path) -> ShippedFile:
+    """Return ``file`` as a machine finds it below its copy of ``folder``."""
+    path, import_root = (each.relative_to(folder).as_posix() for each in (file.path, file.import_root))
+    return ShippedFile(file.name, path, file.module, import_root)

@@ -35,7 +35,8 @@ from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all, readable
 from torch_ext.world.hosts import ADDRESS_VARIABLE, INTERFACE_VARIABLES, interface_variables
 from torch_ext.world.output import Capture
-from torch_ext.world.protocol import OWNER_VARIABLE, Ended, Order, Receipt, Signal, Start, Started
+from torch_ext.world.processes import ask_zygote
+from torch_ext.world.protocol import OWNER_VARIABLE, Ended, Order, Progress, Receipt, Signal, Start, Started
 from torch_ext.world.start import open_ends
 from torch_ext.world.tree import ZygoteClient
 
@@ -68,6 +69,7 @@ class _World:
     number: int
     group: Channel
     ranks: list[_Rank] = field(default_factory=list)
+    pids: tuple[int, ...] = ()
 
 
 class FarRanks:
@@ -201,6 +203,9 @@ class FarRanks:
             return False
         if isinstance(message, Receipt):  # the test may be judged on it, so what the rank has printed comes first
             self._tell_output(world, index)
+        if isinstance(message, Progress) and message.blocked and not message.among_ranks:
+            others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            message = replace(message, blocked=not others, may_act=others)
         self._tell(world, index, Stream.CHANNEL, message)
         return True
 
@@ -236,6 +241,7 @@ class FarRanks:
         except ChannelClosedError as error:
             raise LinkLostError("the zygote here was killed") from error
         if isinstance(message, Started):
+            world.pids = message.pids
             self._link.send(FarStarted(world.number, message.pids, message.why_interpreter))
         elif isinstance(message, Ended):
             self._drain(world, message.index)

@@ -1,4 +1,6 @@
-"""The machines of a Ray cluster: connects to them, and keeps an actor on each that runs tests. Imports Ray on use."""
+"""The machines of a Ray cluster: connects to them, keeps an actor on each that runs tests, and has Ray place classes
+on them. Imports Ray on use.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settin
 from torch_ext.runner.cluster.node import Node
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError
+from torch_ext.runner.schedule import Need
 
-__all__ = ["Machines", "said_in_a_line"]
+__all__ = ["Machines", "Placement", "bundle", "said_in_a_line"]
 
 # How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
 _READY_S = 600.0
 # How long it may take until what it has started has ended.
 _END_S = 30.0
+# As on a single machine: ranks wait for one another most of the time.
+_RANKS_PER_CPU = 4
+_CREATED = "CREATED"
 
 
 def _ray() -> Any:
@@ -192,3 +198,50 @@ def said_in_a_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = [line for line in lines if "Error: " in line]
     return (ours[-1] if ours else lines[0] if lines else type(error).__name__)[:200]
+
+
+def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
+    """Return what a class takes of one machine, in Ray's resources: at most what the largest machine has.
+
+    Args:
+        need: of the class.
+        largest_cpus: the most CPUs that a machine has.
+        devices: the most devices that a machine has which ranks must share; 0 where they need not.
+
+    >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
+    ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})
+    """
+    if devices:
+        ranks = devices if need.alone else min(need.ranks, devices)
+        return {"GPU": ranks, "CPU": largest_cpus if need.alone else 1 / _RANKS_PER_CPU}
+    return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.ranks / _RANKS_PER_CPU)}
+
+
+class Placement:
+    """A reservation that Ray makes on machines of its choice, as soon as there is room. :meth:`leave` ends it.
+
+    Args:
+        resources: what it takes of each machine.
+        machines: how many, no two of them the same.
+    """
+
+    def __init__(self, resources: dict[str, float], machines: int = 1) -> None:
+        from ray.util import placement_group
+
+        self._machines = machines
+        self._group: Any = placement_group([resources] * machines, strategy="STRICT_SPREAD" if machines > 1 else "PACK")
+
+    def nodes(self) -> tuple[str, ...]:
+        """Return the ids of the machines; none while there is no room."""
+        from ray.util import placement_group_table
+
+        table = placement_group_table(self._group)
+        if table.get("state") != _CREATED:
+            return ()
+        return tuple(str(table["bundles_to_node_id"][number]) for number in range(self._machines))
+
+    def leave(self) -> None:
+        """Give the room back."""
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self._group)

@@ -41,7 +41,7 @@ from torch_ext.runner.schedule import Batch
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.hosts import NUMBER_VARIABLE
-from torch_ext.world.protocol import Ended, Order, RankOrder, Signal, Start, Started
+from torch_ext.world.protocol import AskOthers, Ended, Order, RankOrder, Signal, Start, Started
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["Spread", "SpreadZygotes"]
@@ -195,6 +195,11 @@ class Spread:
         except ChannelClosedError:
             self._callbacks.unwatch(client)
             client.close()
+            return
+        if isinstance(message, AskOthers):  # here; each other host answers for itself, see far.py
+            with contextlib.suppress(ChannelClosedError):
+                zygote.channel.send(message, descriptors)
+            close_all(descriptors)
             return
         if not isinstance(message, Start):
             close_all(descriptors)

@@ -50,5 +50,5 @@ def on_our_clock(message: Any, shift_s: float) -> Any:
         began_s = message.began_s + shift_s if message.began_s else 0.0
         return replace(message, time_s=message.time_s + shift_s, began_s=began_s, met_s=met_s)
     if isinstance(message, Progress):
-        return replace(message, until_s=message.until_s + shift_s)
+        return replace(message, until_s=message.until_s + shift_s, raises_s=message.raises_s + shift_s)
     return message

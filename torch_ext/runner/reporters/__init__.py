@@ -1,7 +1,7 @@
 """What becomes of a run's results: reporters behind one Protocol, one file each, over data.
 
 ``base``       the Protocol
-``text``       what a user reads on stdout, with ``failure``, ``rerun`` and ``styled`` below it
+``text``       what a user reads on stdout, with ``failure`` and ``styled`` below it
 ``junit``      ``--junit FILE``
 ``jsonlines``  ``--json FILE``
 ``html``       ``--html FILE``

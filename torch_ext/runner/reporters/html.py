@@ -10,9 +10,8 @@ import torch_ext
 from torch_ext.runner.options import Options
 from torch_ext.runner.progress import counts
 from torch_ext.runner.reporters.base import AtEnd
-from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.reporters.report_file import ReportFile
-from torch_ext.runner.reporters.rerun import rerun_command
 from torch_ext.runner.results import RanksFailed, Status, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.phrases import printable

@@ -34,7 +34,6 @@ class JsonReporter:
 
     def __init__(self, plan: Plan, options: Options, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
         self._progress = Progress(plan)
-        self._plan = plan
         self._file = file
         self._needs = needs
         self._start_s = time.monotonic()
@@ -72,14 +71,13 @@ class JsonReporter:
 
     def replan(self, plan: Plan) -> None:
         """Write another ``plan``."""
-        self._plan = plan
         self._progress.replan(plan)
         self._tell_plan(plan)
 
     def new_round(self, number: int) -> None:
         """Number what follows, and miss every test once more."""
         self._round = number
-        self._progress.new_round(self._plan)
+        self._progress.new_round()
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the ``end``."""

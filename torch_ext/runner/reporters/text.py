@@ -9,8 +9,7 @@ from typing import TextIO
 
 from torch_ext.runner.options import Options
 from torch_ext.runner.progress import Progress, counts
-from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.rerun import rerun_command
+from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.results import Began, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
@@ -85,7 +84,7 @@ class TextReporter:
     def new_round(self, number: int) -> None:
         """Print the number of the round, and begin to count classes anew."""
         self._unfinished()
-        self._progress.new_round(self._plan)
+        self._progress.new_round()
         self._begun.clear()
         self._printed.clear()
         of = f" of {self._options.repeat}" if self._options.repeat else ""

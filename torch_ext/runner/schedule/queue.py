@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.schedule.base import Policy
 from torch_ext.runner.schedule.plan import Batch, Plan
+from torch_ext.runner.schedule.policies import Policy
 from torch_ext.runner.schedule.slots import Slots, slots_of
 
 __all__ = ["Queue"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from torch_ext.runner.schedule.base import Policy
 from torch_ext.runner.schedule.plan import Batch, Plan
+from torch_ext.runner.schedule.policies import Policy
 from torch_ext.runner.schedule.queue import Queue
 from torch_ext.runner.schedule.slots import Slots, slots_of
 

@@ -76,7 +76,7 @@ def export(request: Request, say: Callable[[str], None] = lambda line: None) -> 
     if request.devices:
         result.runs, result.problems = _checked(request, targets, result.files, author, say)
         told = [str(run) for run in result.runs]
-    message = cover(targets, root, told, request.tools, request.subject)
+    message = cover(targets, told, request.tools, request.subject)
     if result.problems:
         return result
     result.mail = patch.mailbox(request.onto, result.files, message, author)

@@ -1,32 +1,26 @@
-"""The words that go with a patch: what it tests, which fault it catches, how it was run, and with what tools."""
+"""The words that go with a patch: what it tests, how it was run, and with what tools."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import platform
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from torch_ext.upstream.export import ruff
 from torch_ext.upstream.export.pieces import Target
 
-__all__ = ["cover", "faults_of", "tests_of"]
+__all__ = ["cover", "tests_of"]
 
 _WIDTH = 72
 
 
-def cover(
-    targets: Sequence[Target], root: Path, runs: Sequence[str], tools: Sequence[str] = (), subject: str = ""
-) -> str:
+def cover(targets: Sequence[Target], runs: Sequence[str], tools: Sequence[str] = (), subject: str = "") -> str:
     """Return the commit message of a change.
 
     Args:
         targets: what changes.
-        root: the checkout of this project, whose table of faults tells what the tests catch.
         runs: how it was run, a line each; empty if it was not.
         tools: what else helped to make it, in the words of whoever sends it.
         subject: the first line; made of what changes if empty.
@@ -38,12 +32,6 @@ def cover(
     listed = [f"{module.rpartition('.')[2]}: {name}" for module, names in added.items() for name in names]
     if listed:
         parts.append("Tests:\n" + "\n".join(f"  {name}" for name in listed))
-    faults = [line for target in targets if target.whole for line in faults_of(target.module, root)]
-    parts.append(
-        "Faults put into FSDP one at a time, and the test that fails for each:\n" + "\n".join(f"  {x}" for x in faults)
-        if faults
-        else "No fault was put into torch to see these tests fail."
-    )
     parts.append(
         "Run:\n" + "\n".join(f"  {line}" for line in runs) if runs else "Not run on the tree that it applies to."
     )
@@ -87,26 +75,6 @@ def tests_of(target: Target) -> list[str]:
         for member in definition.members()
         if member.startswith("test_")
     ]
-
-
-def faults_of(module: str, root: Path) -> list[str]:
-    """Return what the project's table says that tests of ``module`` catch: a line for each fault, with its place."""
-    if not module.startswith("test.distributed.") or not (root / "test" / "torch_ext" / "suite_faults").is_dir():
-        return []
-    before = list(sys.path)
-    sys.path.insert(0, str(root))
-    try:
-        table = importlib.import_module("test.torch_ext.suite_faults.table").FAULTS
-    finally:
-        sys.path[:] = before
-    below = module.removeprefix("test.distributed.")
-    found = []
-    for name, fault in table.items():
-        file, _, test = fault.noticed_by.partition(":")
-        if file == below:
-            places = ", ".join(edit.function.rpartition(":")[2] for edit in fault.edits)
-            found.append(f"{test}: {name.replace('_', ' ')} (in {places})")
-    return found
 
 
 def _tools() -> Iterable[str]:
