@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.10",
     # No upper bound on torch, so that pip never replaces a nightly or a source build.
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.13",
         "numpy",
         "expecttest>=0.3",
         "hypothesis>=6",

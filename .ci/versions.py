@@ -29,7 +29,7 @@ from pathlib import Path
 from sum_results import count
 
 ROOT = Path(__file__).resolve().parents[1]
-RELEASES = ["2.11.0", "2.13.0", "2.15.0"]
+RELEASES = ["2.13.0", "2.14.0", "2.15.0"]
 BUILD = "python -m torch_ext build"
 TESTS = [
     "python -m pytest -q -n 3 --dist loadgroup test/torch_ext/sim",

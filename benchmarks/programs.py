@@ -3,8 +3,7 @@
     python benchmarks/programs.py [--repeats 5] [--ranks 8 16 32]
 
 Prints, all sides measured in turns in one run: seconds until the first line of a script that only imports torch, on 4
-ranks, by torchrun, by ``torch_ext run``, and by the same with ``torch_ext serve`` running; seconds that one test takes
-from the command to its end, alone and with ``serve``; the step time of FSDP2 on
+ranks, by torchrun, by ``torch_ext run``, and by the same with ``torch_ext serve`` running; the step time of FSDP2 on
 ``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks; and the private memory of a rank that has imported torch and
 made a process group. Medians of times, and medians of the ratios within a turn.
 """
@@ -22,8 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_RUN_TEST = str(Path(__file__).resolve().parents[1] / "run_test.py")
-_ONE_TEST = [sys.executable, _RUN_TEST, "-q", "TestInput.test_input_type_dict"]
 ONLY_IMPORTS = "import torch\nprint('first line', flush=True)\n"
 
 STEPS = """
@@ -147,21 +144,6 @@ def first_lines(repeats: int, file: str, folder: str) -> None:
         print(f"first line, 4 ranks: torchrun {theirs:.2f} s, {name} {own:.2f} s, {ratio:.1f} times", flush=True)
 
 
-def one_test(repeats: int, folder: str) -> None:
-    """Print how long a run of one test of two ranks takes, whose name is remembered."""
-    with serving(folder) as served:
-        turns = in_turns(repeats + 1, lambda: whole_run(_ONE_TEST), lambda: whole_run(_ONE_TEST, served))[1:]
-    alone, warm, ratio = medians(turns, 0, 1)
-    print(f"run of one test: alone {alone:.2f} s, with serve {warm:.2f} s, {ratio:.1f} times", flush=True)
-
-
-def whole_run(command: list[str], environment: dict[str, str] | None = None) -> float:
-    """Return how many seconds ``command`` takes."""
-    begun = time.perf_counter()
-    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - begun
-
-
 def step_times(repeats: int, file: str, ranks: int) -> None:
     """Print how long a step takes on ``sim``, and on the host."""
     turns = in_turns(
@@ -184,7 +166,6 @@ def main() -> None:
             files[name] = str(Path(folder) / f"{name}.py")
             Path(files[name]).write_text(text, encoding="utf-8")
         first_lines(options.repeats, files["first"], folder)
-        one_test(options.repeats, folder)
         for ranks in (2, 4):
             step_times(options.repeats, files["steps"], ranks)
         for ranks in options.ranks:

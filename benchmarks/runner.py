@@ -84,11 +84,11 @@ def recorded(output: str) -> dict[TestName, float]:
 
 
 def plan_of(times: Mapping[TestName, float]) -> Plan:
-    """Return the plan of the recorded tests, with what each needs as the run has remembered it."""
+    """Return the plan of the recorded tests, with what each needs as the run has cached it."""
     names = NameCache(cache.folder(), surroundings(os.environ.get("TORCH_EXT_DEVICE", "")))
     files = [file for file in find_test_files(REPOSITORY / "test") if any(test.file == file.name for test in times)]
-    remembered = [found for file in files if (found := names.load(file)) is not None]
-    needs = {test: need for found in remembered for test, need in zip(found.tests, found.needs, strict=True)}
+    cached = [found for file in files if (found := names.load(file)) is not None]
+    needs = {test: need for found in cached for test, need in zip(found.tests, found.needs, strict=True)}
     return make_plan(files, times, needs, times.__getitem__)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--repeats 5] [-i PATTERN ...]
 
-Runs each of these as a fresh command, in turns: ``--list`` with remembered names, ``--list`` without, importing the
-same suite in a plain interpreter, ``--list`` of 2,000 tests with remembered names, also with a history and by a file
+Runs each of these as a fresh command, in turns: ``--list`` with cached names, ``--list`` without, importing the
+same suite in a plain interpreter, ``--list`` of 2,000 tests with cached names, also with a history and by a file
 that names each of them, and a run up to its first test. Prints medians in seconds, and a ratio.
 """
 
@@ -65,13 +65,13 @@ def write_many(root: Path) -> int:
 
 
 def list_many(repeats: int) -> dict[str, float]:
-    """Return the median seconds that a list of many remembered tests takes, by how they are selected."""
+    """Return the median seconds that a list of many cached tests takes, by how they are selected."""
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         number = write_many(root)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXT_CACHE": cache, "TORCH_EXT_DEVICE": "cpu"}
         runner = [sys.executable, str(REPOSITORY / "run_test.py"), "--root", folder]
-        seconds([*runner, "-q"], environment)  # remembers names and times
+        seconds([*runner, "-q"], environment)  # caches names and keeps times
         names = _list([*runner, "--list"], environment)
         (root / "names").write_text("\n".join(names))
         if len(names) != number:

@@ -24,18 +24,17 @@ def _asked_for(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
-    parser.addoption("--served", action="store_true", help="let runs use what `torch_ext serve` keeps warm")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
     # Tests run pytest and look at what it prints.
     os.environ.pop("PYTEST_ADDOPTS", None)
-    # And expect each run to be on its own.
-    if not config.getoption("served"):
-        runtime = tempfile.mkdtemp(prefix="runtime-")
-        config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
-        os.environ["XDG_RUNTIME_DIR"] = runtime
+    # And expect each program to load torch itself.
+    runtime = tempfile.mkdtemp(prefix="runtime-")
+    config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
+    os.environ["XDG_RUNTIME_DIR"] = runtime
     # Else the first question after the device would register it, for all tests that follow in the process.
     if not _asked_for(config):
         os.environ.setdefault("TORCH_EXT_DEVICE", "cpu")
@@ -58,7 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run what takes long last, or first where processes share the tests."""
+    """Deselect tests marked ``long``, unless ``--long`` is given or a test is named by ``::``. Of the others, run the
+    slowest files last, or first where processes share the tests.
+    """
+    if not (config.getoption("long") or any("::" in each for each in config.args)):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     direction = 1 if hasattr(config, "workerinput") else -1
     items.sort(key=lambda item: direction * parallel.place_in_queue(item.path.name))
 

@@ -17,25 +17,21 @@ _LONGEST = (
     "test_extension_contract.py",
     "test_endurance.py",
     "test_faults.py",
-    "test_ci_versions.py",
     "test_four_ways.py",
     "test_coverage.py",
     "test_neighbours.py",
-    "test_reuse.py",
     "test_pytest_plugin.py",
 )
 
 # Tests that need nothing of their file's others, by how their names begin. Each may run in any process.
 ALONE = {
     "test_bridge.py": ("test_",),
-    "test_ci_versions.py": ("test_",),
     "test_coverage.py": ("test_",),
     "test_endurance.py": ("test_",),
     "test_extension_contract.py": ("test_example_on_the_page_runs",),
     "test_hypothesis_utils.py": ("test_other_runners", "test_a_lost_zygote", "test_examples_are_the_same_in_every_run"),
     "test_neighbours.py": ("test_",),
     "test_pytest_plugin.py": ("test_",),
-    "test_reuse.py": ("test_",),
     "test_kills.py": ("test_killed_zygote_of", "test_killed_test_program"),
 }
 

@@ -3,8 +3,8 @@
 A few runs of the runner serve all. Each gets a folder with a file for each suite, which holds a class for each mistake
 that the suite must notice. Its ranks make the mistake before they run the test. The same tests pass in the suite's own
 class: in the same run, or in an earlier one if nothing that they depend on has changed since (``--long`` does not look
-there). A run of the whole file makes one mistake for each class of a suite, since all take a quarter of an hour;
-``--long`` makes all, and so does a run that names some.
+there). One mistake for each class of a suite is made by default, since all take a quarter of an hour; the others are
+marked ``long``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,9 +145,9 @@ ReportOf = Callable[[Shard], Report]
 @pytest.fixture(scope="module")
 def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
     """Runs the mistakes of a shard that this run of pytest asks for: all take minutes, one alone seconds."""
-    left_out = left_out_of(request)
-    asked = sorted(name for name in asked_for(request.session.items) - left_out if not missing(name))
-    store = None if is_long(request) else getattr(request.config, "cache", None)
+    asked = sorted(name for name in asked_for(request.session.items) if not missing(name))
+    is_long = request.config.getoption("--long", default=False)
+    store = None if is_long else getattr(request.config, "cache", None)
 
     @functools.cache
     def report_of(shard: Shard) -> Report:
@@ -157,24 +157,14 @@ def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return report_of
 
 
-def is_long(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--long", default=False))
-
-
-def left_out_of(request: pytest.FixtureRequest) -> set[str]:
-    """Return the mistakes that this run of pytest does not make: all but one for each class, if it asks for all."""
-    noticed = {params["name"] for params in _params(request.session.items, test_the_suites_notice)}
-    if is_long(request) or noticed != set(FAULTS):
-        return set()
-    first = {(Shard.of(name), target.module, target.cls): name for name, target in reversed(TARGETS.items())}
-    return set(FAULTS) - set(first.values())
-
-
 def asked_for(items: Sequence[pytest.Item]) -> set[str]:
-    """Return the mistakes whose tests, or whose sound counterparts, are among ``items``."""
-    noticed = {params["name"] for params in _params(items, test_the_suites_notice)}
-    sound = [(params["shard"], params["target"]) for params in _params(items, test_without_the_mistake_they_pass)]
-    return noticed | {name for name, target in TARGETS.items() if (Shard.of(name), target) in sound}
+    """Return the mistakes whose tests are among ``items``, and one for each sound counterpart that has none of them."""
+    asked = {params["name"] for params in _params(items, test_the_suites_notice)}
+    for params in _params(items, test_without_the_mistake_they_pass):
+        mistakes = mistakes_of(params["shard"], params["target"])
+        if asked.isdisjoint(mistakes):
+            asked.add(next((name for name in mistakes if not missing(name)), mistakes[0]))
+    return asked
 
 
 def _params(items: Sequence[pytest.Item], test: Callable[..., None]) -> list[dict[str, Any]]:
@@ -224,15 +214,25 @@ def run(folder: Path, device: str, selected: Sequence[str]) -> Report:
     return Report(output, endings, texts)
 
 
-def of_shard(shard: Shard, *values: object, id: str) -> Any:
+# The first mistake of each class.
+DEFAULT = {(Shard.of(name), target.module, target.cls): name for name, target in reversed(TARGETS.items())}.values()
+
+
+def of_shard(shard: Shard, *values: object, id: str, mistakes: Collection[str]) -> Any:
     """The tests of a shard are named so that they run in one process: see ``parallel.scope``."""
-    return pytest.param(shard, *values, id=f"{shard}/{id}")
+    marks = () if any(name in DEFAULT for name in mistakes) else pytest.mark.long
+    return pytest.param(shard, *values, id=f"{shard}/{id}", marks=marks)
 
 
-@pytest.mark.parametrize(("shard", "name"), [of_shard(Shard.of(name), name, id=name) for name in FAULTS])
-def test_the_suites_notice(request: pytest.FixtureRequest, report_of: ReportOf, shard: Shard, name: str) -> None:
-    if name in left_out_of(request):
-        pytest.skip("another mistake is made for the same class; pytest --long, or its name, makes this one")
+def mistakes_of(shard: Shard, target: Target) -> list[str]:
+    """Return the mistakes that ``target`` must notice on the device of ``shard``."""
+    return [name for name, each in TARGETS.items() if (Shard.of(name), each) == (shard, target)]
+
+
+@pytest.mark.parametrize(
+    ("shard", "name"), [of_shard(Shard.of(name), name, id=name, mistakes=[name]) for name in FAULTS]
+)
+def test_the_suites_notice(report_of: ReportOf, shard: Shard, name: str) -> None:
     if why := missing(name):
         pytest.skip(f"this torch words it in another way: {why}")
     test, report = faulty_test(name), report_of(shard)
@@ -245,14 +245,13 @@ SOUND = sorted({(Shard.of(name), target) for name, target in TARGETS.items()}, k
 
 @pytest.mark.parametrize(
     ("shard", "target"),
-    [of_shard(shard, target, id=f"{target.cls}.{target.method}") for shard, target in SOUND],
+    [
+        of_shard(shard, target, id=f"{target.cls}.{target.method}", mistakes=mistakes_of(shard, target))
+        for shard, target in SOUND
+    ],
 )
-def test_without_the_mistake_they_pass(
-    request: pytest.FixtureRequest, report_of: ReportOf, shard: Shard, target: Target
-) -> None:
-    mistakes = [name for name, each in TARGETS.items() if (Shard.of(name), each) == (shard, target)]
-    if left_out_of(request).issuperset(mistakes):
-        pytest.skip("no mistake is made for this test; pytest --long, or its name, makes one")
+def test_without_the_mistake_they_pass(report_of: ReportOf, shard: Shard, target: Target) -> None:
+    mistakes = mistakes_of(shard, target)
     if all(map(missing, mistakes)):
         pytest.skip(f"this torch can make none of {mistakes}")
     test, report = sound_test(target), report_of(shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -52,7 +53,7 @@ def test_the_same_tests_pass_fail_and_skip(done_by: DoneBy, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failure_says_which_rank_raised_what_and_a_skip_its_reason(done_by: DoneBy, way: str) -> None:
-    assert "rank 1 of 2 failed with ValueError: this is rank 1" in done_by(way).output
+    assert re.search(r"rank 1 raised ValueError at \S+: this is rank 1", done_by(way).output)
     assert "rank 0 passed" in done_by(way).output
     assert "Needs 8 accelerator devices." in done_by(way).output
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import cache
@@ -22,18 +23,18 @@ from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, p
 LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
     "torch_ext.cache": frozenset(),
+    "torch_ext.machine_memory": frozenset(),
     "torch_ext.unbuilt": frozenset(),
-    "torch_ext.sim": frozenset({"torch_ext.cache"}),
+    "torch_ext.sim": frozenset({"torch_ext.cache", "torch_ext.machine_memory"}),
     "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
-    "torch_ext.world": frozenset({"torch_ext.compat"}),
-    "torch_ext.warm": frozenset({"torch_ext.world"}),
+    "torch_ext.world": frozenset({"torch_ext.compat", "torch_ext.machine_memory"}),
     "torch_ext.runner": frozenset(
         {
             "torch_ext.world",
-            "torch_ext.warm",
             "torch_ext.cache",
             "torch_ext.compat.untested_torch",
+            "torch_ext.machine_memory",
             "torch_ext.cuda_as_sim.words",
         }
     ),
@@ -43,15 +44,21 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.program": frozenset(
         {
             "torch_ext.world",
-            "torch_ext.warm",
             "torch_ext.cache",
             "torch_ext.compat",
             "torch_ext.cuda_as_sim",
+            "torch_ext.machine_memory",
             "torch_ext.sim",
         }
     ),
     "torch_ext.__main__": frozenset(
-        {"torch_ext.runner", "torch_ext.program", "torch_ext.sim.command", "torch_ext.unbuilt"}
+        {
+            "torch_ext.runner",
+            "torch_ext.program",
+            "torch_ext.sim.command",
+            "torch_ext.unbuilt",
+            "torch_ext.upstream.harness",
+        }
     ),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
@@ -117,6 +124,20 @@ def test_every_part_of_the_package_has_its_layer() -> None:
 
 def test_arrows_point_down() -> None:
     assert [problem for path in FILES for problem in wrong_imports(path)] == []
+
+
+def test_no_string_names_a_module_of_a_layer_above() -> None:
+    """Such as one that a zygote or the runner imports by name."""
+    named = {
+        (shown(path), node.value)
+        for path in FILES
+        if (layer := layer_of(module_name(path))).startswith("torch_ext.")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"torch_ext(\.\w+)+(:\w+)?", node.value)
+        if (target := layer_of(node.value.partition(":")[0])) != layer and below(layer, LAYERS[target])
+    }
+    assert named == set()
 
 
 def private_helpers(path: Path) -> list[str]:
@@ -212,19 +233,20 @@ def ours(loaded: set[str]) -> set[str]:
     return {layer_of(name) for name in loaded} - {"", "torch_ext"}
 
 
+_OF_WORLD = {"torch_ext.world", "torch_ext.machine_memory"}
+_OF_RUNNER = {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat", "torch_ext.machine_memory"}
+
+
 @pytest.mark.parametrize(
     ("modules", "layers"),
     [
         (["torch_ext"], set()),
-        (["torch_ext.runner.cli"], {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat"}),
-        (["torch_ext.world.tree"], {"torch_ext.world"}),
-        (["torch_ext.world.start"], {"torch_ext.world"}),
-        (["torch_ext.world.provider"], {"torch_ext.world"}),
-        (ROOMS["torch_ext.world"], {"torch_ext.world"}),
-        (
-            ROOMS["torch_ext.runner"],
-            {"torch_ext.runner", "torch_ext.warm", "torch_ext.world", "torch_ext.cache", "torch_ext.compat"},
-        ),
+        (["torch_ext.runner.cli"], _OF_RUNNER),
+        (["torch_ext.world.tree"], _OF_WORLD),
+        (["torch_ext.world.start"], _OF_WORLD),
+        (["torch_ext.world.provider"], _OF_WORLD),
+        (ROOMS["torch_ext.world"], _OF_WORLD),
+        (ROOMS["torch_ext.runner"], _OF_RUNNER | _OF_WORLD),
     ],
     ids=["package", "cli", "tree", "start", "provider", "world", "runner"],
 )
@@ -243,7 +265,7 @@ def test_the_command_loads_neither_the_report_nor_what_starts_processes_before_i
 def test_what_test_files_import_loads_neither_the_runner_nor_upstreams_own_harness() -> None:
     statement = "from torch_ext.testing._internal import common_distributed, common_utils"
     loaded = modules_after(statement)
-    assert ours(loaded) == {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}
+    assert ours(loaded) == {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", *_OF_WORLD}
     assert loaded.isdisjoint({"torch.testing._internal.common_distributed", "torch._dynamo"})
 
 

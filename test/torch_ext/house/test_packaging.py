@@ -42,7 +42,7 @@ def test_metadata_needs_no_torch_and_has_one_version(told: dict[str, Any]) -> No
 
 def test_any_torch_from_2_11_on_satisfies_the_package(told: dict[str, Any]) -> None:
     """With an upper bound, pip would replace a nightly or a source build."""
-    assert [each for each in told["requires"] if re.match(r"torch\b", each)] == ["torch>=2.11"]
+    assert [each for each in told["requires"] if re.match(r"torch\b", each)] == ["torch>=2.13"]
 
 
 def test_ci_runs_one_torch_and_pins_all_that_the_package_requires(told: dict[str, Any]) -> None:

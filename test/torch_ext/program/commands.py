@@ -16,6 +16,7 @@ from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.world.faults import processes_where
+from torch_ext.world import _os
 
 __all__ = [
     "EXAMPLE",
@@ -75,18 +76,22 @@ def run(options: str, program: str, *arguments: str, folder: Path, **more: str) 
 
 
 @contextlib.contextmanager
-def serving(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """``torch_ext serve``, from when it serves; ended with the block at the latest."""
-    command = [sys.executable, "-m", "torch_ext", "serve", *words]
+def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """``torch_ext serve``, from when it serves; ended with the block at the latest, after ``limit_s`` seconds, or with
+    this process, however that ends.
+    """
+    command, tests = [sys.executable, "-m", "torch_ext", "serve", *words], os.getpid()
     with subprocess.Popen(
-        command, cwd=CHECKOUT, env=_environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        watchdog = threading.Timer(_LIMIT_S, process.kill)
+        command, cwd=CHECKOUT, env=_environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: _os.die_with_parent(tests),
+    ) as process:  # fmt: skip
+        watchdog = threading.Timer(limit_s, process.kill)
+        watchdog.daemon = True
         watchdog.start()
         try:
             assert process.stdout is not None
             first = process.stdout.readline()
-            assert "serving runs on" in first, first
+            assert f"serving runs on {'cpu' if '--host' in words else ''}" in first, first
             yield process
         finally:  # before Popen waits for it, for as long as it likes
             process.terminate()

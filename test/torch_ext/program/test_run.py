@@ -71,10 +71,10 @@ def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [
-        ("raise ValueError('no data')", 1, "rank 1 of 3 failed with ValueError: no data"),
-        ("sys.exit(7)", 7, "rank 1 of 3 failed with SystemExit: 7"),
-        ("os._exit(5)", 5, "rank 1 of 3 exited with code 5 before its program was over"),
-        ("os.kill(os.getpid(), 11)", 128 + 11, "rank 1 of 3 was killed by SIGSEGV"),
+        ("raise ValueError('no data')", 1, "rank 1 raised ValueError at program.py:3: no data"),
+        ("sys.exit(7)", 7, "rank 1 raised SystemExit at program.py:3: 7"),
+        ("os._exit(5)", 5, "rank 1 exited with code 5 at program.py:3 before its program was over"),
+        ("os.kill(os.getpid(), 11)", 128 + 11, "rank 1 was killed by SIGSEGV at program.py:3"),
     ],
 )
 def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
@@ -85,7 +85,7 @@ def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
         program += "time.sleep(600)\n"
     ended = run("-n 3 --device cpu", program, folder=tmp_path)
     assert said in ended.err
-    assert ("rank 0 was stopped by the harness while its program was running" in ended.err) == (code == 7)
+    assert ("rank 0 was stopped at program.py:4 while its program was running" in ended.err) == (code == 7)
     assert "torch_ext/program/" not in ended.err, "frames of ours say nothing"
     assert ended.code == code
 
@@ -101,7 +101,7 @@ def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) 
 def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path: Path) -> None:
     program = "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     ended = run("-n 2 --device cpu", program + "os._exit(0) if dist.get_rank() else dist.barrier()", folder=tmp_path)
-    assert "rank 1 of 2 left with code 0, by os._exit() or the like, before its program was over" in ended.err
+    assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.err
     assert ended.code == 1
 
 
@@ -114,7 +114,7 @@ def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: 
             raise ValueError("no data")
     """
     ended = run("-n 2 --device cpu", program, folder=tmp_path)
-    assert "rank 1 of 2 exited with code 1 before its program was over" in ended.err
+    assert "rank 1 exited with code 1" in ended.err
     assert ended.out.count("ValueError: no data") == 1 and "torch_ext/" not in ended.out
     assert {file.stat().st_size for file in tmp_path.glob("?.*") if file.suffix != ".py"} == {0}
     assert ended.code == 1
@@ -170,17 +170,46 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path)
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
 def test_what_cannot_be_compiled_is_said_in_one_line(options: str, tmp_path: Path) -> None:
     ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
-    assert "rank 0 of 1 failed with SyntaxError: invalid syntax (program.py, line 1)" in ended.err
+    assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.err
     assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
 
 
 def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Path) -> None:
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
-    ended = run("-n 2", program, folder=tmp_path)
-    assert "ranks 0, 1 of 2 hung" in ended.err
+    ended = run("-n 2 --hang end", program, folder=tmp_path)
+    assert "ranks 0, 1 wait for each other: rank 0 in all_gather_into_tensor (" in ended.err
     assert "barrier() in main (program.py:25)" in ended.err
     assert ended.code == 1
+
+
+def test_a_hang_is_reported_while_the_program_goes_on_and_its_end_with_code_0_does_not_hide_it(tmp_path: Path) -> None:
+    """This process, which is none of the run, ends what only the run could not."""
+    program = """
+        import os, signal, threading
+
+        lock = threading.Lock()
+        lock.acquire()
+        signal.signal(signal.SIGUSR1, lambda *_: lock.release())
+        print("pid", os.getpid(), flush=True)
+        lock.acquire()
+    """
+    with start("-n 2 --device cpu --output all", program, folder=tmp_path, TORCH_EXT_HANG_AFTER="1") as process:
+        assert process.stdout is not None and process.stderr is not None
+        pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        text = ""
+        while "it goes on until" not in text:
+            line = process.stderr.readline()
+            assert line, text
+            text += line
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        _, rest = process.communicate(timeout=100)
+    assert "HUNG program.py" in text and "ranks 0, 1 hung at program.py:8" in text and "Stacks of ranks 0, 1" in text, (
+        text
+    )
+    assert "error: the program ended by itself, but had hung after" in rest and "FAILED" not in rest, rest
+    assert process.returncode == 1
 
 
 def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path) -> None:
@@ -197,8 +226,8 @@ def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path
         "    dist.all_reduce(x, async_op=True).wait()\n"
         "print(x + 1)\n"
     )
-    ended = run("-n 2", program, folder=tmp_path)
-    assert "ranks 0, 1 of 2 hung" in ended.err
+    ended = run("-n 2 --hang end", program, folder=tmp_path)
+    assert "ranks 0, 1 wait for each other: rank 0 in recv (program.py:" in ended.err
     assert "rank 0 waits in recv in group 0, called at" in ended.err and "program.py:7 for rank 1" in ended.err
     assert ended.code == 1
 
@@ -206,14 +235,14 @@ def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path
 def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
     text = EXAMPLE.read_text()
     out_of_memory = run("-n 2 --memory 32KiB", text, folder=tmp_path)
-    assert "failed with torch.OutOfMemoryError" in out_of_memory.err
+    assert "raised torch.OutOfMemoryError" in out_of_memory.err
     assert out_of_memory.code == 1
     copied = "            batch = torch.randn(32, 64).to(device)\n"
     behind = copied.replace(".to(device)", ".pin_memory().to(device, non_blocking=True)")
     racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{behind}")
     found = run("-n 2 --races error", racing, folder=tmp_path)
     assert "torch_ext.sim.races.RaceError" in found.err
-    assert "ranks 0, 1 of 2 failed" in found.err, "they differ in their device alone"
+    assert "ranks 0, 1 raised" in found.err, "they differ in their device alone"
     assert "program.py:22" in found.err
     assert found.code == 1
 
@@ -336,5 +365,5 @@ def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
     command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    assert "rank 0 of 1 failed with SystemExit: 5" in done.stderr
+    assert "rank 0 raised SystemExit at " in done.stderr
     assert done.returncode == 5

@@ -17,7 +17,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import Ended, eventually, run, serving, start
-from torch_ext.warm import address, connect
+from torch_ext.program import zygote
 from torch_ext.world import _os
 
 _LIMIT_S = 120.0
@@ -85,7 +85,7 @@ def test_ranks_are_those_of_their_own_command(server: _Server, tmp_path: Path) -
         finally:
             os.umask(before)
         assert ended.out == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
-        assert "rank 0 of 2 failed with SystemExit: 7" in ended.err
+        assert "rank 0 raised SystemExit" in ended.err
         assert ended.code == 7
     assert server.zygotes == [zygote]
 
@@ -119,9 +119,9 @@ def test_another_server_is_refused_and_another_command_told_why(
     (about,) = server.folder().glob("*.json")
     key = json.loads(about.read_text(encoding="utf-8"))
     with contextlib.ExitStack() as held:
-        assert connect.connect(key, held) is not None
-        assert connect.connect({**key, "OMP_NUM_THREADS": "3"}, held) is None
-        assert connect.connect({**key, "the device": True}, held) is None
+        assert zygote.connect(key, held) is not None
+        assert zygote.connect({**key, "OMP_NUM_THREADS": "3"}, held) is None
+        assert zygote.connect({**key, "the device": True}, held) is None
     told = "the zygote of `torch_ext serve` is not used: it differs in OMP_NUM_THREADS"
     assert capfd.readouterr().err == f"torch_ext: {told}\n", "the other device is another matter"
 
@@ -161,25 +161,25 @@ def test_it_ends_by_itself_when_nothing_has_run_for_a_while(tmp_path: Path) -> N
 
 def test_a_run_does_not_trust_what_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with address.folder() as place:
+    with zygote.folder() as place:
         assert place.samefile(tmp_path / "torch_ext")
     place = tmp_path / "torch_ext"
     place.chmod(0o755)
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), address.folder():
+    with pytest.raises(PermissionError, match="not a folder of yours alone"), zygote.folder():
         pass
     place.rmdir()
     (tmp_path / "of_others").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "of_others")
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), address.folder():
+    with pytest.raises(PermissionError, match="not a folder of yours alone"), zygote.folder():
         pass
 
 
 def test_the_kernel_is_asked_whose_process_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert address.is_own(ours)
+        assert zygote.is_own(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert not address.is_own(ours)
+        assert not zygote.is_own(ours)
 
 
 def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, mo
     found = []
     for folder in (tmp_path, CHECKOUT):
         monkeypatch.chdir(folder)
-        found.append(address.socket_name(address.key_of(False, connect.search_path(), {})))
+        found.append(zygote.socket_name(zygote.key_of(False, zygote.search_path(), {})))
     assert found[0] == found[1]
-    assert found[0] != address.socket_name(address.key_of(True, connect.search_path(), {}))
-    assert found[0] != address.socket_name(address.key_of(False, connect.search_path(), {"OMP_NUM_THREADS": "1"}))
+    assert found[0] != zygote.socket_name(zygote.key_of(True, zygote.search_path(), {}))
+    assert found[0] != zygote.socket_name(zygote.key_of(False, zygote.search_path(), {"OMP_NUM_THREADS": "1"}))

@@ -11,6 +11,7 @@ import pytest
 
 from torch_ext.runner.cli import main
 from torch_ext.upstream.differences import read
+from torch_ext.upstream.harness import UPSTREAM
 from torch_ext.upstream.releases import release_of_checkout
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -35,7 +36,7 @@ def test_a_path_that_cannot_be_run(
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "test_a.b.py"):
         Path(file).touch()
-    assert main(["--upstream", name]) == 2
+    assert main(["--upstream", name], UPSTREAM) == 2
     shown = capfd.readouterr()
     assert sentence in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
@@ -67,7 +68,7 @@ def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
 ) -> None:
     (tmp_path / "sys.py").write_text(PASSES)
     monkeypatch.chdir(tmp_path)
-    assert main(["--upstream", "sys.py", "--device", "cpu"]) == 1
+    assert main(["--upstream", "sys.py", "--device", "cpu"], UPSTREAM) == 1
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
