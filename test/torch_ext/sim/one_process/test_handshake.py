@@ -24,10 +24,8 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LARGE])
-def test_all_states_are_sound(name: str, request: pytest.FixtureRequest) -> None:
-    if name in LARGE and not request.config.getoption("--long", default=False):
-        pytest.skip("takes minutes; pytest --long runs it")
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.long) for name in LARGE)])
+def test_all_states_are_sound(name: str) -> None:
     states, why = explore({**SMALL, **LARGE}[name])
     assert why == ""
     assert states > 100
