@@ -43,6 +43,7 @@ __all__ = [
     "lead_process_group",
     "lists_children",
     "monotonic",
+    "move_heap_to_huge_pages",
     "require_supported",
     "signal_name",
     "sleep",
@@ -64,6 +65,8 @@ CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_BYTES = 2 << 20
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 
 
@@ -315,3 +318,18 @@ def unnamed_file() -> IO[bytes]:
         # Otherwise writers share one file position with the reader, and would overwrite what it has gone back to read.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
+
+
+def move_heap_to_huge_pages() -> None:
+    """See Note [Huge pages]. Kernels before 6.1, or without huge pages, refuse."""
+    if not CAN_FORK:
+        return
+    libc = _libc()
+    with open("/proc/self/maps") as stream:
+        areas = [line.split() for line in stream]
+    for bounds, rights, *rest in areas:
+        if rights == "rw-p" and (len(rest) < 4 or rest[3] == "[heap]"):
+            start, end = (int(bound, 16) for bound in bounds.split("-"))
+            for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end, _HUGE_PAGE_BYTES):
+                if page + _HUGE_PAGE_BYTES <= end:
+                    libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
