@@ -109,6 +109,17 @@ class RankProcess:
     def close(self) -> None:
         """Nothing is held for a single rank; the world closes as one."""
 
+    def let_go(self) -> None:
+        """Close all that connects this process with the rank. Idempotent."""
+        self._channel.close()
+        self._capture.close()
+        self._page.close()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
+        for connection in self.connections:
+            connection.close()
+
 
 class World:
     """The ranks of one test, from their start until :meth:`close`, which ends those that still live.
@@ -513,14 +524,7 @@ class World:
         self._group.close()
         self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
-            process._channel.close()
-            process._capture.close()
-            process._page.close()
-            if process._stacks >= 0:
-                os.close(process._stacks)
-                process._stacks = -1
-            for connection in process.connections:
-                connection.close()
+            process.let_go()
 
 
 def _written_at_end(pipe: int) -> str:

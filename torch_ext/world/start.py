@@ -4,6 +4,7 @@ and its own layer only.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import sys
@@ -67,10 +68,21 @@ def start_world(
 
     Raises:
         ZygoteLostError: the zygote is gone.
+        OSError: the system refuses what so many ranks need, such as open files.
     """
     machine_memory.share()
     address, reservation = loopback.reserve() if own_address else ("", -1)
-    ranks = [_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks)]
+    ranks: list[tuple[RankProcess, list[int]]] = []
+    try:
+        ranks += (_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks))
+    except OSError as error:
+        for process, descriptors in ranks:
+            process.let_go()
+            close_all(descriptors)
+        close_all([reservation] if address else [])
+        raise OSError(
+            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(ranks)}: start fewer{_more(error)}"
+        ) from None
     group, theirs = channel_pair()
     world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
     inherited = [descriptors for _, descriptors in ranks]
@@ -89,6 +101,10 @@ def start_world(
             close_all(descriptors)  # the ranks keep the reservation
     world.wait_started()
     return world
+
+
+def _more(error: OSError) -> str:
+    return ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
 
 
 def _why_gone(zygote: Channel) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import tempfile
@@ -23,6 +24,7 @@ from torch_ext.world.outcome import Ending
 from torch_ext.world.output import Capture
 from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
 from torch_ext.world.render import render
+from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.verdict import WorldReport, judge
 from torch_ext.world.wait_page import WaitPage
 from torch_ext.world.watch import Limits
@@ -307,3 +309,20 @@ class TestCollectivesOfRanks:
             told.append(ranks[1].receive()[0])
         assert told == [Ask.COLLECTIVES, Ask.RELEASE]
         assert sorted(here._collectives) == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the rank that was being prepared
+def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open() -> None:
+    zygote, zygotes = channel_pair()
+    files, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, files)) + 60, limits[1]))
+    expected = (
+        r"Too many open files for 50 ranks, at rank \d+: start fewer, or let processes open more files \(ulimit -n\)"
+    )
+    try:
+        with pytest.raises(OSError, match=expected):
+            start_world(zygote, [RankTask(os.getpid)] * 50)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) < len(files) + 12  # one rank
+    zygote.close(), zygotes.close()
