@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -30,6 +29,7 @@ from torch_ext.testing._internal._distributed.example_report import Example, Fou
 from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.world import notices, provider, settings
+from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.verdict import Judgement, judge
@@ -105,7 +105,7 @@ class ExampleRun:
         self._test = test
         self._limit_s = timeout_of(case)
         self._example_s = min(example_s, self._limit_s / _EXAMPLES_AT_LEAST)
-        self._deadline_s = time.monotonic() + self._limit_s
+        self._deadline_s = monotonic() + self._limit_s
         self._ready: World | None = None
         self._tried = 0
         self._failures: dict[bytes, Found] = {}
@@ -165,7 +165,7 @@ class ExampleRun:
 
     def _run_example(self, example: Example) -> None:
         payload = example.pickled()
-        if time.monotonic() + self._example_s > self._deadline_s:
+        if monotonic() + self._example_s > self._deadline_s:
             self._answer_without_running(payload)
             return
         outcomes, took_s = self._in_ranks(payload)
@@ -212,7 +212,7 @@ class ExampleRun:
         world = self._ranks()
         self._send(world, payload)
         outcomes = self._wait(world, Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
-        took_s = time.monotonic() - world.started_s
+        took_s = monotonic() - world.started_s
         if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
             self._drop_ranks(world)
         return outcomes, took_s
@@ -245,7 +245,7 @@ class ExampleRun:
     def _settle(self, world: World, limits: Limits, keep: bool) -> None:
         """Wait for the ranks while no example runs, so that a failure is not blamed on one."""
         try:
-            raise_verdict(self._wait(world, limits, keep), time.monotonic() - world.started_s)
+            raise_verdict(self._wait(world, limits, keep), monotonic() - world.started_s)
         except WorldFailure as failure:
             raise _StopEngine(failure) from None
 

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import sys
-import time
 import types
 import unittest
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch_ext.compat._unittest import name_of_sub_test, run_test_method
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
+from torch_ext.world._os import monotonic
 from torch_ext.world.calls import check_ran
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import Part
@@ -134,7 +134,7 @@ class _Result(unittest.TestResult):
         reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
         skip = unittest.SkipTest(reason) if reason else error
         name = name_of_sub_test(test)
-        failed = Failed(Part(name, expectable), skip, time.monotonic())
+        failed = Failed(Part(name, expectable), skip, monotonic())
         if isinstance(skip, unittest.SkipTest):
             self._skipped.append(failed)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, count_ranks, seconds_of, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import provider, settings, unjudged
+from torch_ext.world._os import monotonic
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.outcome import Outcome
 
@@ -148,13 +148,13 @@ class MultiThreadedTestCase(TestCase):
 
     @classmethod
     def _join_threads(cls, threads: Sequence[threading.Thread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
-        started = time.monotonic()
+        started = monotonic()
         try:
             outcomes = rank_threads.wait(threads, timeout)
         finally:
             _uninstall_threaded_pg()
             _set_thread_isolation_mode(False)
-        cls._check_return_codes(outcomes, time.monotonic() - started, fn)
+        cls._check_return_codes(outcomes, monotonic() - started, fn)
 
     @classmethod
     def _check_return_codes(cls, outcomes: Sequence[Outcome], elapsed_time: float, fn: Any) -> None:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from time import monotonic, process_time  # as they are now: a body may put a clock of its own in their place
+from time import process_time  # as it is now: a body may put a clock of its own in its place
 from typing import Any
 
 from torch_ext import accelerator
@@ -18,6 +18,7 @@ from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.races import race_check_of_threads
 from torch_ext.world import frames, notices, operations, processes, provider, settings, unjudged
 from torch_ext.world import rank as world_rank
+from torch_ext.world._os import monotonic
 from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, silence_text
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said, Wait

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import unittest
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import frames, settings
 from torch_ext.world import rank as world_rank
+from torch_ext.world._os import monotonic
 from torch_ext.world.protocol import Part, Receipt, Said
 
 __unittest = True
@@ -43,11 +43,11 @@ _body_has_passed = False
 
 
 def passed() -> Receipt:
-    return Receipt(Said.PASSED, time.monotonic())
+    return Receipt(Said.PASSED, monotonic())
 
 
 def skipped(reason: str) -> Receipt:
-    return Receipt(Said.SKIPPED, time.monotonic(), reason=reason)
+    return Receipt(Said.SKIPPED, monotonic(), reason=reason)
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
@@ -133,7 +133,7 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
             return receipt
     if not body_has_ended():
         unrun = f"{run.__name__}() of the class returned, but the test method has not run to its end in this rank"
-        return Receipt(Said.FAILED, time.monotonic(), unrun, unrun)
+        return Receipt(Said.FAILED, monotonic(), unrun, unrun)
     return passed()
 
 
