@@ -22,6 +22,7 @@ from torch_ext.program.zygote import search_path, zygote_for
 from torch_ext.world import notices, settings
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.hosts import launcher_variables
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.output import Live
 from torch_ext.world.phrases import own_message
@@ -29,7 +30,6 @@ from torch_ext.world.protocol import Inherited
 from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, judge
-from torch_ext.world.watch import Limits
 
 __all__ = ["main"]
 

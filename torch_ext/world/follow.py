@@ -16,7 +16,8 @@ from torch_ext.world import _os, frames, notices, processes, rank_times, threads
 from torch_ext.world._os import monotonic
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
-from torch_ext.world.hangs import PARENT_HALF, silence_text
+from torch_ext.world.hangs import PARENT_HALF, Measures, silence_text
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.output import Capture
 from torch_ext.world.patience import Patience
@@ -38,7 +39,7 @@ from torch_ext.world.protocol import (
     Wait,
 )
 from torch_ext.world.wait_page import WaitPage
-from torch_ext.world.watch import Act, Limits, Watch
+from torch_ext.world.watch import Act, Watch
 
 __all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
 
@@ -335,18 +336,17 @@ class World:
         """
         unjudged.asked(self)
         pids = [process.pid or 0 for process in self.processes]
+        measures = Measures(self._computed_s, self._starved_s, self._others)
         watch = Watch(
             len(pids),
             limits,
             self.started_s,
-            expected_exit,
-            any_exit,
-            keep,
-            self.ticket,
-            pids,
-            self._computed_s,
-            self._starved_s,
-            self._others,
+            measures,
+            expected_exit=expected_exit,
+            any_exit=any_exit,
+            keep=keep,
+            ticket=self.ticket,
+            pids=pids,
         )
         for rank, receipt in self._receipts:
             watch.received(rank, receipt)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
+from torch_ext.world.limits import Limits
 from torch_ext.world.phrases import ranks_phrase, without_ranks
 from torch_ext.world.protocol import Progress
 
-__all__ = ["PARENT_HALF", "SILENCE_S", "Finding", "HangWatch", "silence_text"]
+__all__ = ["PARENT_HALF", "SILENCE_S", "Finding", "HangWatch", "Measures", "silence_text"]
 
 # Stands for the parent half where ranks stand.
 PARENT_HALF = -1
@@ -21,6 +23,21 @@ _LOOKS = 8
 _MOST_WORDS = 3
 
 
+@dataclass(frozen=True)
+class Measures:
+    """What can be asked about the processes of a world.
+
+    Attributes:
+        computed_s: for how many seconds a rank has computed.
+        starved_s: for how many seconds the threads of a rank have waited for a core.
+        others: which processes and threads may act that are neither ranks nor the parent half's, in words.
+    """
+
+    computed_s: Callable[[int], float] = lambda rank: 0.0
+    starved_s: Callable[[int], float] = lambda rank: 0.0
+    others: Callable[[], Sequence[str]] = tuple
+
+
 class Finding(Enum):
     HUNG = "no rank can go on, and nobody else can end their waits"
     SILENT = "there is no progress, and no proof either"
@@ -29,39 +46,24 @@ class Finding(Enum):
 class HangWatch:
     """Watches one world.
 
-    A hang is found ``hang_s`` seconds after a look at which every rank was blocked, if that holds at each look since,
-    no thread has run meanwhile, and nobody else may act.
+    A hang is found ``limits.hang_s`` seconds after a look at which every rank was blocked, if that holds at each look
+    since, no thread has run meanwhile, and nobody else may act.
 
     Args:
-        hang_s: see above; 0: nothing is looked for.
+        limits: how long to wait.
         started_s: when the test began.
-        deadline_s: when it ends by its time limit. A wait that ends by itself before that proves nothing.
-        endless_s: or a wait for a lock that ends within so many seconds.
-        raises_later_s: or an operation of torch's that raises within so many seconds.
-        computed_s: for how many seconds a rank has computed.
-        others: asks which processes and threads may act that are not among those looked at, in words.
+        measures: what can be asked about the processes of the ranks.
 
     Attributes:
         next_s: when to look next.
         reasons: why the last look proves nothing, in words.
     """
 
-    def __init__(
-        self,
-        hang_s: float,
-        started_s: float,
-        deadline_s: float,
-        endless_s: float = float("inf"),
-        raises_later_s: float = float("inf"),
-        computed_s: Callable[[int], float] = lambda rank: 0.0,
-        others: Callable[[], Sequence[str]] = tuple,
-    ) -> None:
-        self._hang_s = hang_s
-        self._every_s = hang_s / _LOOKS if hang_s else float("inf")
-        self._deadline_s = deadline_s
-        self._endless_s, self._raises_later_s = endless_s, raises_later_s
-        self._computed_s = computed_s
-        self._others = others
+    def __init__(self, limits: Limits, started_s: float, measures: Measures) -> None:
+        self._limits = limits
+        self._every_s = limits.hang_s / _LOOKS if limits.hang_s else float("inf")
+        self._deadline_s = started_s + limits.test_s
+        self._measures = measures
         self.next_s = started_s + self._every_s
         self.reasons: tuple[str, ...] = ()
         self._asked: dict[int, Progress | None] = {}
@@ -110,7 +112,7 @@ class HangWatch:
             if now_s - self._progress_s >= SILENCE_S and not self._told_silence:
                 self._told_silence = True
                 return Finding.SILENT
-        elif self._looked_s - self._since_s >= self._hang_s and not self._told_hang:
+        elif self._looked_s - self._since_s >= self._limits.hang_s and not self._told_hang:
             self._told_hang = True
             return Finding.HUNG
         return None
@@ -133,7 +135,8 @@ class HangWatch:
 
     def _reasons(self, answers: Mapping[int, Progress]) -> list[str]:
         endless_s, raises_later_s = (
-            min(self._deadline_s, self._looked_s + each) for each in (self._endless_s, self._raises_later_s)
+            min(self._deadline_s, self._looked_s + each)
+            for each in (self._limits.endless_s, self._limits.raises_later_s)
         )
         found = []
         for rank, each in answers.items():
@@ -144,11 +147,11 @@ class HangWatch:
                 found.append(f"a wait of {_who([rank])}, which ends by itself in {left_s:.0f} s")
         ranks = [each for rank, each in answers.items() if rank != PARENT_HALF]
         if not found and not all(each.among_ranks for each in ranks):
-            found += list(self._others())
+            found += list(self._measures.others())
         return found
 
     def _computes(self, ranks: Collection[int], time_s: float) -> bool:
-        used_s = {rank: self._computed_s(rank) for rank in ranks}
+        used_s = {rank: self._measures.computed_s(rank) for rank in ranks}
         more_s = [abs(used_s[rank] - self._used_s[rank]) for rank in ranks if rank in self._used_s]
         self._used_s = used_s
         return any(each > _COMPUTES * time_s for each in more_s)

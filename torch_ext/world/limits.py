@@ -1,16 +1,25 @@
-"""How long a test may take. Standard library and own layer only: the supervisor must know it too."""
+"""How long a test may take, and its ranks. Standard library and own layer only: the supervisor must know it too."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch_ext.world import settings
 
-__all__ = ["LIMIT_ATTRIBUTE", "TIMEOUT_DEFAULT", "TIMEOUT_OVERRIDE", "get_timeout", "seconds_of", "timeout_of"]
+__all__ = [
+    "LIMIT_ATTRIBUTE",
+    "TIMEOUT_DEFAULT",
+    "TIMEOUT_OVERRIDE",
+    "Limits",
+    "get_timeout",
+    "seconds_of",
+    "timeout_of",
+]
 
 # In seconds.
 TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
@@ -19,6 +28,32 @@ TIMEOUT_OVERRIDE: dict[str, int] = {"test_ddp_uneven_inputs": 400, "test_Distrib
 
 # Where a test method carries its own limit, in seconds.
 LIMIT_ATTRIBUTE = "_timeout_s"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what, in seconds.
+
+    Attributes:
+        test_s: from the start until every rank has ended.
+        grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
+            tell how. Those that wait for a core get a little more.
+        exit_s: from the receipt of the last rank until the last process has ended. Ranks that still compute then get
+            more; see :class:`~torch_ext.world.patience.Patience`.
+        hang_s: from the last progress until a provable hang is found; 0: it is not looked for.
+        endless_s: a wait for a lock counts as endless if its own limit is at least so far away. By default it must lie
+            past ``test_s``; where a test may take for ever, no limit would.
+        raises_later_s: the same for an operation of torch's, which raises at its limit.
+        end_hangs: a hang ends its ranks. Otherwise it is reported, and they go on.
+    """
+
+    test_s: float
+    grace_s: float = 1.0
+    exit_s: float = 15.0
+    hang_s: float = 0.0
+    endless_s: float = float("inf")
+    raises_later_s: float = float("inf")
+    end_hangs: bool = True
 
 
 def get_timeout(test_id: str) -> int:

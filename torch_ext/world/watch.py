@@ -7,46 +7,21 @@ what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from signal import SIGABRT
 
-from torch_ext.world.hangs import Finding, HangWatch
+from torch_ext.world.hangs import Finding, HangWatch, Measures
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.patience import MORE_S, Patience
 from torch_ext.world.protocol import NO_TICKET, Receipt, Said, Ticket
 
-__all__ = ["Act", "Limits", "Step", "Watch"]
+__all__ = ["Act", "Step", "Watch"]
 
 # How much longer than their grace peers get that wait for a core, in seconds.
 _STARVED_S = 5.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long to wait for what, in seconds.
-
-    Attributes:
-        test_s: from the start until every rank has ended.
-        grace_s: from the first rank's failure or death until its peers are stopped; they may fail by themselves and
-            tell how. Those that wait for a core get a little more.
-        exit_s: from the receipt of the last rank until the last process has ended. Ranks that still compute then get
-            more; see :class:`~torch_ext.world.patience.Patience`.
-        hang_s: from the last progress until a provable hang is found; 0: it is not looked for.
-        endless_s: a wait for a lock counts as endless if its own limit is at least so far away. By default it must lie
-            past ``test_s``; where a test may take for ever, no limit would.
-        raises_later_s: the same for an operation of torch's, which raises at its limit.
-        end_hangs: a hang ends its ranks. Otherwise it is reported, and they go on.
-    """
-
-    test_s: float
-    grace_s: float = 1.0
-    exit_s: float = 15.0
-    hang_s: float = 0.0
-    endless_s: float = float("inf")
-    raises_later_s: float = float("inf")
-    end_hangs: bool = True
 
 
 class Act(Enum):
@@ -73,14 +48,12 @@ class Watch:
         world_size: how many ranks there are.
         limits: how long to wait.
         started_s: when they were started, by the clock that :meth:`advance` is given.
+        measures: what can be asked about their processes.
         expected_exit: an exit code with which ranks are meant to end without a receipt; such an ending is no trouble.
         any_exit: no ending without a receipt is trouble.
         keep: the ranks live on after this test: it is over when each has handed in a receipt or ended.
         ticket: the run of the test; a receipt about another one counts for nothing.
         pids: the process of each rank; a receipt from another one counts for nothing.
-        computed_s: for how many seconds the process of a rank has computed; asked where one is slow to end.
-        starved_s: for how many seconds the threads of a rank have waited for a core.
-        others: asks who may act besides ranks and parent half, in words.
 
     Attributes:
         hangs: whether the ranks hang; fed by :attr:`Act.LOOK`.
@@ -91,14 +64,13 @@ class Watch:
         world_size: int,
         limits: Limits,
         started_s: float,
+        measures: Measures = Measures(),  # noqa: B008  # frozen
+        *,
         expected_exit: int | None = None,
         any_exit: bool = False,
         keep: bool = False,
         ticket: Ticket = NO_TICKET,
         pids: Sequence[int] = (),
-        computed_s: Callable[[int], float] = lambda rank: 0.0,
-        starved_s: Callable[[int], float] = lambda rank: 0.0,
-        others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._ticket = ticket
         self._pids = tuple(pids) or (0,) * world_size
@@ -112,21 +84,12 @@ class Watch:
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: dict[int, Ending] = {}
         self._released = False
-        self._computed_s = computed_s
-        self._starved_s = starved_s
+        self._measures = measures
         self._leaving: Patience | None = None  # once all are released
         self._grace: Patience | None = None  # once one has failed
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
         self._test_deadline_s = self._deadline_s
-        self.hangs = HangWatch(
-            limits.hang_s,
-            started_s,
-            self._deadline_s,
-            limits.endless_s,
-            limits.raises_later_s,
-            computed_s,
-            others,
-        )
+        self.hangs = HangWatch(limits, started_s, measures)
 
     def received(self, rank: int, receipt: Receipt) -> None:
         """A receipt came on the line of ``rank``. It counts if it is from that process and about this run of the test.
@@ -171,7 +134,7 @@ class Watch:
             if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
                 self._leaving, self._deadline_s = None, float("inf")  # nobody is only slow any more
             if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
-                starved_s = sum(map(self._starved_s, self._alive()))
+                starved_s = sum(map(self._measures.starved_s, self._alive()))
                 self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
         unsettled = self._unsettled()
         # Where one has failed or died, the others wait for it: they are stopped in their turn.
@@ -196,9 +159,9 @@ class Watch:
         alive = self._alive()
         patience, computed_s = None, 0.0
         if self._deadline_ending is Ending.TIMED_OUT and self._leaving is not None:
-            patience, computed_s = self._leaving, sum(map(self._computed_s, alive))
+            patience, computed_s = self._leaving, sum(map(self._measures.computed_s, alive))
         elif self._deadline_ending is Ending.STOPPED and self._grace is not None:
-            patience, computed_s = self._grace, sum(map(self._starved_s, alive))
+            patience, computed_s = self._grace, sum(map(self._measures.starved_s, alive))
         if patience is None or patience.is_over(now_s, computed_s):
             return False
         self._deadline_s = patience.look_s

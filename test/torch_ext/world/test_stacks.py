@@ -12,7 +12,7 @@ from test.torch_ext.world.suites import Suite
 HANG = """
 from torch_ext.world import frames, provider, rank
 from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.watch import Limits
+from torch_ext.world.limits import Limits
 
 
 def decode_record():

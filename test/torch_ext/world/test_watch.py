@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_ext.world.hangs import Measures
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending
 from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
 from torch_ext.world.verdict import Judgement, judge
-from torch_ext.world.watch import Act, Limits, Step, Watch
+from torch_ext.world.watch import Act, Step, Watch
 
 INF = float("inf")
 LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)
@@ -101,7 +103,7 @@ def test_process_that_hangs_after_its_receipt_times_out_though_it_passed() -> No
 def leave(computed: Callable[[int, float], float], released_s: float = 1.0, ends: Mapping[int, float] = {}) -> float:
     """Return when two ranks that have passed are stopped; ``computed`` tells for how long each has until some time."""
     now_s = released_s
-    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: computed(rank, now_s))
+    watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: computed(rank, now_s)))
     for rank in (0, 1):
         watch.received(rank, receipt())
     assert watch.advance(now_s) == [Step(Act.RELEASE, (0, 1))]
@@ -133,7 +135,7 @@ def test_ranks_that_leave_late_get_no_more_than_whoever_watches_the_test_waits_f
 
 
 def test_trouble_while_leaving_ends_patience() -> None:
-    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now_s)
+    watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: now_s))
     for rank in (0, 1):
         watch.received(rank, receipt())
     for now_s in (1.0, 16.0, 17.0):
@@ -162,7 +164,7 @@ def stopped_s(watch: Watch, now: list[float]) -> float:
 )
 def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float, end_s: float) -> None:
     now = [5.0]
-    watch = Watch(2, LIMITS, 0.0, computed_s=lambda rank: now[0], starved_s=lambda rank: share * now[0])
+    watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: now[0], lambda rank: share * now[0]))
     watch.ended(1, -11, 5.0)
     assert watch.advance(5.0) == []
     assert stopped_s(watch, now) == end_s
@@ -403,13 +405,14 @@ STOPS = [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
 class Looks:
     """A watch of two ranks whose looks are answered by ``answers`` (by rank; -1: the parent half), second by second."""
 
-    def __init__(self, limits: Limits = HANGS, **how: Any) -> None:
+    def __init__(
+        self, limits: Limits = HANGS, starved_s: Callable[[int], float] = lambda rank: 0.0, **how: Any
+    ) -> None:
         self.now_s = 0.0
         self.others: tuple[str, ...] = ()
         self.computed_s = 0.0
-        self.watch = Watch(
-            2, limits, 0.0, others=lambda: self.others, computed_s=lambda rank: rank * self.computed_s, **how
-        )
+        measures = Measures(lambda rank: rank * self.computed_s, starved_s, lambda: self.others)
+        self.watch = Watch(2, limits, 0.0, measures, **how)
         self.answers: dict[int, Progress | None] = {0: BLOCKED, 1: BLOCKED, -1: Progress(True, INF, "")}
 
     def until(self, end_s: float) -> list[Step]:

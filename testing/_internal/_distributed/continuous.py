@@ -34,10 +34,10 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import HostFile, hosts_of, is_spread
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
 from torch_ext.world.start import RankTask
-from torch_ext.world.watch import Limits
 
 __unittest = True
 

@@ -31,9 +31,9 @@ from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.world import notices, provider, settings
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.verdict import Judgement, judge
-from torch_ext.world.watch import Limits
 
 __unittest = True
 

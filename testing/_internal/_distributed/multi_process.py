@@ -30,13 +30,13 @@ from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.verdict import Judgement, WorldReport, judge
-from torch_ext.world.watch import Limits
 
 __unittest = True
 

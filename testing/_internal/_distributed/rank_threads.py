@@ -19,7 +19,8 @@ from torch_ext.testing._internal._distributed.races import race_check_of_threads
 from torch_ext.world import frames, notices, operations, processes, provider, settings, unjudged
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
-from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, silence_text
+from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, Measures, silence_text
+from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said, Wait
 from torch_ext.world.settling import ThreadErrors, UnfinishedWorkError
@@ -198,9 +199,8 @@ def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None 
 def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
     began_s = monotonic()
     deadline_s = began_s + timeout_s
-    watch = HangWatch(
-        settings.hang_after_s(), began_s, deadline_s, computed_s=lambda rank: process_time(), others=_others
-    )
+    measures = Measures(computed_s=lambda rank: process_time(), others=_others)
+    watch = HangWatch(Limits(timeout_s, hang_s=settings.hang_after_s()), began_s, measures)
     while (alive := [thread for thread in threads if thread.is_alive()]) and monotonic() < deadline_s:
         alive[0].join(max(0.0, min(deadline_s, watch.next_s) - monotonic()))
         if monotonic() < watch.next_s:
