@@ -16,6 +16,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.testing._internal.common_distributed import (
+    MultiThreadedTestCase,
     captured_output,
     create_tcp_store,
     init_multigpu_helper,
@@ -215,3 +216,23 @@ def test_cycles_are_measured_once_by_the_devices_own_events(
     measured = len(slept)
     get_cycles_per_ms()
     assert len(slept) == measured
+
+
+# --- ranks that are threads -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() -> None:
+    before = sys.getrecursionlimit()
+
+    class Lowers(MultiThreadedTestCase):
+        world_size = 2
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_threads()
+
+        def runTest(self) -> None:
+            sys.setrecursionlimit(before - 100)
+
+    assert Lowers().run().wasSuccessful()  # type: ignore[union-attr]
+    assert sys.getrecursionlimit() == before

@@ -91,6 +91,7 @@ class RankThread(threading.Thread):
         self.check = check
         self.escapes: _Escapes | None = None
         self._run_as = target
+        self._recursion_limit = sys.getrecursionlimit()
 
     def run(self) -> None:
         with self.check.rank(self.rank) if self.check else nullcontext():
@@ -98,6 +99,9 @@ class RankThread(threading.Thread):
                 self._run_as(self.rank)
             except BaseException as error:
                 hand_in(error)
+            finally:
+                # All threads share it, and so would all later tests.
+                sys.setrecursionlimit(max(sys.getrecursionlimit(), self._recursion_limit))
 
 
 def hand_in(error: BaseException | None) -> None:
