@@ -34,7 +34,7 @@ def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Itera
     notes.mkdir()
     subprocess.run(["cc", "-shared", "-fPIC", "-o", native, folder / "native.c", "-lpthread"], check=True)
     with programs(folder / "suite", source_of(drawn, str(native), str(notes))) as suite:
-        slots = str(2 * min(2 * len(drawn), 40))
+        slots = str(2 * min(2 * len(drawn), 24))
         variables = {"TORCH_EXT_HANG_AFTER": "2", "TORCH_EXT_CACHE": str(cache.folder())}
         started = suite.start_runner("--device", "sim", "--slots", slots, extra=variables)
         yield suite.finish(started, deadline_s=60 + 12 * len(drawn))
