@@ -25,6 +25,7 @@ from typing import Any
 import torch_ext
 from torch_ext.runner.cluster.machines import Machines, Placement, bundle, said_in_a_line
 from torch_ext.runner.cluster.messages import HostLost, JoinClass, Listening, Peer, RunClass, ShippedFile, Told
+from torch_ext.runner.cluster.stand_in import on_our_clock
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
@@ -307,20 +308,14 @@ class ClusterExecutor:
 
 
 def _on_our_clock(result: TestResult, now_s: float) -> TestResult:
-    """Shift the times of ranks from the machine's clock, on which it is ``now_s``, to that of this process."""
+    """Shift the times of ranks from the machine's clock, which reads ``now_s``, to that of this process."""
     shift_s = time.monotonic() - now_s
-
-    def shifted(time_s: float) -> float:
-        return time_s + shift_s if time_s else 0.0
-
     ranks = [
         replace(
             one,
-            started_s=shifted(one.started_s),
-            began_s=shifted(one.began_s),
-            met_s=(shifted(one.met_s[0]), shifted(one.met_s[1])),
-            done_s=shifted(one.done_s),
-            ended_s=shifted(one.ended_s),
+            receipt=on_our_clock(one.receipt, shift_s),
+            started_s=one.started_s + shift_s,
+            ended_s=one.ended_s + shift_s if one.ended_s else 0.0,
         )
         for one in result.ranks
     ]

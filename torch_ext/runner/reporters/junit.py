@@ -98,7 +98,7 @@ def _case(result: TestResult) -> Element:
     attempts = (*result.earlier, result)
     case = _named(result.test, sum(each.duration_s for each in attempts))
     if result.status is Status.PASSED and result.ranks:
-        lines = [f"rank {one.rank} {one.ending}" for one in sorted(result.ranks, key=lambda one: one.rank)]
+        lines = [f"rank {one.rank} {one.describe()}" for one in sorted(result.ranks, key=lambda one: one.rank)]
         SubElement(case, "system-out").text = _clean("\n".join(lines))
     elif result.status is Status.SKIPPED:
         SubElement(case, "skipped", message=_clean(result.reason or "no reason given"))
