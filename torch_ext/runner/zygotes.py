@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.foresight import modules_ahead
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Task, Wait
 from torch_ext.runner.options import Options
@@ -30,8 +29,6 @@ __all__ = ["RunZygotes"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
-# What upstream's own helpers import, before anything in torch stands for something else.
-_UPSTREAM = ("torch._dynamo",)
 # What makes an unmodified upstream file see the simulated device as CUDA.
 _REWRITING = "torch_ext.cuda_as_sim.ahead"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
@@ -83,7 +80,7 @@ class RunZygotes:
         argv = (str(file.path),)
         first = (*self._ahead(), *self._options.harness) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
-        self._of_files[file.name] = root.load(order, self.limit_s, modules_ahead(file.path))
+        self._of_files[file.name] = root.load(order, self.limit_s)
 
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:
@@ -100,7 +97,7 @@ class RunZygotes:
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
         bridge = self._options.harness[:1]
-        preload = (*self._ahead(), *_PRELOAD, *_UPSTREAM, *bridge) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, *bridge) if self._options.upstream else _PRELOAD
         preparation = Preparation(tuple(path), preload)
         with held():
             self._root = start_root(preparation, self._scratch, self._environment)

@@ -585,6 +585,8 @@ def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
         "        super().setUp()\n"
         "        self._spawn_processes()\n"
         "    def test_file(self):\n"
+        "        import sys\n"
+        "        assert {'torch._dynamo', 'torch.distributed.tensor'} <= set(sys.modules), 'each rank would import them'\n"
         "        assert open(self.file_name).read() == ''\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(tmp_path / "cache")}
