@@ -282,8 +282,6 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     for flag, given in (("--show-output", options.show_output), ("--upstream", options.upstream)):
         if options.cluster and given:
             raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
-    if options.coverage and options.json not in ("", "-"):
-        raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
     _check_reports(options, settings)
     if options.completion:
         from torch_ext.runner.completion import NotInstalledError, script
@@ -300,21 +298,12 @@ def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
     return options
 
 
-# What runs no test, or tells nothing of those that it runs but on stdout, and which reports it has nonetheless.
-_WITHOUT_REPORTS = {
-    "list_only": ("--list runs no test", ("json",)),
-    "history": ("--history shows earlier runs", ()),
-}
-
-
 def _check_reports(options: Options, settings: Mapping[str, Setting]) -> None:
     """Refuse reports that would not be written, or not as a whole."""
     fields = ("json", "junit", "html", "trace")
-    for field, (what, has) in _WITHOUT_REPORTS.items():
-        for report in fields:
-            typed = report in settings and settings[report].source == _FLAGS
-            if getattr(options, field) and typed and report not in has:
-                raise _Mistake(f"{what}, and has nothing for --{report}; leave that out")
+    for report in fields[1:] if options.list_only else ():
+        if report in settings and settings[report].source == _FLAGS:
+            raise _Mistake(f"--list runs no test, and has nothing for --{report}; leave that out")
     places: dict[str, str] = {}
     for field in fields:
         file = str(getattr(options, field))

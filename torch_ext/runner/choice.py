@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
@@ -24,76 +24,54 @@ from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import TestName
 
-__all__ = ["Choice", "changed_files", "divide", "read_times"]
+__all__ = ["arrange", "divide", "narrow", "why_none"]
 
 
-class Choice:
-    """Applies the options that choose and order.
+def narrow(
+    options: Options, history: History, tests: Sequence[TestName], collected: Iterable[Collected]
+) -> tuple[Sequence[TestName], str]:
+    """Return those of ``tests`` that ``--changed``, ``--last-failed`` and ``--shard`` leave, and a sentence about them.
 
-    Args:
-        options: what was asked for.
-        history: what earlier runs told.
-        changed: the files that differ from ``options.changed``.
-
-    Attributes:
-        notes: what the user should know of the choice, in sentences.
+    Raises:
+        ValueError: an option has nothing to go by; the message is for users.
     """
+    if options.changed:
+        files = _changed_files(options.root, options.changed)
+        affected = {one.file.name for one in collected if _depends(one, files)}
+        tests = [test for test in tests if test.file in affected]
+    if options.last_failed:
+        tests = [test for test in tests if history.failed(test)]
+    return _part(options, tests, *options.shard) if options.shard else (tests, "")
 
-    def __init__(self, options: Options, history: History, changed: Callable[[], frozenset[Path]]) -> None:
-        self._options = options
-        self._history = history
-        self._changed = changed
-        self.notes: list[str] = []
 
-    def choose(self, tests: Sequence[TestName], collected: Iterable[Collected]) -> list[TestName]:
-        """Return those of ``tests`` that run.
+def why_none(options: Options) -> str:
+    """Say why :func:`narrow` leaves nothing to run."""
+    if options.shard:
+        return "this part has no tests; divide by fewer"
+    if options.last_failed:
+        return "none of these tests failed when it last ran"
+    return f"no test's file, nor a module that one imports, differs from {options.changed}"
 
-        Raises:
-            ValueError: an option has nothing to go by; the message is for users.
-        """
-        chosen = list(tests)
-        if self._options.changed:
-            files = self._changed()
-            affected = {one.file.name for one in collected if _depends(one, files)}
-            chosen = [test for test in chosen if test.file in affected]
-        if self._options.last_failed:
-            chosen = [test for test in chosen if self._history.failed(test)]
-        if self._options.shard:
-            chosen = self._part(chosen, *self._options.shard)
-        return chosen
 
-    def why_none(self) -> str:
-        """Say why nothing is left to run."""
-        if self._options.shard:
-            return "this part has no tests; divide by fewer"
-        if self._options.last_failed:
-            return "none of these tests failed when it last ran"
-        return f"no test's file, nor a module that one imports, differs from {self._options.changed}"
+def arrange(
+    options: Options, files: Sequence[TestFile], tests: Sequence[TestName]
+) -> tuple[Sequence[TestFile], Sequence[TestName]]:
+    """Return files and tests in the order in which they run."""
+    if (seed := options.random_order) is not None:
+        files = sorted(files, key=lambda file: _random(seed, file.name))
+        tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
+    return files, tests
 
-    def arrange(
-        self, files: Sequence[TestFile], tests: Sequence[TestName]
-    ) -> tuple[Sequence[TestFile], Sequence[TestName]]:
-        """Return files and tests in the order in which they run."""
-        if (seed := self._options.random_order) is not None:
-            files = sorted(files, key=lambda file: _random(seed, file.name))
-            tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
-        if self._options.failed_first:
-            failed = {test for test in tests if self._history.failed(test)}
-            in_file, in_class = {test.file for test in failed}, {(test.file, test.cls) for test in failed}
-            files = sorted(files, key=lambda file: file.name not in in_file)
-            tests = sorted(tests, key=lambda test: ((test.file, test.cls) not in in_class, test not in failed))
-        return files, tests
 
-    def _part(self, tests: Sequence[TestName], part: int, parts: int) -> list[TestName]:
-        times = read_times(self._options.times) if self._options.times else {}
-        known = [times[test.id] for test in tests if test.id in times]
-        usual = statistics.median(known) if known else 1.0
-        weights = {test: times.get(test.id, usual) for test in tests}
-        chosen = divide(weights, parts)[part - 1]
-        plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
-        about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
-        self.notes.append(f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}.")
-        return chosen
+def _part(options: Options, tests: Sequence[TestName], part: int, parts: int) -> tuple[list[TestName], str]:
+    times = _read_times(options.times) if options.times else {}
+    known = [times[test.id] for test in tests if test.id in times]
+    usual = statistics.median(known) if known else 1.0
+    weights = {test: times.get(test.id, usual) for test in tests}
+    chosen = divide(weights, parts)[part - 1]
+    plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
+    about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
+    return chosen, f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}."
 
 
 def _depends(collected: Collected, files: frozenset[Path]) -> bool:
@@ -127,7 +105,7 @@ def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]
     return divided
 
 
-def read_times(path: str) -> dict[str, float]:
+def _read_times(path: str) -> dict[str, float]:
     """Return the seconds of each test in a file that ``--json`` wrote, by id; of several results the last.
 
     Raises:
@@ -147,7 +125,7 @@ def read_times(path: str) -> dict[str, float]:
     return times
 
 
-def changed_files(folder: Path, revision: str) -> frozenset[Path]:
+def _changed_files(folder: Path, revision: str) -> frozenset[Path]:
     """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or gone.
 
     Raises:

@@ -11,7 +11,7 @@ import selectors
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch_ext import machine_memory
 from torch_ext.runner.class_runner import ClassRunner
@@ -57,7 +57,6 @@ class RunExecutor:
         machine_memory.share()  # now, so that all processes of the run have the same
         self.environment = shared_environment(options.environment())
         self._stops = False  # a test has failed, and that is enough
-        self._collected: set[str] = set()
         with held():
             try:
                 self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
@@ -97,7 +96,6 @@ class RunExecutor:
         return [file for file, zygote in zygotes.items() if zygote and (zygote.channel.poll() or zygote.check())]
 
     def _collect(self, file: TestFile) -> Task[Collected]:
-        self._collected.add(file.name)
         try:
             zygote = yield from self._zygotes.of_file(file)
             told = yield from self._names(zygote, self._zygotes.module_of(file))
@@ -141,20 +139,14 @@ class RunExecutor:
             child.close()
             os.close(stacks)
 
-    def run(
-        self,
-        plan: Plan,
-        sink: Sink,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> None:
+    def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""
         if not plan.batches:
             return
         packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
-        # Whoever asks for an order wants that one.
-        in_order = self._options.random_order is not None or self._options.failed_first
+        in_order = self._options.random_order is not None
         packed = Packed(self._options.jobs or slots.number, in_order=in_order)
         queue = Queue(plan, packed if packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
@@ -162,7 +154,7 @@ class RunExecutor:
         try:
             while not queue.over:
                 for file in queue.files_to_open():
-                    loop.add(self._open(file, planned[file.name], queue, renew))
+                    loop.add(self._open(file, planned[file.name], queue))
                 while not self._stops and (batch := queue.start()) is not None:
                     loop.add(self._run_class(batch, queue, machine, sink, packs))
                 for file in queue.files_done():
@@ -175,18 +167,9 @@ class RunExecutor:
             self._stops = False
             loop.close()
 
-    def _open(
-        self,
-        file: TestFile,
-        batches: Sequence[Batch],
-        queue: Queue,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> Task[None]:
-        if file.name not in self._collected:
-            batches = renew((yield from self._collect(file)))
-        else:
-            with contextlib.suppress(LoadError, ZygoteDiedError):  # whoever needs it tells
-                yield from self._zygotes.of_file(file)
+    def _open(self, file: TestFile, batches: Sequence[Batch], queue: Queue) -> Task[None]:
+        with contextlib.suppress(LoadError, ZygoteDiedError):  # each class that needs the file reports it
+            yield from self._zygotes.of_file(file)
         queue.loaded(file, batches)
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:

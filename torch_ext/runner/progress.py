@@ -27,6 +27,7 @@ class Progress:
         self._lost: list[TestName] = []  # by the rounds before
         self._waiting: dict[TestName, None] = {}
         self._plan = plan
+        self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self.new_round()
 
     def new_round(self) -> None:
@@ -34,15 +35,8 @@ class Progress:
         self._lost += self._waiting
         self._places: dict[TestName, int] = {}
         self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
-        self.replan(self._plan)
-
-    def replan(self, plan: Plan) -> None:
-        """Count against ``plan`` from now on. Results that have come stay."""
-        self._plan = plan
-        waiting = [test for test in plan.tests if test not in self._places]
-        self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
-        self._waiting = dict.fromkeys(waiting)
-        self._open = Counter((test.file, test.cls) for test in waiting)
+        self._waiting = dict.fromkeys(self._plan.tests)
+        self._open = Counter((test.file, test.cls) for test in self._plan.tests)
 
     def add(self, result: TestResult) -> None:
         """Count ``result``, in the place of an earlier attempt at the same test."""

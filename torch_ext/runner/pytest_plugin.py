@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch_ext.runner.names import Collected
     from torch_ext.runner.options import Options
     from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
-    from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -200,11 +199,8 @@ class _Run:
                 elif isinstance(event, TestResult):
                     ordered.add(event)
 
-            def planned(found: Collected) -> Sequence[Batch]:
-                return [batch for batch in plan if batch.file == found.file]
-
             try:
-                executor.run(plan, take, planned)
+                executor.run(plan, take)
             except KeyboardInterrupt:
                 ordered.finish()  # what has ended before its turn has come is to be in the report
                 raise
@@ -222,9 +218,6 @@ class _Run:
 
     def begin(self, began: Began) -> None:
         """pytest is told of a test when it has ended."""
-
-    def replan(self, plan: Plan) -> None:
-        """The plan is pytest's own."""
 
     def new_round(self, number: int) -> None:
         """There is one."""

@@ -10,7 +10,7 @@ from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import Began, Status, TestName, TestResult
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.schedule import Plan
 
 Layout = Mapping[str, Sequence[str]]
 
@@ -47,8 +47,6 @@ class FakeExecutor:
         self.endings = endings
         self.plans: list[Plan] = []
         self.options: list[Options] = []
-        self.held: Layout = {}  # what the files turn out to hold, where that is not what was remembered
-        self.held_errors: Mapping[str, str] = {}
         self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
@@ -64,18 +62,10 @@ class FakeExecutor:
     def close(self) -> None:
         self.open = max(0, self.open - 1)
 
-    def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
-    ) -> None:
-        """As the real one does: a file that was not collected in this run is, before its first test."""
+    def run(self, plan: Plan, sink: Callable[[Began | TestResult], None]) -> None:
         self.plans.append(plan)
-        options = self.options[-1]
-        for file, planned in itertools.groupby(plan, lambda batch: batch.file):
-            batches: Sequence[Batch] = tuple(planned)
-            if file.name not in self.fake_collector.asked:
-                (found,) = FakeCollector(self.held or self.fake_collector.layout, self.held_errors).collect([file])
-                batches = renew(found)
-            if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
+        for _, batches in itertools.groupby(plan, lambda batch: batch.file):
+            if not self._run_all([test for batch in batches for test in batch.tests], self.options[-1], sink):
                 return
 
     def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[Began | TestResult], None]) -> bool:

@@ -73,10 +73,13 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
     ("arguments", "said"),
     [
         (["--list", "--junit", "a"], "--list runs no test, and has nothing for --junit; leave that out"),
-        (["--history", "TestA", "--html=a"], "--history shows earlier runs, and has nothing for --html; leave that"),
+        (["--coverage"], "--coverage was removed; count the results that --json writes"),
+        (["--history", "TestA"], "--history was removed; keep what --json writes of each run"),
+        (["--failed-first"], "--failed-first was removed; run --last-failed, then everything"),
+        (["--seed=7"], "--seed was removed; write --schedule random:SEED"),
+        (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
         (["--reuse", "class"], "--reuse was removed; to keep ranks for all tests of a class, derive it from MultiProc"),
-        (["--history", ""], "argument --history: got nothing, as from a variable that is not set"),
         (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
         (["--cluster", ""], "argument --cluster: got nothing"),
         (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
@@ -93,7 +96,7 @@ def test_what_would_be_lost_in_silence_is_refused(
 
 def test_reports_of_the_configuration_do_not_stop_a_list(project: Path) -> None:
     write(project, 'junit = "junit.xml"\nhtml = "/dev/null"')
-    for typed in (["--list", "--json"], ["--history", "TestA"], ["--trace=/dev/null"]):
+    for typed in (["--list", "--json"], ["--trace=/dev/null"]):
         assert parse(["--root", str(project), *typed]).junit == "junit.xml"
 
 
@@ -202,7 +205,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "--shrad", "1/2"], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "2 False\n"
-    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed, --seed; see --help\n"
+    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:

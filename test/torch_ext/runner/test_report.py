@@ -204,10 +204,9 @@ def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
         "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
         "--root 'my suites' --device cpu --timeout 7.5 --start-method interpreter"
     )
-    racing = Options(Path("/x"), races="report", schedule="random", seed=7, cluster="local:2")
+    racing = Options(Path("/x"), races="report", schedule="random:7", cluster="local:2")
     assert rerun_command(racing, ONE) == (
-        "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
-        "--races report --schedule random --seed 7 --cluster local:2"
+        "python run_test.py -i fsdp/test_a.py::TestA::test_1 --races report --schedule random:7 --cluster local:2"
     )
     spaced = rerun_command(Options(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
     assert spaced == "python run_test.py -i 'fsdp/test_a.py::TestA::test_[a b]'"

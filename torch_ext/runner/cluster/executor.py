@@ -99,13 +99,13 @@ class ClusterExecutor:
         self._machines = Machines(options)
         self._numbers = 0
 
-    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
-        """See the Protocol. What is cached of a file is trusted, and not asked for again."""
+    def run(self, plan: Plan, sink: Sink) -> None:
+        """See the Protocol."""
         if not plan.batches:
             return
         folder = _folder_of(self._options.root, [batch.file for batch in plan])
         self._machines.connect(_runtime_environment(folder))
-        in_order = self._options.random_order is not None or self._options.failed_first
+        in_order = self._options.random_order is not None
         waiting = [self._job(batch) for batch in Packed(1, in_order=in_order).order(plan.batches)]
         placed: list[_Job] = []
         running: _Streams = {}

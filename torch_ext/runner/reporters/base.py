@@ -28,10 +28,6 @@ class Reporter(Protocol):
         """
         ...
 
-    def replan(self, plan: Plan) -> None:
-        """Take note that ``plan`` is what runs: a file turned out to have other tests than the plan before said."""
-        ...
-
     def new_round(self, number: int) -> None:
         """Take note that the whole plan runs once more. ``number`` is 2 for the first repetition."""
         ...
@@ -61,11 +57,6 @@ class AtEnd:
     def add(self, result: TestResult) -> None:
         """Keep ``result``, in the place of an earlier attempt."""
         self.progress.add(result)
-
-    def replan(self, plan: Plan) -> None:
-        """Miss what ``plan`` has and what has no result."""
-        self._plan = plan
-        self.progress.replan(plan)
 
     def new_round(self, number: int) -> None:
         """Miss every test once more."""

@@ -69,8 +69,6 @@ def _conditions(options: Options) -> list[str]:
     if options.start_method != "fork":
         given.append(("--start-method", options.start_method))
     given += [("--races", options.races), ("--schedule", options.schedule)]
-    if options.seed is not None:
-        given.append(("--seed", str(options.seed)))
     if options.memory_bytes is not None:
         given.append(("--memory", str(options.memory_bytes)))
     given.append(("--cluster", options.cluster))

@@ -35,16 +35,12 @@ class JsonReporter:
     def __init__(self, plan: Plan, options: Options, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
         self._progress = Progress(plan)
         self._file = file
-        self._needs = needs
         self._start_s = time.monotonic()
         self._round = 1
         shard = "/".join(map(str, options.shard)) if options.shard else None
         self._tell("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
                    device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
-        self._tell_plan(plan)
-
-    def _tell_plan(self, plan: Plan) -> None:
-        self._tell("plan", tests=[describe_test(test, self._needs.get(test)) for test in plan.tests])
+        self._tell("plan", tests=[describe_test(test, needs.get(test)) for test in plan.tests])
 
     def begin(self, began: Began) -> None:
         """Write a ``begin``."""
@@ -68,11 +64,6 @@ class JsonReporter:
             problems=[_problem(problem) for problem in result.problems],
             output=result.output,
         )
-
-    def replan(self, plan: Plan) -> None:
-        """Write another ``plan``."""
-        self._progress.replan(plan)
-        self._tell_plan(plan)
 
     def new_round(self, number: int) -> None:
         """Number what follows, and miss every test once more."""

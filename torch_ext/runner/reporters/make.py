@@ -44,7 +44,7 @@ class Reporters:
     ) -> None:
         files: list[Reporter] = []
         self._overs: list[Callable[[Over], None]] = []
-        if options.json and not options.coverage:
+        if options.json:
             from torch_ext.runner.reporters.jsonlines import JsonReporter
 
             files.append(JsonReporter(plan, options, ReportFile(options.json, "the JSON report"), needs))
@@ -66,10 +66,6 @@ class Reporters:
             from torch_ext.runner.reporters.github import GitHubReporter
 
             files.append(GitHubReporter(plan, options, sys.stderr if options.json == "-" else sys.stdout))
-        if options.coverage:
-            from torch_ext.runner.reporters.coverage import CoverageReporter
-
-            files.append(CoverageReporter(plan, sys.stdout, as_json=bool(options.json)))
         stream = sys.stderr if options.json == "-" else sys.stdout
         if (seed := options.random_order) is not None:
             notes = [*notes, f"Random order of seed {seed}; --random-order={seed} repeats it."]
@@ -96,12 +92,8 @@ class Reporters:
                 else:
                     reporter.add(event)
 
-    def replan(self, plan: Plan) -> None:
-        """See :class:`Reporter`, as for what follows."""
-        for reporter in self._all:
-            reporter.replan(plan)
-
     def new_round(self, number: int) -> None:
+        """See :class:`Reporter`, as for what follows."""
         for reporter in self._all:
             reporter.new_round(number)
 

@@ -40,9 +40,6 @@ class InOrder:
         self._failures_at_once = failures_at_once
         self._held: dict[_Key, list[Began | TestResult]] = {}
         self._over: set[_Key] = set()
-        self._set_order(plan)
-
-    def _set_order(self, plan: Plan) -> None:
         self._order = [batch.key for batch in plan]
         self._place = {key: place for place, key in reversed(list(enumerate(self._order)))}
         self._at = 0
@@ -65,12 +62,6 @@ class InOrder:
         """Take note that nothing more comes of a class, or, with an empty class, of a file."""
         file, cls = over.test.file, over.test.cls
         self._over.update(key for key in self._order if key[0] == file and cls in ("", key[1]))
-        self._pass_on()
-
-    def replan(self, plan: Plan) -> None:
-        """Take note of another plan."""
-        self._reporter.replan(plan)
-        self._set_order(plan)
         self._pass_on()
 
     def new_round(self, number: int) -> None:

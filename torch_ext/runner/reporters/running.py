@@ -50,7 +50,8 @@ class Running:
         self._recorded_s, self._expected_s = recorded_s, expected_s
         self.counts: Counter[Status] = Counter()
         self._classes: dict[tuple[str, str], _Class] = {}
-        self.replan(plan)
+        self._ranks = {batch.key: batch.need.ranks for batch in plan}
+        self._planned = set(plan.tests)
         self.new_round(now_s)
 
     def new_round(self, now_s: float) -> None:
@@ -59,11 +60,6 @@ class Running:
         self._done: dict[TestName, None] = {}
         self._done_s = 0.0
         self._counted: dict[TestName, Status] = {}
-
-    def replan(self, plan: Plan) -> None:
-        """Count against ``plan`` from now on."""
-        self._ranks = {batch.key: batch.need.ranks for batch in plan}
-        self._planned = set(plan.tests)
 
     def begin(self, began: Began, now_s: float) -> None:
         """A class or a test has begun."""

@@ -76,11 +76,6 @@ class TextReporter:
         if batch is not None and not self._progress.missing_of(batch):
             self._batch_line(batch)
 
-    def replan(self, plan: Plan) -> None:
-        """Report on ``plan`` from now on."""
-        self._plan = plan
-        self._progress.replan(plan)
-
     def new_round(self, number: int) -> None:
         """Print the number of the round, and begin to count classes anew."""
         self._unfinished()

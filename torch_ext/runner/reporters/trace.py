@@ -12,7 +12,6 @@ from typing import Any
 
 from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Began, Over, RanksFailed, TestName, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["TraceReporter"]
@@ -65,9 +64,6 @@ class TraceReporter:
     def over(self, over: Over) -> None:
         """End the row of a class of which nothing more comes."""
         self._end_class((over.test.file, over.test.cls))
-
-    def replan(self, plan: Plan) -> None:
-        """Nothing is drawn of a plan."""
 
     def new_round(self, number: int) -> None:
         """End what the last round left open."""

@@ -6,15 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from torch_ext.runner.reporters.running import Running
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.results import Began, Over, Status, TestResult
 from torch_ext.world.phrases import LEFT_BEHIND, printable
-
-if TYPE_CHECKING:
-    from torch_ext.runner.schedule import Plan
 
 __all__ = ["LiveWatch", "PlainWatch"]
 
@@ -58,9 +55,6 @@ class PlainWatch:
 
     def over(self, over: Over) -> None:
         self._running.over(over)
-
-    def replan(self, plan: Plan) -> None:
-        self._running.replan(plan)
 
     def tick(self) -> None:
         """Called a few times a second while tests run."""

@@ -71,15 +71,6 @@ class Plan:
         """Every test of the plan, in order; none stands in it twice."""
         return tuple(test for batch in self.batches for test in batch.tests)
 
-    def replaced(self, file: TestFile, batches: Sequence[Batch]) -> Plan:
-        """Return this plan with ``batches`` in the place of those of ``file``."""
-        names = [batch.file.name for batch in self.batches]
-        start = names.index(file.name) if file.name in names else len(names)
-        kept = [(number, batch) for number, batch in enumerate(self.batches) if batch.file.name != file.name]
-        before = [batch for number, batch in kept if number < start]
-        after = [batch for number, batch in kept if number > start]
-        return Plan((*before, *batches, *after))
-
     def without(self, tests: Collection[TestName]) -> Plan:
         """Return this plan without ``tests``; a class keeps its needs and what it is expected to take."""
         kept = (
