@@ -9,7 +9,7 @@ import sys
 from typing import Any, Protocol
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.messages import (
     Body,
     ClassEnded,
@@ -221,7 +221,7 @@ class ClassChild:
         self.lost_zygote = True
 
     def _pump(self, until_s: float) -> Task[None]:
-        yield Wait(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
+        yield Pause(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
         for key, _ in self._selector.select(0):
             if key.fileobj is self._child:
                 try:

@@ -18,7 +18,7 @@ from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.executor import Executor
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Loop, Task, Wait, run_alone
+from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import Options
@@ -126,7 +126,7 @@ class RunExecutor:
         patience = Patience(self._zygotes.limit_s, _os.monotonic())
         try:
             while not ours.poll():
-                yield Wait((ours,), patience.look_s)
+                yield Pause((ours,), patience.look_s)
                 if not ours.poll() and patience.is_over(_os.monotonic(), _os.computed_s(child.pid)):
                     child.send_signal(STACK_SIGNAL)
                     found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
@@ -134,7 +134,7 @@ class RunZygotes:
             if zygote.channel.poll() or zygote.check():
                 zygote.wait_loaded()
                 return zygote
-            yield Wait((zygote.channel,), zygote.look_s)
+            yield Pause((zygote.channel,), zygote.look_s)
 
     def of_class(self, batch: Batch) -> Task[ZygoteClient]:
         """See :class:`~torch_ext.runner.class_child.Zygotes`."""
@@ -158,7 +158,7 @@ class RunZygotes:
         try:
             patience = Patience(self.limit_s, _os.monotonic())
             while not copy.channel.poll():
-                yield Wait((copy.channel,), patience.look_s)
+                yield Pause((copy.channel,), patience.look_s)
                 if not copy.channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(original.pid)):
                     original.kill()
             copy.wait_loaded()

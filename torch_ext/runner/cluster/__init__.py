@@ -5,8 +5,8 @@
 ``node``         the actor that Ray keeps on each machine, in front of that process
 ``machines``     the machines of the cluster, each with its actor, and where Ray puts a class, by what it needs
 ``spread``       a class on several machines: its host 0, which stands between its parent half and all zygotes
-``stand_in``     this end of a rank that runs on another machine
 ``far``          another machine of such a class: starts ranks, and passes on what they say
+``ends``         the ends of one such rank's channel and pipes, on either machine
 ``link``         the connection between the two
 ``executor``     the driver: files and classes out, results in, again what a lost machine took along
 

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
-import pickle
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.loop import Pause, Task
 
-__all__ = ["Link", "LinkLostError", "Listener", "connect", "read_part", "write_all"]
+__all__ = ["Link", "LinkLostError", "Listener", "connect"]
 
-_LENGTH = struct.Struct("!Q")
-_PART_BYTES = 1 << 16
-# How long the other side may take to connect, to say who it is, and to take what is sent, in seconds.
-_CONNECT_S, _TOKEN_S, _SEND_S = 60.0, 10.0, 60.0
+# How long the other side may take to connect, to take what is sent, and to finish what it has begun to say, in seconds.
+_CONNECT_S, _SEND_S, _REST_S = 60.0, 60, 10
 # A machine without power says nothing: after so many seconds without a word the kernel asks, and gives up after a few
 # more questions.
-_IDLE_S, _ASK_S, _QUESTIONS = 10, 5, 4
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class LinkLostError(ConnectionError):
@@ -35,20 +31,31 @@ class LinkLostError(ConnectionError):
 
 
 class Link:
-    """One end. Sending blocks while the other side does not read, receiving never."""
+    """One end. Sending blocks while the other side does not read."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._received = bytearray()
-        connected.settimeout(_SEND_S)
+        connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _ASK_S), ("TCP_KEEPCNT", _QUESTIONS)):
+        for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, limit_s in ((socket.SO_RCVTIMEO, _REST_S), (socket.SO_SNDTIMEO, _SEND_S)):
+            connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+        self._connection = Connection(connected.detach())
+
+    def introduce(self, token: str) -> None:
+        """Say who this machine is, and wait for no answer: the other may be about to connect to this one."""
+        self._connection.send_bytes(token.encode())
+
+    def is_introduced(self, token: str) -> bool:
+        """Whether the other machine says that it is the one with ``token``. Call it once, before anything else."""
+        with contextlib.suppress(OSError, EOFError):
+            return hmac.compare_digest(self._connection.recv_bytes(len(token)), token.encode())
+        return False
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._connection.fileno()
 
     def send(self, message: Any) -> None:
         """Send one message.
@@ -56,36 +63,25 @@ class Link:
         Raises:
             LinkLostError: the other side is gone.
         """
-        payload = pickle.dumps(message)
         try:
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+            self._connection.send(message)
         except OSError as error:
             raise LinkLostError(str(error)) from error
 
-    def receive(self) -> Iterator[Any]:
-        """Yield the messages that have arrived whole. Call it when :meth:`fileno` is readable.
+    def receive(self) -> Any:
+        """Return the next message, waiting for the rest of it. Call it when :meth:`fileno` is readable.
 
         Raises:
             LinkLostError: the other side is gone.
         """
         try:
-            part = self._socket.recv(1 << 20)
-        except OSError as error:
-            raise LinkLostError(str(error)) from error
-        self._received += part
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            payload = bytes(self._received[_LENGTH.size : end])
-            del self._received[:end]
-            yield pickle.loads(payload)
-        if not part:
-            raise LinkLostError("the connection was closed")
+            return self._connection.recv()
+        except (OSError, EOFError) as error:
+            raise LinkLostError(str(error) or "the connection was closed") from error
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        self._socket.close()
+        self._connection.close()
 
 
 class Listener:
@@ -105,41 +101,27 @@ class Listener:
         except OSError:  # the machine is known to others by an address that it does not have itself
             self._socket.bind(("", 0))
         self._socket.listen()
+        self._socket.settimeout(0.0)
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, token: str) -> Task[Link]:
-        """A task that returns the link. Whoever does not know the token is turned away.
+        """A task that returns the link to the machine that knows the token, and turns others away.
 
         Raises:
             LinkLostError: nobody has come in time.
         """
         end_s = time.monotonic() + _CONNECT_S
-        while (now_s := time.monotonic()) < end_s:
-            yield Wait((self._socket,), end_s)
-            self._socket.settimeout(0.0)
+        while time.monotonic() < end_s:
+            yield Pause((self._socket,), end_s)
             with contextlib.suppress(OSError):
-                connected, _ = self._socket.accept()
-                connected.settimeout(0.0)
-                if (yield from _says(connected, token.encode(), min(end_s, now_s + _TOKEN_S))):
-                    return Link(connected)
-                connected.close()
+                link = Link(self._socket.accept()[0])
+                if link.is_introduced(token):
+                    return link
+                link.close()
         raise LinkLostError(f"the machine that runs the class has not come within {_CONNECT_S:g} s")
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _says(connected: socket.socket, token: bytes, end_s: float) -> Task[bool]:
-    """A task that returns whether the first bytes of a connection are ``token``."""
-    said = b""
-    while len(said) < len(token) and time.monotonic() < end_s:
-        yield Wait((connected,), end_s)
-        with contextlib.suppress(BlockingIOError):
-            part = connected.recv(len(token) - len(said))
-            if not part:
-                return False
-            said += part
-    return hmac.compare_digest(said, token)
 
 
 def connect(address: str, port: int, token: str) -> Link:
@@ -149,22 +131,8 @@ def connect(address: str, port: int, token: str) -> Link:
         LinkLostError: it cannot be reached.
     """
     try:
-        connected = socket.create_connection((address, port), _TOKEN_S)
-        connected.sendall(token.encode())
+        link = Link(socket.create_connection((address, port), _REST_S))
+        link.introduce(token)
     except OSError as error:
         raise LinkLostError(str(error)) from error
-    return Link(connected)
-
-
-def read_part(descriptor: int) -> bytes:
-    """Read what a pipe holds, or the first of it. Empty at its end, also where that is an error."""
-    try:
-        return os.read(descriptor, _PART_BYTES)
-    except OSError:
-        return b""
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write ``data`` to a pipe. Blocks while that is full."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+    return link

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_ext import cache
-from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import RunClass, Settings, Told
 from torch_ext.runner.cluster.node import Node
 from torch_ext.runner.options import Options
 from torch_ext.runner.results import SetupError
@@ -130,8 +130,7 @@ class Machines:
         refused = ""
         for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
             try:
-                ready: Ready = self._ray.get(ref, timeout=_READY_S)
-                self.devices = max(self.devices, ready.devices)
+                self.devices = max(self.devices, self._ray.get(ref, timeout=_READY_S))
                 self._lost.discard(node)
             except Exception as error:  # whatever its actor raised, and that it is gone
                 refused = refused or f"the machine {node[:12]} cannot run tests: {said_in_a_line(error)}"
@@ -151,7 +150,7 @@ class Machines:
         self._actors.pop(node, None)
         self._lost.add(node)
 
-    def run(self, node: str, order: RunClass | JoinClass) -> Any:
+    def run(self, node: str, order: RunClass) -> Any:
         """Have the machine obey; return the stream of what it tells, for :meth:`ready` and :meth:`next_of`."""
         return self._actors[node].run.options(num_returns="streaming").remote(order)
 

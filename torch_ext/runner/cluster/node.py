@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import RunClass, Settings, Told
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 
 __all__ = ["Node", "SupervisorDiedError"]
@@ -38,20 +38,21 @@ class Node:
         self._over = False
         self._channel.send(settings)
 
-    def ready(self) -> Ready:
-        """Wait until the supervisor takes classes. Call once, before any other method.
+    def ready(self) -> int:
+        """Wait until the supervisor takes classes; return how many devices its ranks must share, 0 where they need not.
+        Call once, before any other method.
 
         Raises:
             SupervisorDiedError: it cannot load what it needs; its own words are in Ray's log of this machine.
         """
         try:
-            ready: Ready = self._channel.receive()[0]
+            devices: int = self._channel.receive()[0]
         except ChannelClosedError:
             raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} as it began") from None
         threading.Thread(target=self._listen, name="torch_ext supervisor", daemon=True).start()
-        return ready
+        return devices
 
-    def run(self, order: RunClass | JoinClass) -> Iterator[Told]:
+    def run(self, order: RunClass) -> Iterator[Told]:
         """Run a class, or ranks of one; yield what happens, as it does.
 
         Raises:
