@@ -334,8 +334,8 @@ def test_a_run_imports_its_files_and_runs_what_they_hold_whatever_was_cached(
     command("--list")
     executor.fake_collector.layout = {**LAYOUT, INPUT: ["TestInput.test_dict", "TestInput.test_more", "TestNew.test_n"]}
     executor.fake_collector.asked.clear()
-    assert command("-i", "TestInput", "-x", "test_tuple", "-k", "not one") == 0
-    assert executor.ran == [DICT, f"{INPUT}::TestInput::test_more"]
+    assert command("-i", "TestInput", "-x", "test_dict", "-k", "not one") == 0
+    assert executor.ran == [f"{INPUT}::TestInput::test_more"]
     assert executor.fake_collector.asked == [INPUT], "the cache says that the other file has no such test"
     capsys.readouterr()
     command("--list")
