@@ -7,17 +7,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.keywords import words_without_match
+from torch_ext.runner.keywords import nearest, parts, spellings, words_without_match
 from torch_ext.runner.names import Collected
-from torch_ext.runner.nearest import nearest, parts, spellings
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import TestName
 from torch_ext.runner.selection import Selected, Selection, SelectionError
 
 __all__ = ["left_out", "refuse_own_tests", "why_nothing"]
 
 
-def refuse_own_tests(options: Options, folder: str) -> None:
+def refuse_own_tests(options: RunOptions, folder: str) -> None:
     """Raise SelectionError if a pattern means a test in ``folder`` below the root, which is left to pytest."""
     own = options.root / folder
     for pattern in options.include:
@@ -30,7 +29,7 @@ def refuse_own_tests(options: Options, folder: str) -> None:
                 )
 
 
-def why_nothing(options: Options, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
+def why_nothing(options: RunOptions, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
     """Say why nothing is selected of ``tests``, those that patterns select of ``files``."""
     if not files:
         return "-x excludes every file that -i selects"

@@ -20,7 +20,7 @@ from torch_ext.runner.messages import (
     TestEnded,
     TestStarted,
 )
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
@@ -84,7 +84,13 @@ class ClassChild:
     """
 
     def __init__(
-        self, module: str, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options, place: Place
+        self,
+        module: str,
+        zygote: ZygoteClient,
+        batch: Batch,
+        methods: tuple[str, ...],
+        options: RunOptions,
+        place: Place,
     ) -> None:
         self.lost_zygote = False
         self._zygote = zygote

@@ -72,7 +72,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     exit_functions = ExitFunctions()
-    result = _Result(Channel.from_descriptor(channel), stdout, order.failfast)
+    result = _ClassResult(Channel.from_descriptor(channel), stdout, order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for method in order.methods:
@@ -177,7 +177,7 @@ def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Suite(unittest.TestSuite):
     """Tells a result which test unittest is at: a class may run a test several times, or run others beside it."""
 
-    def __init__(self, result: _Result) -> None:
+    def __init__(self, result: _ClassResult) -> None:
         super().__init__()
         self._result = result
 
@@ -193,7 +193,7 @@ class _Suite(unittest.TestSuite):
 _FROM_WORST = (Status.FAILED, Status.UNEXPECTED_SUCCESS, Status.XFAIL, Status.SKIPPED, Status.PASSED)
 
 
-class _Result(unittest.TestResult):
+class _ClassResult(unittest.TestResult):
     """Sends each ending to the supervisor as it happens.
 
     All that happens from :meth:`begin` to :meth:`over` is about one test of the plan, which ends once however often its

@@ -13,6 +13,7 @@ import errno
 import functools
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import cast
 
 from torch_ext.compat import untested_torch
-from torch_ext.runner.arguments import parse, parse_for_file
+from torch_ext.runner.arguments import parse, parse_for_file, write_out
 from torch_ext.runner.executor import Executor, Judge, Upstream
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import OutputError, SetupError, Status
 from torch_ext.runner.selection import SelectionError
-from torch_ext.runner.steps import Chosen, Found, choose, find, import_files, name, resolve, schedule
+from torch_ext.runner.steps import Chosen, FoundFiles, choose, find, import_files, name, resolve, schedule
+from torch_ext.world.phrases import printable
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
@@ -147,8 +149,6 @@ def _silence_stdout() -> None:
 def _complain(text: str) -> None:
     """Print on stderr, unless that is closed."""
     if sys.stderr is not None:
-        from torch_ext.world.phrases import printable
-
         print(printable(text), file=sys.stderr)
 
 
@@ -157,12 +157,12 @@ def _usage_error(text: str) -> int:
     return USAGE
 
 
-def _open_executor(options: Options) -> Executor:
+def _open_executor(options: RunOptions) -> Executor:
     # Not imported above: a list of cached names starts no process, and must not pay for what does.
     return cast(Executor, importlib.import_module("torch_ext.runner.execute").open_executor(options))
 
 
-def _carry_out(found: Found) -> int:
+def _carry_out(found: FoundFiles) -> int:
     """Take the steps of a command whose test files are found; see ``steps``."""
     with contextlib.ExitStack() as stack:
 
@@ -186,10 +186,16 @@ def _warn(*sentences: str) -> None:
 
 
 def _list(chosen: Chosen) -> int:
-    from torch_ext.runner.listing import list_tests
-
     tests, names = schedule(chosen).tests, chosen.request.found.names
-    list_tests(tests, chosen.needs, chosen.options.json)
+    if path := chosen.options.json:
+        from torch_ext.runner.reporters.base import ReportFile  # on use: most lists are no JSON
+        from torch_ext.runner.reporters.jsonlines import describe_test
+
+        file = ReportFile(path, "the list")
+        file.write("".join(json.dumps(describe_test(test, chosen.needs.get(test))) + "\n" for test in tests))
+        file.close()
+    else:
+        write_out("".join(f"{printable(test.id)}\n" for test in tests))
     for failure in chosen.failures:
         from torch_ext.runner.reporters.failure import describe_failure  # on use: most lists have none to describe
 

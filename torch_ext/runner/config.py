@@ -82,7 +82,7 @@ def _section(path: Path) -> Mapping[str, Any]:
 
 
 def _advice(key: str, rows: Mapping[str, Row]) -> str:
-    from torch_ext.runner.nearest import nearest
+    from torch_ext.runner.keywords import nearest
 
     near = nearest(key.replace("_", "-"), rows)
     return f"; nearest: {', '.join(near)}" if near else f"; the options are {', '.join(sorted(rows))}"

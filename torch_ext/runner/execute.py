@@ -21,7 +21,7 @@ from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
@@ -52,7 +52,7 @@ _TICK_S = 0.25
 class RunExecutor:
     """Collects and runs tests; see :class:`Executor`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self._options = options
         machine_memory.share()  # now, so that all processes of the run have the same
         self.environment = shared_environment(options.environment())
@@ -197,7 +197,7 @@ class RunExecutor:
             atexit.unregister(self.close)
 
 
-def open_executor(options: Options) -> Executor:
+def open_executor(options: RunOptions) -> Executor:
     """Return what runs tests under ``options``. Each run has its own; close it."""
     here = RunExecutor(options)
     if not options.cluster:

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch_ext
 from torch_ext.machine_memory import bytes_of
 
-__all__ = ["REMOVED", "TABLE", "Options", "Row", "default_root"]
+__all__ = ["REMOVED", "TABLE", "Row", "RunOptions", "default_root"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the user asked for. Everything below the command line takes its orders from here.
 
     Attributes:
@@ -44,7 +44,6 @@ class Options:
         durations: how many of the slowest tests the summary names.
         github: print annotations of GitHub's on stdout too.
         junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone.
-        completion: the shell whose script of completion to print; empty: none.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
@@ -91,7 +90,6 @@ class Options:
     github: bool = False
     json: str = ""
     show_config: bool = False
-    completion: str = ""
     device: str = ""
     timeout_s: float | None = None
     races: str = ""
@@ -235,7 +233,7 @@ class Row:
     """How an option is typed.
 
     Attributes:
-        field: the attribute of :class:`Options` that it sets.
+        field: the attribute of :class:`RunOptions` that it sets.
         flags: its flags; the last is the long one, whose name is the key of the configuration too.
         group: the heading of ``--help`` below which it stands.
         help: what it does, in a few words.
@@ -277,6 +275,7 @@ _KEEP = "was removed; to keep ranks for all tests of a class, derive it from Mul
 REMOVED = {
     "reuse": _KEEP,
     "audit-order": _KEEP,
+    "completion": "was removed; evaluate what register-python-argcomplete torch_ext prints (docs/running.md)",
     "coverage": "was removed; count the results that --json writes (docs/events.md)",
     "failed-first": "was removed; run --last-failed, then everything",
     "history": "was removed; keep what --json writes of each run (docs/events.md)",
@@ -347,6 +346,4 @@ TABLE: tuple[Row, ...] = (
     Row("trace", ("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev", _FILE),
     Row("github", ("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
-    Row("completion", ("--completion",), _MORE, "print what SHELL evaluates to complete options and names: "
-        "bash, zsh or fish", "SHELL", choices=("bash", "zsh", "fish"), key="-", alone=False),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from _pytest._io import TerminalWriter
 if TYPE_CHECKING:
     from torch_ext.runner.discovery import TestFile
     from torch_ext.runner.names import Collected
-    from torch_ext.runner.options import Options
+    from torch_ext.runner.options import RunOptions
     from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
@@ -163,15 +163,15 @@ class _Run:
             self._items[TestName(file.name, item.cls.__name__, item.originalname)] = item
         self._left = dict(self._items)
 
-    def _options(self) -> Options:
-        from torch_ext.runner.options import Options
+    def _options(self) -> RunOptions:
+        from torch_ext.runner.options import RunOptions
 
         config = self._session.config
         asked, jobs = _asked(config), getattr(config.option, "torch_ext_jobs", None)
         # With one failure to stop at, a class must not go on either.
         failfast = config.getoption("maxfail", 0) == 1
         slots = None if asked == _AUTO else int(asked)
-        return Options(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
+        return RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""

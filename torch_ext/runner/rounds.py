@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch_ext.runner.executor import Executor, Judge
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
@@ -39,11 +39,11 @@ class Rounds:
     def __init__(
         self,
         plan: Plan,
-        options: Options,
+        options: RunOptions,
         reporters: Reporters,
         judge: Judge | None = None,
     ) -> None:
-        self.progress = Progress(plan)
+        self.progress = Tally(plan)
         self.plan = plan
         self._options = options
         self._reporters = reporters

@@ -3,8 +3,8 @@
 ====================  =======================  =========================================================
 step                  returns                  decides
 ====================  =======================  =========================================================
-:func:`find`          :class:`Found`           which test files there are
-:func:`resolve`       :class:`Request`         which of them the patterns mean
+:func:`find`          :class:`FoundFiles`           which test files there are
+:func:`resolve`       :class:`Asked`         which of them the patterns mean
 :func:`name`          :class:`Named`           the tests of these files, from the cache or by importing them
 :func:`import_files`  :class:`Named`           the same, with every file imported that has a selected test
 :func:`choose`        :class:`Chosen`          which tests run, and what to warn of
@@ -24,18 +24,17 @@ from pathlib import Path
 
 from torch_ext import cache
 from torch_ext.runner.advice import left_out, refuse_own_tests, why_nothing
-from torch_ext.runner.choice import arrange, narrow, why_none
+from torch_ext.runner.choice import History, arrange, narrow, why_none
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.executor import Executor, Upstream
-from torch_ext.runner.history import History
 from torch_ext.runner.keywords import keyword_filter
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
-from torch_ext.runner.options import Options, default_root
+from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selection, SelectionError, select_files, select_tests
 
-__all__ = ["Chosen", "Found", "Named", "Request", "choose", "find", "import_files", "name", "resolve", "schedule"]
+__all__ = ["Asked", "Chosen", "FoundFiles", "Named", "choose", "find", "import_files", "name", "resolve", "schedule"]
 
 # So many files take a while to import, and a user wonders what the run does.
 _MANY_FILES = 5
@@ -46,10 +45,10 @@ _UPSTREAMS = ("test_*.py", "*_test.py")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The test files below the root, and where their names are cached."""
 
-    options: Options
+    options: RunOptions
     files: Sequence[TestFile]
     names: NameCache
     upstream: Upstream | None = None
@@ -61,11 +60,11 @@ class Found:
         return _device(self.options)
 
 
-def _device(options: Options) -> str:
+def _device(options: RunOptions) -> str:
     return options.device or os.environ.get("TORCH_EXT_DEVICE", "")
 
 
-def find(options: Options, upstream: Upstream | None = None) -> Found:
+def find(options: RunOptions, upstream: Upstream | None = None) -> FoundFiles:
     """Find the test files that ``options`` mean: one that was started by itself, upstream's, or those of a root.
 
     Raises:
@@ -74,12 +73,12 @@ def find(options: Options, upstream: Upstream | None = None) -> Found:
     if options.script:
         # As __main__ the file may define other tests than when it is imported, so nothing is cached.
         path = Path(options.script).resolve()
-        return Found(options, [describe(path, options.root)], NameCache(None, None))
+        return FoundFiles(options, [describe(path, options.root)], NameCache(None, None))
     if options.upstream:
         if upstream is None:
             raise SelectionError("--upstream belongs to python -m torch_ext and run_test.py")
         files, warnings = _upstream_files(options)
-        return Found(replace(options, harness=upstream.harness), files, NameCache(None, None), upstream, warnings)
+        return FoundFiles(replace(options, harness=upstream.harness), files, NameCache(None, None), upstream, warnings)
     # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
     leave_out = _OWN_TESTS if options.root == default_root() and (options.root / _OWN_TESTS / "house").is_dir() else ""
     found = find_test_files(options.root, leave_out)
@@ -87,10 +86,10 @@ def find(options: Options, upstream: Upstream | None = None) -> Found:
         raise SelectionError(f"nothing selected: no test_*.py below {options.root}")
     if leave_out:
         refuse_own_tests(options, leave_out)
-    return Found(options, found, NameCache(cache.folder(), surroundings(_device(options))))
+    return FoundFiles(options, found, NameCache(cache.folder(), surroundings(_device(options))))
 
 
-def _upstream_files(options: Options) -> tuple[list[TestFile], tuple[str, ...]]:
+def _upstream_files(options: RunOptions) -> tuple[list[TestFile], tuple[str, ...]]:
     """Return the files that ``--upstream`` names, each a module by itself as ``python FILE`` imports it; and warnings
     of those that cannot be imported.
     """
@@ -112,17 +111,17 @@ def _upstream_files(options: Options) -> tuple[list[TestFile], tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Request:
+class Asked:
     """The files whose tests are needed, and what is asked of their names."""
 
-    found: Found
+    found: FoundFiles
     files: Sequence[TestFile]
     selection: Selection
     fits: Callable[[TestName], bool]
     history: History
 
 
-def resolve(found: Found) -> Request:
+def resolve(found: FoundFiles) -> Asked:
     """Resolve the patterns and keywords of the options.
 
     Raises:
@@ -136,10 +135,10 @@ def resolve(found: Found) -> Request:
     names = [file.name for file in found.files]
     selection = select_files(names, options.include, options.exclude, _prefixes(options))
     files = [file for file in found.files if file.name in set(selection.files)]
-    return Request(found, files, selection, fits, History(cache.folder(), options.root, found.device))
+    return Asked(found, files, selection, fits, History(cache.folder(), options.root, found.device))
 
 
-def _prefixes(options: Options) -> list[str]:
+def _prefixes(options: RunOptions) -> list[str]:
     """How a pattern may spell the root before it spells what lies below, as completion by the shell does."""
     roots = {options.root.name, str(options.root), os.path.relpath(options.root), options.typed_root.rstrip("/")}
     return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]
@@ -149,11 +148,11 @@ def _prefixes(options: Options) -> list[str]:
 class Named:
     """The tests of each file of a request."""
 
-    request: Request
+    request: Asked
     collected: Sequence[Collected]
 
 
-def name(request: Request, executor: Callable[[], Executor]) -> Named:
+def name(request: Asked, executor: Callable[[], Executor]) -> Named:
     """Return the tests of every file, from the cache where it has them; see Note [Cached names]."""
     collect = _collector(request.found.options, executor)
     return Named(request, collect_names(request.files, request.found.names, collect))
@@ -172,7 +171,7 @@ def import_files(named: Named, executor: Callable[[], Executor]) -> Named:
 
 
 def _collector(
-    options: Options, executor: Callable[[], Executor]
+    options: RunOptions, executor: Callable[[], Executor]
 ) -> Callable[[Sequence[TestFile]], Iterator[Collected]]:
     def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
         if len(files) >= _MANY_FILES and options.verbosity >= 0 and sys.stderr is not None:
@@ -198,7 +197,7 @@ class Chosen:
         cached: how many files were not imported for it.
     """
 
-    request: Request
+    request: Asked
     tests: Sequence[TestName]
     failures: Sequence[TestResult]
     needs: Mapping[TestName, Needs]
@@ -208,7 +207,7 @@ class Chosen:
     cached: int
 
     @property
-    def options(self) -> Options:
+    def options(self) -> RunOptions:
         return self.request.found.options
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Pause, Task
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
@@ -50,7 +50,7 @@ class RunZygotes:
         copies: each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
     """
 
-    def __init__(self, options: Options, environment: Mapping[str, str], scratch: str) -> None:
+    def __init__(self, options: RunOptions, environment: Mapping[str, str], scratch: str) -> None:
         self._options = options
         self._environment = dict(environment)
         self._scratch = scratch

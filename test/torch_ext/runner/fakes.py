@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Began, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 
@@ -46,12 +46,12 @@ class FakeExecutor:
         self.fake_collector = collector
         self.endings = endings
         self.plans: list[Plan] = []
-        self.options: list[Options] = []
+        self.options: list[RunOptions] = []
         self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
 
-    def open_executor(self, options: Options) -> FakeExecutor:
+    def open_executor(self, options: RunOptions) -> FakeExecutor:
         self.options.append(options)
         self.open += 1
         return self
@@ -68,7 +68,9 @@ class FakeExecutor:
             if not self._run_all([test for batch in batches for test in batch.tests], self.options[-1], sink):
                 return
 
-    def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[Began | TestResult], None]) -> bool:
+    def _run_all(
+        self, tests: Sequence[TestName], options: RunOptions, sink: Callable[[Began | TestResult], None]
+    ) -> bool:
         begun: set[tuple[str, str]] = set()
         for test in tests:
             if (test.file, test.cls) not in begun:

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
-from torch_ext.runner.choice import divide
+from torch_ext.runner.choice import History, divide
 from torch_ext.runner.cli import main
-from torch_ext.runner.history import History
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
@@ -447,12 +446,12 @@ def records(tmp_path: Path) -> dict[str, list[float]]:
 
 
 def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ext.runner.history._TESTS", 3)
+    monkeypatch.setattr("torch_ext.runner.choice._TESTS", 3)
     for number in range(6):
         saved(history(tmp_path), (f"t{number}", 1.0), ("always", float(number)))
         time.sleep(0.002)
     assert records(tmp_path) == {"always": [1.0, 2.0, 3.0, 4.0, 5.0], "t4": [1.0], "t5": [1.0]}
-    monkeypatch.setattr("torch_ext.runner.history._AGE_S", 0.0)
+    monkeypatch.setattr("torch_ext.runner.choice._AGE_S", 0.0)
     saved(history(tmp_path), ("t", 9.0))
     assert records(tmp_path) == {}
 
@@ -471,7 +470,7 @@ def test_the_expected_time_is_the_usual_one_on_this_device(tmp_path: Path) -> No
 TWO_RUNNERS = """
 import sys
 from pathlib import Path
-from torch_ext.runner.history import History
+from torch_ext.runner.choice import History
 from torch_ext.runner.results import Status, TestName, TestResult
 
 for number in range(40):

@@ -13,7 +13,7 @@ import pytest
 import torch_ext
 from torch_ext.runner import arguments
 from torch_ext.runner.arguments import parse, parse_for_file
-from torch_ext.runner.options import TABLE, Options, default_root
+from torch_ext.runner.options import TABLE, RunOptions, default_root
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -76,6 +76,7 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--coverage"], "--coverage was removed; count the results that --json writes"),
         (["--history", "TestA"], "--history was removed; keep what --json writes of each run"),
         (["--failed-first"], "--failed-first was removed; run --last-failed, then everything"),
+        (["--completion", "bash"], "--completion was removed; evaluate what register-python-argcomplete torch_ext"),
         (["--seed=7"], "--seed was removed; write --schedule random:SEED"),
         (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
@@ -157,7 +158,7 @@ def test_patterns_of_the_file_give_way_to_those_that_are_typed(project: Path) ->
 
 
 def test_each_option_has_a_field_and_each_key_one_option() -> None:
-    fields = Options.__dataclass_fields__
+    fields = RunOptions.__dataclass_fields__
     assert [row.field for row in TABLE if row.field not in fields] == []
     flags = [flag for row in TABLE for flag in row.flags]
     assert len(flags) == len(set(flags))

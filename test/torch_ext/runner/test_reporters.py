@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 
-from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.runner.reporters.trace import TraceReporter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending, Outcome

@@ -16,9 +16,8 @@ import pytest
 
 from test.torch_ext.world.suites import DEADLINE_S, Suite
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.reporters.running import Running
 from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.phrases import LEFT_BEHIND

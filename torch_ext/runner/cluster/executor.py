@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch_ext
-from torch_ext.runner.cluster.ends import on_our_clock
+from torch_ext.runner.cluster.link import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, Placement, bundle, said_in_a_line
 from torch_ext.runner.cluster.messages import HostLost, Listening, Peer, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.notices import PREFIX
@@ -89,7 +89,7 @@ class ClusterExecutor:
 
     def __init__(
         self,
-        options: Options,
+        options: RunOptions,
         collect: Callable[[Sequence[TestFile]], Iterator[Collected]],
         close: Callable[[], None],
     ) -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch_ext.runner.cluster.ends import RankEnds
-from torch_ext.runner.cluster.link import Link, LinkLostError
-from torch_ext.runner.cluster.messages import Clock, Line, Origin, Stream
+from torch_ext.runner.cluster.link import Link, LinkLostError, RankEnds
+from torch_ext.runner.cluster.messages import Clock, Line, Origin, RankStream
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
@@ -92,7 +91,7 @@ class FarRanks:
         elif isinstance(line.payload, Start):
             self._start(line.world, line.payload)
         elif world := self._worlds.get(line.world):  # else it was abandoned meanwhile
-            if line.stream is not Stream.GROUP:
+            if line.stream is not RankStream.GROUP:
                 world.ranks[line.index].ends.write(line.stream, line.payload)
             elif line.payload is None:
                 self._abandon(world)
@@ -123,7 +122,7 @@ class FarRanks:
         """Open this side of a rank that is yet to start; return the descriptors that it inherits."""
         rank = order.payload
         ends, inherited = open_ends(rank.rank, False, order.descriptors - 4 - rank.has_page - bool(rank.address))
-        pipes: dict[Stream | int, int] = {Stream.STACKS: ends.stacks}
+        pipes: dict[RankStream | int, int] = {RankStream.STACKS: ends.stacks}
         for number, connection in enumerate(ends.connections):
             pipes[number] = os.dup(connection.fileno())
             connection.close()
@@ -155,8 +154,8 @@ class FarRanks:
 
     # The ranks
 
-    def _on_rank(self, world: _FarWorld, index: int, stream: Stream | int, payload: Any) -> None:
-        if payload is None and isinstance(stream, Stream):
+    def _on_rank(self, world: _FarWorld, index: int, stream: RankStream | int, payload: Any) -> None:
+        if payload is None and isinstance(stream, RankStream):
             return  # how the rank has ended is told later
         if isinstance(payload, Receipt):  # the test may be judged on it, so what the rank has printed comes first
             self._tell_output(world, index)
@@ -171,7 +170,7 @@ class FarRanks:
         if tail != rank.told:
             new = tail.removeprefix(rank.told) if rank.told else tail
             rank.told = tail
-            self._link.send(Line(world.number, Stream.OUTPUT, new.encode(), index))
+            self._link.send(Line(world.number, RankStream.OUTPUT, new.encode(), index))
 
     def _on_group(self, world: _FarWorld) -> None:
         try:
@@ -183,4 +182,4 @@ class FarRanks:
         elif isinstance(message, Ended):
             world.ranks[message.index].ends.drain()
             self._tell_output(world, message.index)
-        self._link.send(Line(world.number, Stream.GROUP, message))
+        self._link.send(Line(world.number, RankStream.GROUP, message))

@@ -3,21 +3,31 @@ only.
 
 Messages are pickled, so the machine that listens takes none before the other has sent the token of this class, which
 both got from the driver. What passes is as open as what the ranks themselves send: a cluster is a network of friends.
+
+:class:`RankEnds` is what either machine holds of a rank: its ends of the rank's channel and pipes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
 import struct
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch_ext.runner.cluster.messages import RankStream
 from torch_ext.runner.loop import Pause, Task
+from torch_ext.world.callbacks import Callbacks
+from torch_ext.world.channel import Channel, ChannelClosedError, close_all, readable
+from torch_ext.world.protocol import Progress, Receipt
 
-__all__ = ["Link", "LinkLostError", "Listener", "connect"]
+__all__ = ["Link", "LinkLostError", "Listener", "RankEnds", "connect", "on_our_clock"]
 
 # How long the other side may take to connect, to take what is sent, and to finish what it has begun to say, in seconds.
 _CONNECT_S, _SEND_S, _REST_S = 60.0, 60, 10
@@ -136,3 +146,92 @@ def connect(address: str, port: int, token: str) -> Link:
     except OSError as error:
         raise LinkLostError(str(error)) from error
     return link
+
+
+_PART_BYTES = 1 << 16
+
+
+class RankEnds:
+    """A channel, and pipes by their stream.
+
+    Args:
+        channel: this end of the channel.
+        pipes: descriptors of this end of the pipes.
+        callbacks: watches those that are read here.
+        told: called with a stream and what can be read there: a message, bytes, or None at its end.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pipes: dict[RankStream | int, int],
+        callbacks: Callbacks,
+        told: Callable[[RankStream | int, Any], None],
+    ) -> None:
+        self._channel, self._pipes, self._callbacks, self._told = channel, pipes, callbacks, told
+
+    def watch(self, *streams: RankStream | int) -> None:
+        """Read the channel and ``streams`` from now on."""
+        for stream in (RankStream.CHANNEL, *streams):
+            self._callbacks.watch(self._file(stream), partial(self._pass_on, stream))
+
+    def _file(self, stream: RankStream | int) -> Channel | int:
+        return self._channel if stream is RankStream.CHANNEL else self._pipes[stream]
+
+    def _pass_on(self, stream: RankStream | int) -> bool:
+        """Tell what can be read; return whether more may come."""
+        payload = self._read(stream)
+        if payload is None:
+            self._callbacks.unwatch(self._file(stream))
+        self._told(stream, payload)
+        return payload is not None
+
+    def _read(self, stream: RankStream | int) -> Any:
+        with contextlib.suppress(ChannelClosedError, OSError):
+            if stream is RankStream.CHANNEL:
+                return self._channel.receive()[0]
+            return os.read(self._pipes[stream], _PART_BYTES) or None
+        return None
+
+    def drain(self) -> None:
+        """Tell what the rank, which has ended, had sent before."""
+        for stream in (RankStream.CHANNEL, *self._pipes):
+            while self._has_more(stream) and self._pass_on(stream):
+                pass
+
+    def _has_more(self, stream: RankStream | int) -> bool:
+        file = self._file(stream)
+        if not self._callbacks.watches(file):
+            return False
+        return file.poll() if isinstance(file, Channel) else readable(file)
+
+    def write(self, stream: RankStream | int, payload: Any) -> None:
+        """Hand on what the other machine has told. Blocks while a pipe is full."""
+        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # nobody reads there any more
+            if stream is RankStream.CHANNEL and payload is None:
+                self._channel.shut()
+            elif stream is RankStream.CHANNEL:
+                self._channel.send(payload)
+            elif payload is None:
+                self._callbacks.unwatch(self._pipes[stream])
+                os.close(self._pipes.pop(stream))
+            while isinstance(payload, bytes) and payload:
+                payload = payload[os.write(self._pipes[stream], payload) :]
+
+    def close(self) -> None:
+        for file in (self._channel, *self._pipes.values()):
+            self._callbacks.unwatch(file)
+        self._channel.close()
+        close_all(list(self._pipes.values()))
+        self._pipes = {}
+
+
+def on_our_clock(message: Any, shift_s: float) -> Any:
+    """Return a message of a rank with its times by this machine's clock."""
+    if isinstance(message, Receipt):
+        met_s = (message.met_s[0] + shift_s, message.met_s[1] + shift_s) if message.met_s[1] else (0.0, 0.0)
+        began_s = message.began_s + shift_s if message.began_s else 0.0
+        return replace(message, time_s=message.time_s + shift_s, began_s=began_s, met_s=met_s)
+    if isinstance(message, Progress):
+        return replace(message, until_s=message.until_s + shift_s, raises_s=message.raises_s + shift_s)
+    return message

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Began, Over, TestResult, Tick
 from torch_ext.runner.schedule import Batch
 
@@ -29,10 +29,10 @@ __all__ = [
     "Listening",
     "Origin",
     "Peer",
+    "RankStream",
     "Refusal",
     "RunClass",
     "Settings",
-    "Stream",
     "Told",
 ]
 
@@ -47,7 +47,7 @@ class Settings:
         cache: folder for what is kept between runs; empty: the machine's own.
     """
 
-    options: Options
+    options: RunOptions
     environment: dict[str, str]
     cache: str = ""
 
@@ -142,7 +142,7 @@ class Refusal:
     why: str
 
 
-class Stream(Enum):
+class RankStream(Enum):
     """What connects ranks with their zygote and with their parent half, besides the numbered pipes of their task."""
 
     GROUP = "the group channel of the world"
@@ -158,6 +158,6 @@ class Line:
     """
 
     world: int
-    stream: Stream | int
+    stream: RankStream | int
     payload: Any
     index: int = 0

@@ -18,9 +18,8 @@ from functools import partial
 from typing import Any
 
 from torch_ext.runner.class_child import Zygotes
-from torch_ext.runner.cluster.ends import RankEnds, on_our_clock
-from torch_ext.runner.cluster.link import Link, LinkLostError, connect
-from torch_ext.runner.cluster.messages import Clock, HostLost, Line, Origin, Peer, Refusal, Stream
+from torch_ext.runner.cluster.link import Link, LinkLostError, RankEnds, connect, on_our_clock
+from torch_ext.runner.cluster.messages import Clock, HostLost, Line, Origin, Peer, RankStream, Refusal
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.schedule import Batch
@@ -215,7 +214,7 @@ class Spread:
         for host, orders in of_host.items():
             share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
             if host:
-                self._send(host, Line(world.number, Stream.GROUP, share))
+                self._send(host, Line(world.number, RankStream.GROUP, share))
                 continue
             world.here, theirs = channel_pair()
             try:
@@ -232,14 +231,14 @@ class Spread:
         shared = order.payload.has_page + bool(order.payload.address)  # mean nothing on another machine
         close_all([second, *more[:shared]])
         os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
-        numbered: dict[Stream | int, int] = dict(enumerate(more[shared:]))
+        numbered: dict[RankStream | int, int] = dict(enumerate(more[shared:]))
 
-        def tell(stream: Stream | int, payload: Any) -> None:
+        def tell(stream: RankStream | int, payload: Any) -> None:
             self._send(host, Line(world.number, stream, payload, index))
 
         ends = RankEnds(
             Channel.from_descriptor(channel),
-            {Stream.OUTPUT: output, Stream.STACKS: stacks, **numbered},
+            {RankStream.OUTPUT: output, RankStream.STACKS: stacks, **numbered},
             self._callbacks,
             tell,
         )
@@ -256,7 +255,7 @@ class Spread:
             host, index = world.order[message.index]
             message = replace(message, index=index)
             if host:
-                self._send(host, Line(world.number, Stream.GROUP, message))
+                self._send(host, Line(world.number, RankStream.GROUP, message))
             elif world.here is not None:
                 with contextlib.suppress(ChannelClosedError):
                     world.here.send(message)
@@ -265,7 +264,7 @@ class Spread:
         del self._worlds[world.number]
         for host in {host for host, _ in world.order if host}:
             if self.lost is None:
-                self._send(host, Line(world.number, Stream.GROUP, None))
+                self._send(host, Line(world.number, RankStream.GROUP, None))
         for rank in world.far.values():
             rank.close()
         for channel in (world.group, world.here):
@@ -295,7 +294,7 @@ class Spread:
             self._shift_s[host] = time.monotonic() - message.now_s
         elif world := self._worlds.get(message.world):  # else it was abandoned meanwhile
             place = host, message.index
-            if message.stream is Stream.GROUP:
+            if message.stream is RankStream.GROUP:
                 self._told(world, host, message.payload)
             elif place in world.far:
                 world.far[place].write(message.stream, on_our_clock(message.payload, self._shift_s.get(host, 0.0)))

@@ -26,8 +26,7 @@ from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
 from torch_ext.runner.results import Sink
-from torch_ext.runner.schedule import Batch, Slots
-from torch_ext.runner.schedule.slots import slots_of
+from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.hosts import ADDRESS_VARIABLE

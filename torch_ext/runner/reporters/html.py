@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterable
 
 import torch_ext
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import counts
-from torch_ext.runner.reporters.base import AtEnd
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import AtEnd, ReportFile, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import RanksFailed, Status, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.phrases import printable
@@ -64,7 +62,7 @@ filter();
 class HtmlReporter(AtEnd):
     """Writes the page to ``file`` when the run is over."""
 
-    def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
+    def __init__(self, plan: Plan, options: RunOptions, file: ReportFile) -> None:
         super().__init__(plan)
         self._options = options
         self._file = file

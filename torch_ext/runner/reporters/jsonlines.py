@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch_ext
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress, counts
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Outcome
@@ -32,8 +31,8 @@ class JsonReporter:
         needs: what the tests of the plan ask for, as far as it is known.
     """
 
-    def __init__(self, plan: Plan, options: Options, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
-        self._progress = Progress(plan)
+    def __init__(self, plan: Plan, options: RunOptions, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
+        self._progress = Tally(plan)
         self._file = file
         self._start_s = time.monotonic()
         self._round = 1

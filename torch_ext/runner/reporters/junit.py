@@ -25,10 +25,9 @@ from collections.abc import Iterable
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from torch_ext.runner.options import Options
-from torch_ext.runner.reporters.base import AtEnd
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import AtEnd, ReportFile
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Ending
@@ -47,7 +46,7 @@ _ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending
 class JUnitReporter(AtEnd):
     """Writes the report to ``file`` when the run is over. Every class is a ``testsuite``, in every round."""
 
-    def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
+    def __init__(self, plan: Plan, options: RunOptions, file: ReportFile) -> None:
         super().__init__(plan)
         self._options = options
         self._file = file

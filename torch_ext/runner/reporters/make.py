@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
 
-from torch_ext.runner.options import Options
-from torch_ext.runner.reporters.base import Reporter
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import AtEnd, Reporter, ReportFile
+from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.ordered import InOrder
-from torch_ext.runner.reporters.report_file import ReportFile
-from torch_ext.runner.reporters.running import Running
-from torch_ext.runner.reporters.styled import is_live
+from torch_ext.runner.reporters.styled import StyledWriter, is_live
 from torch_ext.runner.reporters.text import TextReporter
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
-from torch_ext.runner.results import Began, Needs, Over, TestName, TestResult, Tick
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
+from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
-__all__ = ["Reporters"]
+__all__ = ["GitHubReporter", "Reporters", "annotation"]
+
+# Of one of GitHub's annotations, lines on stdout that it shows beside the code; ten of a step for each level.
+_MOST_CHARACTERS = 4000
+
+
+class GitHubReporter(AtEnd):
+    """Prints an ``::error`` for each failure and a ``::warning`` for each flaky test when the run is over, so that no
+    other output stands between them.
+    """
+
+    def __init__(self, plan: Plan, options: RunOptions, stream: TextIO) -> None:
+        super().__init__(plan)
+        self._root = os.path.relpath(options.root)
+        self._out = StyledWriter(stream)
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Print the annotations."""
+        for result in self.progress.results:
+            if result.status.counted in (Status.FAILED, Status.FLAKY):
+                self._out.verbatim(self._annotated(result))
+
+    def _annotated(self, result: TestResult) -> str:
+        file = os.path.normpath(os.path.join(self._root, result.test.file))
+        if result.status is Status.FLAKY:
+            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
+            return annotation("warning", file, f"flaky: {result.test.id}", text)
+        return annotation("error", file, result.test.id, describe_failure(result))
+
+
+def annotation(level: str, file: str, title: str, text: str) -> str:
+    r"""Return the line that GitHub's runner obeys.
+
+    >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
+    '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
+    """
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
 class Reporters:
@@ -37,7 +82,7 @@ class Reporters:
     def __init__(
         self,
         plan: Plan,
-        options: Options,
+        options: RunOptions,
         needs: Mapping[TestName, Needs] = {},
         expected_s: Callable[[TestName], float | None] = lambda test: None,
         notes: Sequence[str] = (),
@@ -63,7 +108,7 @@ class Reporters:
             files.append(trace)
             self._overs.append(trace.over)
         if options.github:
-            from torch_ext.runner.reporters.github import GitHubReporter
+            from torch_ext.runner.reporters.make import GitHubReporter
 
             files.append(GitHubReporter(plan, options, sys.stderr if options.json == "-" else sys.stdout))
         stream = sys.stderr if options.json == "-" else sys.stdout

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress, counts
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.reporters.styled import StyledWriter
 from torch_ext.runner.results import Began, Status, TestName, TestResult
@@ -34,9 +34,9 @@ class TextReporter:
     """
 
     def __init__(
-        self, plan: Plan, options: Options, stream: TextIO, notes: Sequence[str] = (), *, announce: bool = True
+        self, plan: Plan, options: RunOptions, stream: TextIO, notes: Sequence[str] = (), *, announce: bool = True
     ) -> None:
-        self._progress = Progress(plan)
+        self._progress = Tally(plan)
         self._plan = plan
         self._options = options
         self._announce = announce and options.verbosity >= 0
