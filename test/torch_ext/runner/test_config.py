@@ -83,6 +83,8 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--reuse", "class"], "--reuse was removed; to keep ranks for all tests of a class, derive it from MultiProc"),
         (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
         (["--cluster", ""], "argument --cluster: got nothing"),
+        (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
+        (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
         (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
     ],
 )
