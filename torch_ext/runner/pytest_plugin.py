@@ -176,7 +176,7 @@ class _Run:
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
         from torch_ext.runner.execute import open_executor
-        from torch_ext.runner.reporters.ordered import InOrder
+        from torch_ext.runner.reporters.make import InOrder
         from torch_ext.runner.results import Began, Over, TestResult
         from torch_ext.runner.schedule import make_plan
 

@@ -18,23 +18,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_ext import cache
-from torch_ext.runner.advice import left_out, refuse_own_tests, why_nothing
 from torch_ext.runner.choice import History, arrange, narrow, why_none
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.executor import Executor, Upstream
-from torch_ext.runner.keywords import keyword_filter
+from torch_ext.runner.keywords import keyword_filter, nearest, parts, spellings, words_without_match
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
-from torch_ext.runner.selection import Selection, SelectionError, select_files, select_tests
+from torch_ext.runner.selection import Selected, Selection, SelectionError, select_files, select_tests
 
-__all__ = ["Asked", "Chosen", "FoundFiles", "Named", "choose", "find", "import_files", "name", "resolve", "schedule"]
+__all__ = [
+    "Asked",
+    "Chosen",
+    "FoundFiles",
+    "Named",
+    "choose",
+    "find",
+    "import_files",
+    "name",
+    "resolve",
+    "schedule",
+]
 
 # So many files take a while to import, and a user wonders what the run does.
 _MANY_FILES = 5
@@ -85,7 +95,7 @@ def find(options: RunOptions, upstream: Upstream | None = None) -> FoundFiles:
     if not found:
         raise SelectionError(f"nothing selected: no test_*.py below {options.root}")
     if leave_out:
-        refuse_own_tests(options, leave_out)
+        _refuse_own_tests(options, leave_out)
     return FoundFiles(options, found, NameCache(cache.folder(), surroundings(_device(options))))
 
 
@@ -231,11 +241,11 @@ def choose(named: Named) -> Chosen:
     if options.upstream and not options.narrowed:
         empty = [one.file.name for one in collected if not one.tests and not one.error]
         failures += [import_failure(file, "", WITHOUT_TESTS) for file in empty]
-    nothing = "" if fitting else why_nothing(options, request.files, selected.tests)
+    nothing = "" if fitting else _why_nothing(options, request.files, selected.tests)
     if not tests and not failures:
         raise SelectionError(f"nothing selected: {nothing or why_none(options)}")
     warnings = [nothing] if nothing and selected.tests else []  # without any test, failures say enough
-    warnings += left_out(request.selection, selected, () if options.upstream else collected)
+    warnings += _left_out(request.selection, selected, () if options.upstream else collected)
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     device = next((one.device for one in collected if one.device), options.device)
     return Chosen(request, tests, failures, needs, note, warnings, device, sum(one.cached for one in collected))
@@ -246,3 +256,70 @@ def schedule(chosen: Chosen) -> Plan:
     expected_s = chosen.request.history.expected_s
     files, tests = arrange(chosen.options, chosen.request.files, chosen.tests)
     return make_plan(files, tests, chosen.needs, lambda test: expected_s(test) or 1.0)
+
+
+def _refuse_own_tests(options: RunOptions, folder: str) -> None:
+    """Raise SelectionError if a pattern means a test in ``folder`` below the root, which is left to pytest."""
+    own = options.root / folder
+    for pattern in options.include:
+        path = pattern.partition("::")[0]
+        for place in (Path(path), options.root / path):
+            if place.exists() and place.resolve().is_relative_to(own):
+                shown = os.path.relpath(place.resolve())
+                raise SelectionError(
+                    f"{pattern!r} holds tests of torch_ext itself, which pytest runs: python -m pytest {shown}"
+                )
+
+
+def _why_nothing(options: RunOptions, files: Sequence[TestFile], tests: Sequence[TestName]) -> str:
+    """Say why nothing is selected of ``tests``, those that patterns select of ``files``."""
+    if not files:
+        return "-x excludes every file that -i selects"
+    if not tests:
+        told = f"no test in {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
+        return told + (_written_for_pytest(files[0]) if len(files) == 1 else "")
+    typed = " ".join(options.keywords)
+    names = [*spellings((), tests), *parts(tests)]
+    near = [name for word in words_without_match(options.keywords, tests) for name in nearest(word, names)]
+    advice = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
+    return f"none of {len(tests)} tests fits -k {typed!r}{advice}"
+
+
+def _left_out(selection: Selection, selected: Selected, collected: Iterable[Collected]) -> list[str]:
+    """Say what was asked for and does not run though other tests do: patterns that fit no test that is known, files of
+    pytest's, and files that a pattern names alone and that hold no test.
+    """
+    known = "no test that is known fits it, and some files cannot be imported"
+    said = [f"{text!r}: {known}{'; ' * bool(advice)}{advice}" for text, advice in selected.unseen]
+    folders = [target.files for target in selection.include if not target.names]
+    asked = {file for files in folders for file in files}
+    alone = {file for files in folders if len(files) == 1 for file in files}
+    theirs = []
+    for one in collected:
+        if one.tests or one.error or (selection.include and one.file.name not in asked):
+            continue
+        if why := _written_for_pytest(one.file):
+            theirs.append(f"no test in {one.file.name}{why}")
+        elif one.file.name in alone:
+            said.append(f"no test in {one.file.name}")
+    others = f" ({len(theirs) - 1} more files are like it)" if len(theirs) > 1 else ""
+    return said + [f"{told}{others}" for told in theirs[:1]]
+
+
+def _written_for_pytest(file: TestFile) -> str:
+    """Say so if the file has tests in a style that is pytest's alone."""
+    from ast import AsyncFunctionDef, ClassDef, FunctionDef, parse
+
+    try:
+        body = parse(file.path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    functions = [each.name for each in body if isinstance(each, (FunctionDef, AsyncFunctionDef))]
+    classes = [each.name for each in body if isinstance(each, ClassDef) and not each.bases]
+    for what, names in (("functions", functions), ("classes without a base", classes)):
+        if found := [name for name in names if name.lower().startswith("test")]:
+            return (
+                f": its tests are {what} such as {found[0]}, which pytest runs and unittest does not; "
+                f"run python -m pytest {os.path.relpath(file.path)}"
+            )
+    return ""

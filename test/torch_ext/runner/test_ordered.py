@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.reporters.ordered import InOrder
+from torch_ext.runner.reporters.make import InOrder
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 

@@ -12,8 +12,7 @@ import pytest
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.failure import rerun_command
-from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.reporters.text import TextReporter
+from torch_ext.runner.reporters.text import StyledWriter, TextReporter
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 

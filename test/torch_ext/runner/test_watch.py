@@ -13,7 +13,7 @@ import pytest
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.reporters.styled import StyledWriter
+from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.results import Began, Needs, Over, Remark, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan

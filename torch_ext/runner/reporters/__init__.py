@@ -1,10 +1,9 @@
 """What becomes of a run's results: reporters behind one Protocol, one file each, over data.
 
 ``base``       the Protocol, results counted against the plan, and files of reports
-``make``       the reporters of a run, by its options; ``--github``
-``ordered``    the results of classes that run side by side, in the order of the plan
+``make``       the reporters of a run by its options, results in the order of the plan, and ``--github``
 ``watch``      what runs at the moment, on a terminal or in a pipe
-``text``       what a user reads on stdout, with ``failure`` and ``styled`` below it
+``text``       what a user reads on stdout, with ``failure`` below it
 ``junit``      ``--junit FILE``
 ``jsonlines``  ``--json FILE``
 ``html``       ``--html FILE``

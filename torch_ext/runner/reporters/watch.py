@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from torch_ext.runner.reporters.styled import StyledWriter
+from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.phrases import LEFT_BEHIND, printable
