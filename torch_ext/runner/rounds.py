@@ -31,9 +31,6 @@ class Rounds:
         options: how often.
         reporters: who is told; they see only results whose round and attempt are filled in.
         judge: says why a test must not run, and what counts in the place of a result; None: nothing of that.
-
-    Attributes:
-        progress: what has come of the plan.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class Rounds:
         reporters: Reporters,
         judge: Judge | None = None,
     ) -> None:
-        self.progress = Tally(plan)
         self.plan = plan
         self._options = options
         self._reporters = reporters
@@ -54,11 +50,15 @@ class Rounds:
         self._classes_again: list[TestName] = []
         self._failed: set[TestName] = set()  # since a plan was begun
 
+    @property
+    def progress(self) -> Tally:
+        """What has come of the plan."""
+        return self._reporters.tally
+
     def take(self, event: Began | Over | TestResult | Tick) -> None:
         """Count a result, and tell the reporters of it or of what else happens."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)
-            self.progress.add(event)
         self._reporters.take(event)
 
     def _numbered(self, result: TestResult) -> TestResult:
@@ -96,7 +96,6 @@ class Rounds:
                 return
             self._round += 1
             self._earlier.clear()
-            self.progress.new_round()
             self._reporters.new_round(self._round)
 
     def _one_round(self, runner: Callable[[], Executor]) -> None:

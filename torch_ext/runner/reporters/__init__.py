@@ -9,6 +9,7 @@
 ``html``       ``--html FILE``
 ``trace``      ``--trace FILE``
 
-To add one, write a file with a class that satisfies :class:`~torch_ext.runner.reporters.base.Reporter`, and make it in
+To add one, write a class that satisfies :class:`~torch_ext.runner.reporters.base.Reporter`, or a function that writes a
+:class:`~torch_ext.runner.reporters.base.Tally` when the run is over, and name it in
 :class:`~torch_ext.runner.reporters.make.Reporters`.
 """

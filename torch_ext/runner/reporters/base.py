@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 from torch_ext.runner.results import Began, OutputError, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["AtEnd", "ReportFile", "Reporter", "Tally", "counts"]
+__all__ = ["ReportFile", "Reporter", "Tally", "counts"]
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
@@ -31,7 +31,7 @@ class Tally:
         self.results: list[TestResult] = []
         self._lost: list[TestName] = []  # by the rounds before
         self._waiting: dict[TestName, None] = {}
-        self._plan = plan
+        self.plan = plan
         self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
         self.new_round()
 
@@ -40,8 +40,8 @@ class Tally:
         self._lost += self._waiting
         self._places: dict[TestName, int] = {}
         self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
-        self._waiting = dict.fromkeys(self._plan.tests)
-        self._open = Counter((test.file, test.cls) for test in self._plan.tests)
+        self._waiting = dict.fromkeys(self.plan.tests)
+        self._open = Counter((test.file, test.cls) for test in self.plan.tests)
 
     def add(self, result: TestResult) -> None:
         """Count ``result``, in the place of an earlier attempt at the same test."""
@@ -104,32 +104,6 @@ class Reporter(Protocol):
     def finish(self, *, interrupted: bool = False) -> None:
         """Take note that no more results come. Called once, also after an interrupt."""
         ...
-
-
-class AtEnd:
-    """A reporter that keeps what comes, and has only :meth:`Reporter.finish` to write.
-
-    Args:
-        plan: what should run.
-
-    Attributes:
-        progress: what has come, of all rounds.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.progress = Tally(plan)
-        self._plan = plan
-
-    def begin(self, began: Began) -> None:
-        """Nothing is kept of it."""
-
-    def add(self, result: TestResult) -> None:
-        """Keep ``result``, in the place of an earlier attempt."""
-        self.progress.add(result)
-
-    def new_round(self, number: int) -> None:
-        """Miss every test once more."""
-        self.progress.new_round()
 
 
 class ReportFile:

@@ -6,17 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from functools import partial
 
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import AtEnd, Reporter, ReportFile
+from torch_ext.runner.reporters.base import Reporter, ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.text import StyledWriter, TextReporter, is_live
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
-__all__ = ["GitHubReporter", "InOrder", "Reporters", "annotation"]
+__all__ = ["InOrder", "Reporters", "annotate", "annotation"]
 
 _Key = tuple[str, str]
 
@@ -121,28 +121,17 @@ class InOrder:
 _MOST_CHARACTERS = 4000
 
 
-class GitHubReporter(AtEnd):
-    """Prints an ``::error`` for each failure and a ``::warning`` for each flaky test when the run is over, so that no
-    other output stands between them.
+def annotate(tally: Tally, interrupted: bool, *, root: str, out: StyledWriter) -> None:
+    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. At the end of the run, no other
+    output stands between them.
     """
-
-    def __init__(self, plan: Plan, options: RunOptions, stream: TextIO) -> None:
-        super().__init__(plan)
-        self._root = os.path.relpath(options.root)
-        self._out = StyledWriter(stream)
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Print the annotations."""
-        for result in self.progress.results:
-            if result.status.counted in (Status.FAILED, Status.FLAKY):
-                self._out.verbatim(self._annotated(result))
-
-    def _annotated(self, result: TestResult) -> str:
-        file = os.path.normpath(os.path.join(self._root, result.test.file))
+    for result in tally.results:
+        file = os.path.normpath(os.path.join(root, result.test.file))
         if result.status is Status.FLAKY:
             text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
-            return annotation("warning", file, f"flaky: {result.test.id}", text)
-        return annotation("error", file, result.test.id, describe_failure(result))
+            out.verbatim(annotation("warning", file, f"flaky: {result.test.id}", text))
+        elif result.status.counted is Status.FAILED:
+            out.verbatim(annotation("error", file, result.test.id, describe_failure(result)))
 
 
 def annotation(level: str, file: str, title: str, text: str) -> str:
@@ -172,6 +161,9 @@ class Reporters:
         expected_s: how long a test should take, if that is known.
         notes: sentences to begin with.
 
+    Attributes:
+        tally: what has come of the plan.
+
     Raises:
         SetupError: a file cannot be opened.
     """
@@ -184,31 +176,33 @@ class Reporters:
         expected_s: Callable[[TestName], float | None] = lambda test: None,
         notes: Sequence[str] = (),
     ) -> None:
+        self.tally = Tally(plan)
+        stream, start_s = sys.stderr if options.json == "-" else sys.stdout, time.time()
         files: list[Reporter] = []
         self._overs: list[Callable[[Over], None]] = []
+        self._at_end: list[Callable[[Tally, bool], None]] = []
         if options.json:
             from torch_ext.runner.reporters.jsonlines import JsonReporter
 
-            files.append(JsonReporter(plan, options, ReportFile(options.json, "the JSON report"), needs))
-        if options.junit:
-            from torch_ext.runner.reporters.junit import JUnitReporter
-
-            files.append(JUnitReporter(plan, options, ReportFile(options.junit, "the JUnit report")))
-        if options.html:
-            from torch_ext.runner.reporters.html import HtmlReporter
-
-            files.append(HtmlReporter(plan, options, ReportFile(options.html, "the HTML page")))
+            files.append(JsonReporter(self.tally, options, ReportFile(options.json, "the JSON report"), needs))
         if options.trace:
             from torch_ext.runner.reporters.trace import TraceReporter
 
             trace = TraceReporter(ReportFile(options.trace, "the trace"))
             files.append(trace)
             self._overs.append(trace.over)
-        if options.github:
-            from torch_ext.runner.reporters.make import GitHubReporter
+        if options.junit:
+            from torch_ext.runner.reporters.junit import write_junit
 
-            files.append(GitHubReporter(plan, options, sys.stderr if options.json == "-" else sys.stdout))
-        stream = sys.stderr if options.json == "-" else sys.stdout
+            file = ReportFile(options.junit, "the JUnit report")
+            self._at_end.append(partial(write_junit, options=options, file=file, start_s=start_s))
+        if options.html:
+            from torch_ext.runner.reporters.html import write_page
+
+            file = ReportFile(options.html, "the HTML page")
+            self._at_end.append(partial(write_page, options=options, file=file, start_s=start_s))
+        if options.github:
+            self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=StyledWriter(stream)))
         if (seed := options.random_order) is not None:
             notes = [*notes, f"Random order of seed {seed}; --random-order={seed} repeats it."]
         live = is_live(stream) and options.verbosity >= 0 and not options.show_output
@@ -222,6 +216,8 @@ class Reporters:
 
     def take(self, event: Began | Over | TestResult | Tick) -> None:
         """Hand ``event`` to whom it concerns."""
+        if isinstance(event, TestResult):
+            self.tally.add(event)
         if isinstance(event, Tick):
             self._watch.tick()
         elif isinstance(event, Over):
@@ -236,9 +232,12 @@ class Reporters:
 
     def new_round(self, number: int) -> None:
         """See :class:`Reporter`, as for what follows."""
+        self.tally.new_round()
         for reporter in self._all:
             reporter.new_round(number)
 
     def finish(self, *, interrupted: bool) -> None:
         for reporter in self._all:
             reporter.finish(interrupted=interrupted)
+        for write in self._at_end:
+            write(self.tally, interrupted)
