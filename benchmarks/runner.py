@@ -26,13 +26,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from simulate import lower_bound, makespan
+
 from torch_ext import cache
 from torch_ext.runner.discovery import find_test_files
 from torch_ext.runner.names import NameCache, surroundings
 from torch_ext.runner.results import TestName
-from torch_ext.runner.schedule import Packed, Plan, make_plan
-from torch_ext.runner.schedule.simulate import lower_bound, makespan
-from torch_ext.runner.schedule.slots import slots_of
+from torch_ext.runner.schedule import Packed, Plan, make_plan, slots_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _LINE = re.compile(r"^(\S+)::(\w+)::(\w+)  (?:passed|skipped|expected failure)  ([\d.]+) s")

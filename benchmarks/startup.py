@@ -76,7 +76,7 @@ def list_many(repeats: int) -> dict[str, float]:
         (root / "names").write_text("\n".join(names))
         if len(names) != number:
             raise SystemExit(f"got {len(names)} tests, expected {number}")
-        ways = {"all": [], "failed first": ["--failed-first"], "each by its id": [f"@{root / 'names'}"]}
+        ways = {"all": [], "each by its id": [f"@{root / 'names'}"]}
         return {
             f"warm --list of {number} tests, {name}": statistics.median(
                 seconds([*runner, "--list", *flags], environment) for _ in range(repeats)

@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import torch_ext
 from torch_ext.runner.config import ConfigError, Setting, from_environment, from_file, nearest_file
-from torch_ext.runner.discovery import holds_tests
-from torch_ext.runner.options import REMOVED, TABLE, Options, Row, default_root
+from torch_ext.runner.discovery import find_test_files, holds_tests
+from torch_ext.runner.options import REMOVED, TABLE, Row, RunOptions, default_root
+from torch_ext.runner.results import OutputError
 
-__all__ = ["parse", "parse_for_file"]
+__all__ = ["parse", "parse_for_file", "write_out"]
 
 _USAGE = 2
 _EXAMPLES = """
@@ -37,7 +38,7 @@ Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usag
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, and not how everything is spelt."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
@@ -66,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
         if instead := REMOVED.get(flag.removeprefix("--")):
             message = f"{flag} {instead}"
         elif flag.startswith("-"):
-            from torch_ext.runner.nearest import nearest
+            from torch_ext.runner.keywords import nearest
 
             near = nearest(flag, [known for known in self._option_string_actions if known.startswith("--")])
             message = f"there is no option {flag}" + (f"; nearest: {', '.join(near)}" if near else "")
@@ -81,8 +82,8 @@ class _Mistake(ValueError):
     """What was typed makes no sense. The message is for users."""
 
 
-def _parser(prog: str, description: str, *, alone: bool) -> _Parser:
-    parser = _Parser(prog, description, "" if alone else _EXAMPLES.format(command=prog))
+def _parser(prog: str, description: str, *, alone: bool) -> _CommandParser:
+    parser = _CommandParser(prog, description, "" if alone else _EXAMPLES.format(command=prog))
     metavar, text = ("TEST", "TestClass or TestClass.test_name") if alone else ("PATTERN", "what to run; see below")
     parser.add_argument("patterns", nargs="*", metavar=metavar, default=[], help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -124,7 +125,7 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     group.add_argument(*row.flags, **how)
 
 
-def _read(parser: _Parser, argv: Sequence[str]) -> dict[str, object]:
+def _read(parser: _CommandParser, argv: Sequence[str]) -> dict[str, object]:
     try:
         given = vars(parser.parse_intermixed_args(_values_apart(argv)))
     except UnicodeDecodeError:
@@ -156,17 +157,15 @@ def _values_apart(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> RunOptions:
     """Read the arguments of ``run_test.py``.
 
     Raises:
         SystemExit: after ``-h``, ``--version`` or ``--show-config`` (0), or a usage error (2), with its text printed.
     """
     parser = _parser(_command().removeprefix("python "), "Run distributed tests on this machine.", alone=False)
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        from torch_ext.runner.completion import answer
-
-        answer(parser)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
     try:
         settings = _settings(parser, argv)
         return _options(settings, **_places(settings))
@@ -174,7 +173,7 @@ def parse(argv: Sequence[str]) -> Options:
         _refuse(str(error))
 
 
-def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
+def parse_for_file(path: Path, argv: Sequence[str]) -> RunOptions:
     """Read the arguments of the test file ``path`` (absolute), started by itself, in unittest's spellings.
 
     Raises:
@@ -195,7 +194,7 @@ def parse_for_file(path: Path, argv: Sequence[str]) -> Options:
 _FLAGS = "command line"
 
 
-def _settings(parser: _Parser, argv: Sequence[str]) -> dict[str, Setting]:
+def _settings(parser: _CommandParser, argv: Sequence[str]) -> dict[str, Setting]:
     """Return what is set, each by the strongest that sets it: the file, then the environment, then the flags."""
     typed = _read(parser, argv)
     file = nearest_file(Path.cwd())
@@ -272,49 +271,29 @@ def _value(settings: Mapping[str, Setting], field: str, default: object) -> obje
     return default if found is None or found.typed is not None else found.value
 
 
-def _options(settings: Mapping[str, Setting], **places: Any) -> Options:
+def _options(settings: Mapping[str, Setting], **places: Any) -> RunOptions:
     values = {field: one.value for field, one in settings.items() if one.typed is None}
     if values.get("until_failure") and "repeat" not in values:
         values["repeat"] = 0
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
-    options = Options(**{**values, **places, "command": _command()})
+    options = RunOptions(**{**values, **places, "command": _command()})
     for flag, given in (("--show-output", options.show_output), ("--upstream", options.upstream)):
         if options.cluster and given:
             raise _Mistake(f"{flag} works on this machine alone; leave --cluster out")
-    if options.coverage and options.json not in ("", "-"):
-        raise _Mistake("--coverage writes its JSON to stdout; leave the FILE of --json out")
     _check_reports(options, settings)
-    if options.completion:
-        from torch_ext.runner.completion import NotInstalledError, script
-        from torch_ext.runner.listing import write_out
-
-        try:
-            write_out(f"{script(options.completion)}\n", "the script")
-        except NotInstalledError as error:
-            raise _Mistake(str(error)) from None
-        raise SystemExit(0)
     if options.show_config:
         _show(options, settings)
         raise SystemExit(0)
     return options
 
 
-# What runs no test, or tells nothing of those that it runs but on stdout, and which reports it has nonetheless.
-_WITHOUT_REPORTS = {
-    "list_only": ("--list runs no test", ("json",)),
-    "history": ("--history shows earlier runs", ()),
-}
-
-
-def _check_reports(options: Options, settings: Mapping[str, Setting]) -> None:
+def _check_reports(options: RunOptions, settings: Mapping[str, Setting]) -> None:
     """Refuse reports that would not be written, or not as a whole."""
     fields = ("json", "junit", "html", "trace")
-    for field, (what, has) in _WITHOUT_REPORTS.items():
-        for report in fields:
-            typed = report in settings and settings[report].source == _FLAGS
-            if getattr(options, field) and typed and report not in has:
-                raise _Mistake(f"{what}, and has nothing for --{report}; leave that out")
+    for report in fields[1:] if options.list_only else ():
+        if report in settings and settings[report].source == _FLAGS:
+            raise _Mistake(f"--list runs no test, and has nothing for --{report}; leave that out")
     places: dict[str, str] = {}
     for field in fields:
         file = str(getattr(options, field))
@@ -328,10 +307,8 @@ def _check_reports(options: Options, settings: Mapping[str, Setting]) -> None:
         places[place] = field
 
 
-def _show(options: Options, settings: Mapping[str, Setting]) -> None:
+def _show(options: RunOptions, settings: Mapping[str, Setting]) -> None:
     """Print the value of each option and where it comes from."""
-    from torch_ext.runner.listing import write_out  # on use: what starts a run need not load it
-
     rows = [row for row in {row.field: row for row in TABLE}.values() if row.field != "show_config"]
     names = {row.field: "verbosity" if row.field == "verbosity" else row.flags[-1].lstrip("-") for row in rows}
     names["keywords"] = "keywords"
@@ -357,6 +334,41 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def write_out(text: str, what: str = "the list") -> None:
+    """Write ``text``, of which ``what`` says what it is, to stdout, and have the system know it at once.
+
+    Raises:
+        OutputError: stdout takes no more.
+        BrokenPipeError: stdout's reader has left.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{what} cannot be written: {error}") from error
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks what may follow, and end this process; argcomplete does it."""
+    import argcomplete
+
+    for action in parser._actions:
+        if action.dest in ("patterns", "include", "exclude"):
+            action.completer = _patterns_below_root  # type: ignore[attr-defined]  # argcomplete looks for it
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def _patterns_below_root(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the folders and files below the root that begin with ``prefix``."""
+    root = Path(getattr(parsed_args, "typed_root", "") or default_root())
+    files = [Path(file.name) for file in find_test_files(root)]
+    folders = {parent.as_posix() for file in files for parent in file.parents if parent != Path(".")}
+    names = [*sorted(folders), *(file.as_posix() for file in files)]
+    return [name for name in names if name.startswith(prefix)]
 
 
 def _refuse(text: str) -> NoReturn:

@@ -6,94 +6,211 @@ Note [Parts]
 the selected tests and from ``--times`` alone, never from what one machine happens to remember, and the report names the
 plan that was divided: parts of one run show the same name. Classes stay whole, since their tests share fixtures. The
 class that takes longest goes to the part with the least to do so far.
+
+Note [The history]
+~~~~~~~~~~~~~~~~~~
+One JSON file for each root lies in the cache's folder, for the last 100 roots. It holds the last 5 records of each
+test, at most 20,000 tests, and no record older than 90 days. A run reads it once, and adds its own records at its end,
+under a lock and by renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that
+cannot be read or written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
+
+A run adds one record of a test, whatever the number of its rounds: failed if the test failed in any of them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+from torch_ext import cache
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.history import History
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
-from torch_ext.runner.results import TestName
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.results import Status, TestName, TestResult
 
-__all__ = ["Choice", "changed_files", "divide", "read_times"]
+__all__ = ["History", "arrange", "divide", "narrow", "why_none"]
+
+_FOLDER = "history"  # below the cache's
+_ROOTS, _RECORDS, _TESTS, _AGE_S = 100, 5, 20_000, 90 * 24 * 3600.0
 
 
-class Choice:
-    """Applies the options that choose and order.
-
-    Args:
-        options: what was asked for.
-        history: what earlier runs told.
-        changed: the files that differ from ``options.changed``.
+@dataclass(frozen=True)
+class RunRecord:
+    """How one test ended in one run.
 
     Attributes:
-        notes: what the user should know of the choice, in sentences.
+        time_s: when the run ended (``time.time``).
+        device: the device type that was asked for; empty: the machine's best.
+        status: the value of its ``Status``: of several rounds the first failure, else the last.
+        duration_s: how long it took; the median of all rounds and attempts.
     """
 
-    def __init__(self, options: Options, history: History, changed: Callable[[], frozenset[Path]]) -> None:
-        self._options = options
-        self._history = history
-        self._changed = changed
-        self.notes: list[str] = []
+    time_s: float
+    device: str
+    status: str
+    duration_s: float
 
-    def choose(self, tests: Sequence[TestName], collected: Iterable[Collected]) -> list[TestName]:
-        """Return those of ``tests`` that run.
 
-        Raises:
-            ValueError: an option has nothing to go by; the message is for users.
-        """
-        chosen = list(tests)
-        if self._options.changed:
-            files = self._changed()
-            affected = {one.file.name for one in collected if _depends(one, files)}
-            chosen = [test for test in chosen if test.file in affected]
-        if self._options.last_failed:
-            chosen = [test for test in chosen if self._history.failed(test)]
-        if self._options.shard:
-            chosen = self._part(chosen, *self._options.shard)
-        return chosen
+class History:
+    """The records of one root.
 
-    def why_none(self) -> str:
-        """Say why nothing is left to run."""
-        if self._options.shard:
-            return "this part has no tests; divide by fewer"
-        if self._options.last_failed:
-            return "none of these tests failed when it last ran"
-        return f"no test's file, nor a module that one imports, differs from {self._options.changed}"
+    Args:
+        folder: the cache's folder; None: nothing is remembered.
+        root: the root of the suites.
+        device: the device type that was asked for.
+    """
 
-    def arrange(
-        self, files: Sequence[TestFile], tests: Sequence[TestName]
-    ) -> tuple[Sequence[TestFile], Sequence[TestName]]:
-        """Return files and tests in the order in which they run."""
-        if (seed := self._options.random_order) is not None:
-            files = sorted(files, key=lambda file: _random(seed, file.name))
-            tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
-        if self._options.failed_first:
-            failed = {test for test in tests if self._history.failed(test)}
-            in_file, in_class = {test.file for test in failed}, {(test.file, test.cls) for test in failed}
-            files = sorted(files, key=lambda file: file.name not in in_file)
-            tests = sorted(tests, key=lambda test: ((test.file, test.cls) not in in_class, test not in failed))
-        return files, tests
+    def __init__(self, folder: Path | None, root: Path, device: str) -> None:
+        place = None if folder is None else folder / _FOLDER
+        trusted = place is not None and not cache.why_not_trusted(place)
+        digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+        self._path = place / f"{root.name}-{digest}.json" if place is not None and trusted else None
+        self._device = device
+        self._records: dict[str, list[RunRecord]] | None = None
 
-    def _part(self, tests: Sequence[TestName], part: int, parts: int) -> list[TestName]:
-        times = read_times(self._options.times) if self._options.times else {}
-        known = [times[test.id] for test in tests if test.id in times]
-        usual = statistics.median(known) if known else 1.0
-        weights = {test: times.get(test.id, usual) for test in tests}
-        chosen = divide(weights, parts)[part - 1]
-        plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
-        about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
-        self.notes.append(f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}.")
-        return chosen
+    def failed(self, test: TestName) -> bool:
+        """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
+        ids = (test.id, TestName(test.file, test.cls).id, test.file)
+        return any(found[-1].status in _FAILED for each in ids if (found := self._known.get(each)))
+
+    def expected_s(self, test: TestName) -> float | None:
+        """Return how long ``test`` should take, by its last times on this device, else on any; None if it has none."""
+        ran = [record for record in self._known.get(test.id, ()) if record.status != Status.SKIPPED.value]
+        ours = [record for record in ran if record.device == self._device] or ran
+        return statistics.median(record.duration_s for record in ours) if ours else None
+
+    def save(self, results: Iterable[TestResult]) -> None:
+        """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
+        of_test: dict[TestName, list[TestResult]] = {}
+        for result in results:
+            of_test.setdefault(result.test, []).append(result)
+        if self._path is None or not of_test:
+            return
+        with suppress(OSError), self._locked(self._path):
+            known = _read(self._path)
+            for test in of_test:
+                if test.method:  # its file could be imported, and its class begun
+                    for above in (test.file, TestName(test.file, test.cls).id):
+                        known.pop(above, None)
+            for test, rounds in of_test.items():
+                known.setdefault(test.id, []).append(self._record(rounds))
+            _write(self._path, _bounded(known))
+            _drop_old_roots(self._path.parent)
+
+    def _record(self, rounds: Sequence[TestResult]) -> RunRecord:
+        told = next((one for one in rounds if one.status.value in _FAILED), rounds[-1])
+        times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
+        return RunRecord(time.time(), self._device, told.status.value, round(statistics.median(times_s), 4))
+
+    @property
+    def _known(self) -> Mapping[str, Sequence[RunRecord]]:
+        if self._records is None:
+            self._records = {} if self._path is None else _read(self._path)
+        return self._records
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        cache.make(path.parent)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+_FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
+
+
+def _read(path: Path) -> dict[str, list[RunRecord]]:
+    """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
+    try:
+        told: Any = json.loads(path.read_bytes())
+        return {str(test): [RunRecord(*fields) for fields in rows] for test, rows in told["tests"].items() if rows}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _bounded(known: Mapping[str, list[RunRecord]]) -> dict[str, list[RunRecord]]:
+    oldest_s = time.time() - _AGE_S
+    young = {test: [one for one in records if one.time_s >= oldest_s] for test, records in known.items()}
+    kept = sorted((test for test in young if young[test]), key=lambda test: -young[test][-1].time_s)[:_TESTS]
+    return {test: young[test][-_RECORDS:] for test in kept}
+
+
+def _drop_old_roots(folder: Path) -> None:
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    for path in files[:-_ROOTS]:
+        for each in (path, path.with_suffix(".lock")):
+            each.unlink(missing_ok=True)
+
+
+def _write(path: Path, known: Mapping[str, list[RunRecord]]) -> None:
+    rows = {test: [astuple(one) for one in records] for test, records in known.items()}
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump({"tests": rows}, stream)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def narrow(
+    options: RunOptions, history: History, tests: Sequence[TestName], collected: Iterable[Collected]
+) -> tuple[Sequence[TestName], str]:
+    """Return those of ``tests`` that ``--changed``, ``--last-failed`` and ``--shard`` leave, and a sentence about them.
+
+    Raises:
+        ValueError: an option has nothing to go by; the message is for users.
+    """
+    if options.changed:
+        files = _changed_files(options.root, options.changed)
+        affected = {one.file.name for one in collected if _depends(one, files)}
+        tests = [test for test in tests if test.file in affected]
+    if options.last_failed:
+        tests = [test for test in tests if history.failed(test)]
+    return _part(options, tests, *options.shard) if options.shard else (tests, "")
+
+
+def why_none(options: RunOptions) -> str:
+    """Say why :func:`narrow` leaves nothing to run."""
+    if options.shard:
+        return "this part has no tests; divide by fewer"
+    if options.last_failed:
+        return "none of these tests failed when it last ran"
+    return f"no test's file, nor a module that one imports, differs from {options.changed}"
+
+
+def arrange(
+    options: RunOptions, files: Sequence[TestFile], tests: Sequence[TestName]
+) -> tuple[Sequence[TestFile], Sequence[TestName]]:
+    """Return files and tests in the order in which they run."""
+    if (seed := options.random_order) is not None:
+        files = sorted(files, key=lambda file: _random(seed, file.name))
+        tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
+    return files, tests
+
+
+def _part(options: RunOptions, tests: Sequence[TestName], part: int, parts: int) -> tuple[list[TestName], str]:
+    times = _read_times(options.times) if options.times else {}
+    known = [times[test.id] for test in tests if test.id in times]
+    usual = statistics.median(known) if known else 1.0
+    weights = {test: times.get(test.id, usual) for test in tests}
+    chosen = divide(weights, parts)[part - 1]
+    plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
+    about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
+    return chosen, f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}."
 
 
 def _depends(collected: Collected, files: frozenset[Path]) -> bool:
@@ -127,7 +244,7 @@ def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]
     return divided
 
 
-def read_times(path: str) -> dict[str, float]:
+def _read_times(path: str) -> dict[str, float]:
     """Return the seconds of each test in a file that ``--json`` wrote, by id; of several results the last.
 
     Raises:
@@ -147,7 +264,7 @@ def read_times(path: str) -> dict[str, float]:
     return times
 
 
-def changed_files(folder: Path, revision: str) -> frozenset[Path]:
+def _changed_files(folder: Path, revision: str) -> frozenset[Path]:
     """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or gone.
 
     Raises:

@@ -9,7 +9,7 @@ import sys
 from typing import Any, Protocol
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.messages import (
     Body,
     ClassEnded,
@@ -20,7 +20,7 @@ from torch_ext.runner.messages import (
     TestEnded,
     TestStarted,
 )
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
@@ -84,7 +84,13 @@ class ClassChild:
     """
 
     def __init__(
-        self, module: str, zygote: ZygoteClient, batch: Batch, methods: tuple[str, ...], options: Options, place: Place
+        self,
+        module: str,
+        zygote: ZygoteClient,
+        batch: Batch,
+        methods: tuple[str, ...],
+        options: RunOptions,
+        place: Place,
     ) -> None:
         self.lost_zygote = False
         self._zygote = zygote
@@ -221,7 +227,7 @@ class ClassChild:
         self.lost_zygote = True
 
     def _pump(self, until_s: float) -> Task[None]:
-        yield Wait(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
+        yield Pause(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
         for key, _ in self._selector.select(0):
             if key.fileobj is self._child:
                 try:

@@ -13,6 +13,7 @@ import sys
 import traceback
 import unittest
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +30,13 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, frames, module_environment, provider, rank_times, scratch, unjudged
+from torch_ext.world import _os, frames, module_environment, provider, scratch, unjudged
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.limits import TIMEOUT_DEFAULT, timeout_of
-from torch_ext.world.outcome import may_be_expected
+from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.settling import ExitFunctions, UnfinishedWorkError
@@ -71,7 +72,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     exit_functions = ExitFunctions()
-    result = _Result(Channel.from_descriptor(channel), stdout, order.failfast)
+    result = _ClassResult(Channel.from_descriptor(channel), stdout, order.failfast)
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for method in order.methods:
@@ -176,7 +177,7 @@ def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Suite(unittest.TestSuite):
     """Tells a result which test unittest is at: a class may run a test several times, or run others beside it."""
 
-    def __init__(self, result: _Result) -> None:
+    def __init__(self, result: _ClassResult) -> None:
         super().__init__()
         self._result = result
 
@@ -192,7 +193,7 @@ class _Suite(unittest.TestSuite):
 _FROM_WORST = (Status.FAILED, Status.UNEXPECTED_SUCCESS, Status.XFAIL, Status.SKIPPED, Status.PASSED)
 
 
-class _Result(unittest.TestResult):
+class _ClassResult(unittest.TestResult):
     """Sends each ending to the supervisor as it happens.
 
     All that happens from :meth:`begin` to :meth:`over` is about one test of the plan, which ends once however often its
@@ -252,7 +253,6 @@ class _Result(unittest.TestResult):
         planned = self._planned or test
         if not self._runs:
             self._started_s = _os.monotonic()
-            rank_times.take()  # of a world that a fixture has started
         self._runs, self._said = self._runs + 1, False
         try:
             limit_s = timeout_of(planned)
@@ -287,7 +287,7 @@ class _Result(unittest.TestResult):
         if self._runs > 1 and status is Status.FAILED:
             again = f"The class ran this test {self._runs} times; a failure of any of them counts."
             self._problems.append(Remark(again))
-        reasons, ranks = "; ".join(self._reasons), rank_times.take()
+        reasons, ranks = "; ".join(self._reasons), _ranks_of(planned)
         printed = self._printed_bytes()
         self.tell(TestEnded(_method(planned), status, self._took_s, tuple(self._problems), reasons, ranks, printed))
 
@@ -367,6 +367,12 @@ def _is_fixture(test: object) -> bool:
 
 def _method(test: unittest.TestCase) -> str:
     return test._testMethodName
+
+
+def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:
+    """Return the outcomes of the ranks that our base classes have waited for, without output where a rank passed."""
+    found = [one for one in getattr(test, "_outcomes", ()) if isinstance(one, Outcome)]
+    return tuple(replace(one, output="") if one.ok else one for one in found)
 
 
 def _escaped(error: BaseException) -> Problem:

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from torch_ext.runner.class_child import ClassChild, Zygotes
 from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Sink, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, notices
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
-__all__ = ["ClassRunner", "Facts", "Next", "what_next"]
+__all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClassFacts:
     """What is known of a class process that is gone.
 
     Attributes:
@@ -55,7 +55,7 @@ class Next:
     go_on: bool = False
 
 
-def what_next(facts: Facts, exited: Died) -> Next:
+def what_next(facts: ClassFacts, exited: Died) -> Next:
     """Decide what the end of a class process means. Silence is no pass: what has not said that it is done has failed.
 
     A process that has not ended a single test is replaced only if its zygote took it along, and the caller sees to it
@@ -88,7 +88,7 @@ class ClassRunner:
         zygotes: Zygotes,
         place: Place,
         batch: Batch,
-        options: Options,
+        options: RunOptions,
         sink: Sink,
     ) -> None:
         self._zygotes = zygotes
@@ -158,7 +158,7 @@ class ClassRunner:
         when = " after its last test" if not left and not running else when
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
         death = None if process.ended_well else exited
-        following = what_next(Facts(bool(running), ended, left, last, death, process.lost_zygote), exited)
+        following = what_next(ClassFacts(bool(running), ended, left, last, death, process.lost_zygote), exited)
         if following.test is not None:
             self._report(self._name(running), Status.FAILED, (following.test,), process, duration_s=ran_s)
         if following.cls is not None:

@@ -82,7 +82,7 @@ def _section(path: Path) -> Mapping[str, Any]:
 
 
 def _advice(key: str, rows: Mapping[str, Row]) -> str:
-    from torch_ext.runner.nearest import nearest
+    from torch_ext.runner.keywords import nearest
 
     near = nearest(key.replace("_", "-"), rows)
     return f"; nearest: {', '.join(near)}" if near else f"; the options are {', '.join(sorted(rows))}"
@@ -139,7 +139,7 @@ def from_environment(
 
 
 def _check(row: Row, text: str) -> None:
-    """Refuse a value that whoever obeys the variable would stumble over.
+    """Refuse a value that the readers of the variable would not understand.
 
     >>> row = next(row for row in TABLE if row.variable == "TORCH_EXT_SCHEDULE")
     >>> _check(row, "random:7")
@@ -147,6 +147,6 @@ def _check(row: Row, text: str) -> None:
     Raises:
         ValueError: the option cannot have it.
     """
-    if row.choices and text.partition(":")[0] not in row.choices:
+    if row.choices and text not in row.choices:
         raise ValueError(f"got {text!r}, expected one of {', '.join(row.choices)}")
     row.read(text)

@@ -11,17 +11,17 @@ import selectors
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch_ext import machine_memory
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.executor import Executor
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Loop, Task, Wait, run_alone
+from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
@@ -52,12 +52,11 @@ _TICK_S = 0.25
 class RunExecutor:
     """Collects and runs tests; see :class:`Executor`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self._options = options
         machine_memory.share()  # now, so that all processes of the run have the same
         self.environment = shared_environment(options.environment())
         self._stops = False  # a test has failed, and that is enough
-        self._collected: set[str] = set()
         with held():
             try:
                 self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
@@ -97,7 +96,6 @@ class RunExecutor:
         return [file for file, zygote in zygotes.items() if zygote and (zygote.channel.poll() or zygote.check())]
 
     def _collect(self, file: TestFile) -> Task[Collected]:
-        self._collected.add(file.name)
         try:
             zygote = yield from self._zygotes.of_file(file)
             told = yield from self._names(zygote, self._zygotes.module_of(file))
@@ -128,7 +126,7 @@ class RunExecutor:
         patience = Patience(self._zygotes.limit_s, _os.monotonic())
         try:
             while not ours.poll():
-                yield Wait((ours,), patience.look_s)
+                yield Pause((ours,), patience.look_s)
                 if not ours.poll() and patience.is_over(_os.monotonic(), _os.computed_s(child.pid)):
                     child.send_signal(STACK_SIGNAL)
                     found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
@@ -141,20 +139,14 @@ class RunExecutor:
             child.close()
             os.close(stacks)
 
-    def run(
-        self,
-        plan: Plan,
-        sink: Sink,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> None:
+    def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""
         if not plan.batches:
             return
         packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
-        # Whoever asks for an order wants that one.
-        in_order = self._options.random_order is not None or self._options.failed_first
+        in_order = self._options.random_order is not None
         packed = Packed(self._options.jobs or slots.number, in_order=in_order)
         queue = Queue(plan, packed if packs else Serial(), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
@@ -162,7 +154,7 @@ class RunExecutor:
         try:
             while not queue.over:
                 for file in queue.files_to_open():
-                    loop.add(self._open(file, planned[file.name], queue, renew))
+                    loop.add(self._open(file, planned[file.name], queue))
                 while not self._stops and (batch := queue.start()) is not None:
                     loop.add(self._run_class(batch, queue, machine, sink, packs))
                 for file in queue.files_done():
@@ -175,18 +167,9 @@ class RunExecutor:
             self._stops = False
             loop.close()
 
-    def _open(
-        self,
-        file: TestFile,
-        batches: Sequence[Batch],
-        queue: Queue,
-        renew: Callable[[Collected], Sequence[Batch]],
-    ) -> Task[None]:
-        if file.name not in self._collected:
-            batches = renew((yield from self._collect(file)))
-        else:
-            with contextlib.suppress(LoadError, ZygoteDiedError):  # whoever needs it tells
-                yield from self._zygotes.of_file(file)
+    def _open(self, file: TestFile, batches: Sequence[Batch], queue: Queue) -> Task[None]:
+        with contextlib.suppress(LoadError, ZygoteDiedError):  # each class that needs the file reports it
+            yield from self._zygotes.of_file(file)
         queue.loaded(file, batches)
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
@@ -214,7 +197,7 @@ class RunExecutor:
             atexit.unregister(self.close)
 
 
-def open_executor(options: Options) -> Executor:
+def open_executor(options: RunOptions) -> Executor:
     """Return what runs tests under ``options``. Each run has its own; close it."""
     here = RunExecutor(options)
     if not options.cluster:

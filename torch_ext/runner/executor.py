@@ -9,20 +9,24 @@ from typing import NamedTuple, Protocol
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.results import Sink, TestName, TestResult
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.schedule import Plan
 
-__all__ = ["Executor", "Judge", "PlanRunner", "Upstream"]
+__all__ = ["Executor", "Judge", "Upstream"]
 
 
-class PlanRunner(Protocol):
-    """Runs plans, and ends what it started."""
+class Executor(Protocol):
+    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
 
-    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        """Import ``files``, each in a process of its own, and yield one answer for each, in any order.
+
+        Called on the main thread. May block as long as imports take. A file that cannot be imported is an answer.
+        """
+        ...
+
+    def run(self, plan: Plan, sink: Sink) -> None:
         """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
         is over, and hand it each result as soon as its test has ended. Several classes may run at once.
-
-        Before the first test of a file whose tests were not asked for, ``renew`` is told what the file holds,
-        and returns what of it is to run in the place of what was planned.
 
         Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
         Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
@@ -32,14 +36,6 @@ class PlanRunner(Protocol):
 
     def close(self) -> None:
         """End every process and remove every file of the run. Idempotent."""
-        ...
-
-
-class Executor(PlanRunner, Protocol):
-    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
-
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Yield the tests of each of ``files``; see ``names.Collector``. Called on the main thread."""
         ...
 
 

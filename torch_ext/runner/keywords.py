@@ -1,4 +1,6 @@
-"""The ``-k`` option: words that a test's name contains, joined by ``and``, ``or``, ``not`` and parentheses."""
+"""The ``-k`` option: words that a test's name contains, joined by ``and``, ``or``, ``not`` and parentheses. And the
+names nearest to one that was mistyped.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch_ext.runner.results import TestName
 
-__all__ = ["keyword_filter", "words_without_match"]
+__all__ = ["keyword_filter", "nearest", "parts", "spellings", "words_without_match"]
 
 _Filter = Callable[[TestName], bool]
 _OPERATORS = frozenset({"and", "or", "not", "(", ")"})
@@ -27,7 +29,7 @@ def keyword_filter(expressions: Sequence[str]) -> _Filter:
     >>> [fits(TestName("test_m.py", "TestA", method)) for method in ("test_1", "test_slow", "test_x")]
     [True, False, True]
     """
-    filters = [_Parser(text).parse() for text in expressions]
+    filters = [_KeywordParser(text).parse() for text in expressions]
     return lambda test: not filters or any(fits(test) for fits in filters)
 
 
@@ -53,7 +55,7 @@ def _word(word: str) -> _Filter:
     return lambda test: any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
 
 
-class _Parser:
+class _KeywordParser:
     """Recursive descent, one method a level: ``or`` binds weakest, ``not`` strongest."""
 
     def __init__(self, text: str) -> None:
@@ -101,3 +103,64 @@ class _Parser:
 
     def error(self, expected: str) -> ValueError:
         return ValueError(f"got -k {self.text!r}, expected {expected}")
+
+
+# Below this ratio a suggestion has more letters wrong than right.
+_CUTOFF = 0.6
+
+
+def spellings(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
+    """Return one accepted spelling of every folder, file, class and test, in that order.
+
+    >>> spellings(["a/b/test_c.py"], [TestName("a/b/test_c.py", "TestD", "test_e")])
+    ['a', 'a/b', 'a/b/test_c.py', 'TestD', 'TestD.test_e']
+    """
+    files, tests = sorted(files), list(tests)
+    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
+    classes = dict.fromkeys(test.cls for test in tests)
+    return [*sorted(folders), *files, *classes, *dict.fromkeys(f"{test.cls}.{test.method}" for test in tests)]
+
+
+def parts(tests: Iterable[TestName]) -> list[str]:
+    """Return the words that the names of classes and tests are made of.
+
+    >>> parts([TestName("a/test_c.py", "TestStateDict", "test_save_all")])
+    ['Test', 'State', 'Dict', 'test', 'save', 'all']
+    """
+    names = dict.fromkeys(name for test in tests for name in (test.cls, test.method))
+    return list(dict.fromkeys(word for name in names for word in re.findall(r"[A-Z]*[a-z0-9]+", name)))
+
+
+def nearest(text: str, names: Iterable[str], count: int = 5) -> list[str]:
+    """Return at most ``count`` of ``names`` that resemble ``text``, the most alike first.
+
+    Two names are alike as a whole or in their last parts, whatever their case.
+
+    >>> nearest("distributed/fspd", ["distributed/fsdp", "distributed/rpc", "TestInput"], count=1)
+    ['distributed/fsdp']
+    >>> nearest("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
+    ['TestInput', 'TestInput.test_words']
+    """
+    scored = [(score, name) for name in names if (score := _likeness(text, name)) >= _CUTOFF]
+    return [name for _, name in sorted(scored, key=lambda pair: -pair[0])[:count]]
+
+
+def _likeness(text: str, name: str) -> float:
+    pairs = zip(_views(text), _views(name), strict=True)
+    return max(_ratio(one, other) for one, other in pairs)
+
+
+def _views(name: str) -> tuple[str, str]:
+    """The whole name and its last part, in one spelling."""
+    whole = name.lower().removesuffix(".py").rstrip("/").replace("::", ".").replace("/", ".")
+    return whole, whole.rpartition(".")[2]
+
+
+def _ratio(one: str, other: str) -> float:
+    from difflib import SequenceMatcher
+
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    # Both bounds are cheap, and nearly every name of a large suite falls at one of them.
+    if matcher.real_quick_ratio() < _CUTOFF or matcher.quick_ratio() < _CUTOFF:
+        return 0.0
+    return matcher.ratio()

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ext.world import _os
 
-__all__ = ["Loop", "Task", "Wait", "run_alone"]
+__all__ = ["Loop", "Pause", "Task", "run_alone"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class _HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-class Wait(NamedTuple):
+class Pause(NamedTuple):
     """What a task waits for: that one of ``files`` can be read, or that ``_os.monotonic()`` passes ``until_s`` or the
     ``deadline_s`` of a file that has one.
     """
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
         return min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
 
 
-Task = Generator[Wait, None, T]
+Task = Generator[Pause, None, T]
 
 
 class Loop:
@@ -48,7 +48,7 @@ class Loop:
 
     def __init__(self, tick: Callable[[], None] = lambda: None, tick_s: float = float("inf")) -> None:
         self._tick, self._tick_s = tick, tick_s
-        self._tasks: dict[Task[None], Wait] = {}
+        self._tasks: dict[Task[None], Pause] = {}
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch_ext.runner.results import Needs, Problem, Status
 from torch_ext.world import frames
-from torch_ext.world.rank_times import RankTimes
+from torch_ext.world.outcome import Outcome
 
 __all__ = [
     "Body",
@@ -103,7 +103,7 @@ class TestEnded:
     duration_s: float
     problems: tuple[Problem, ...]
     reason: str
-    ranks: tuple[RankTimes, ...] = ()
+    ranks: tuple[Outcome, ...] = ()
     printed_bytes: int = 0
 
 

@@ -5,8 +5,8 @@ Note [Cached names]
 Only an import tells the tests of a file. The key of a cached answer is content: the file's own and that of each project
 file that it imported, with the versions of torch, Python and torch_ext, the device, and the variables that torch's test
 utilities read. Tests that a file makes from anything else, such as a data file, may have changed under the same key. So
-a list says that its names are cached, and a run imports each file before its first test, runs what it then holds, and
-drops the cached answer if that differs.
+a list says that its names are cached, and a run uses them only to leave out files without a selected test: it imports
+the others, and plans by what they hold then.
 
 Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
 that cannot be read or written costs time, never an error; a file that failed to import has no entry. Nor are names used
@@ -22,19 +22,19 @@ import platform
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch_ext
 from torch_ext import cache
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.results import Needs, TestName
 
-__all__ = ["Collected", "Collector", "NameCache", "collect_names", "describe_difference", "surroundings"]
+__all__ = ["Collected", "NameCache", "collect_names", "surroundings"]
 
 _NAMES = "names"  # the folder below the cache's
 # Devices that a file may count while it is imported.
@@ -67,18 +67,6 @@ class Collected:
     needs: tuple[Needs, ...] = ()
     left: str = ""
     device: str = ""
-
-
-class Collector(Protocol):
-    """Imports test files, in a process of its own, and tells their tests."""
-
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Yield one answer for each of ``files``, in any order.
-
-        Called at most once a run, on the main thread, and only with files whose names are not cached. May block
-        as long as imports take. A file that cannot be imported is an answer, not an exception.
-        """
-        ...
 
 
 def surroundings(device: str) -> dict[str, str] | None:
@@ -152,12 +140,6 @@ class NameCache:
             return ""
         return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / _NAMES}"
 
-    def forget(self, file: TestFile) -> None:
-        """Drop the answer for ``file``, which has turned out to have other tests."""
-        if self._folder is not None:
-            with suppress(OSError):
-                os.unlink(self._entry_path(self._folder, file))
-
     def _entry_path(self, folder: Path, file: TestFile) -> Path:
         place = f"{file.path}\0{file.name}\0{self._surroundings.get('device', '')}"
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()
@@ -219,40 +201,22 @@ def _write_aside(path: Path, text: str) -> None:
 def collect_names(
     files: Sequence[TestFile],
     names: NameCache,
-    collector: Callable[[], Collector],
-    tell: Callable[[int], None] = lambda number: None,
+    collect: Callable[[Sequence[TestFile]], Iterable[Collected]],
+    *,
+    cached: bool = True,
 ) -> list[Collected]:
-    """Return the tests of every one of ``files``, in their order. ``tell`` is told how many are imported for that.
+    """Return the tests of every one of ``files``, in their order.
 
-    Files whose names are not cached go to one collector, which is only made if there are any; its answers are cached.
+    Files whose names are not cached, or all if ``cached`` is not to count, go to ``collect``, whose answers are cached.
     A file to which it gives no answer counts as one that cannot be imported.
     """
-    answers = {file: found for file in files if (found := names.load(file)) is not None}
+    answers = {file: found for file in files if cached and (found := names.load(file)) is not None}
     unknown = [file for file in files if file not in answers]
-    if unknown:
-        tell(len(unknown))
-        since_ns = time.time_ns()
-        for collected in collector().collect(unknown):
-            answers[collected.file] = collected
-            names.store(collected, since_ns)
+    since_ns = time.time_ns()
+    for collected in collect(unknown) if unknown else ():
+        answers[collected.file] = collected
+        names.store(collected, since_ns)
     return [answers.get(file) or Collected(file, error=_no_answer(file)) for file in files]
-
-
-def describe_difference(file: TestFile, before: Sequence[TestName], now: Sequence[TestName]) -> str:
-    """Say, in one sentence, that ``file`` has other tests than the cache says; empty if it has the same.
-
-    >>> file = TestFile("test_a.py", Path("/x/test_a.py"), "test_a", Path("/x"))
-    >>> one, two = TestName("test_a.py", "TestA", "test_1"), TestName("test_a.py", "TestA", "test_2")
-    >>> describe_difference(file, [one], [two])
-    'test_a.py has other tests than were cached (1 new, 1 gone), though its code is the same; the new ones count'
-    >>> describe_difference(file, [one], [one])
-    ''
-    """
-    new, gone = len(set(now) - set(before)), len(set(before) - set(now))
-    if not new and not gone:
-        return ""
-    counts = ", ".join(f"{number} {word}" for number, word in ((new, "new"), (gone, "gone")) if number)
-    return f"{file.name} has other tests than were cached ({counts}), though its code is the same; the new ones count"
 
 
 def _no_answer(file: TestFile) -> str:

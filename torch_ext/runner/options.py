@@ -17,11 +17,11 @@ from pathlib import Path
 import torch_ext
 from torch_ext.machine_memory import bytes_of
 
-__all__ = ["REMOVED", "TABLE", "Options", "Row", "default_root"]
+__all__ = ["REMOVED", "TABLE", "Row", "RunOptions", "default_root"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the user asked for. Everything below the command line takes its orders from here.
 
     Attributes:
@@ -31,7 +31,6 @@ class Options:
         keywords: expressions of ``-k``; a test that fits one of them is selected.
         changed: git revision; only tests whose code differs from it are selected. Empty: all.
         last_failed: select what failed in the last run that had it.
-        failed_first: run those first.
         shard: ``(I, N)``: the I-th of N parts, from 1; None: everything.
         times: file with the times by which parts are divided, as ``--json`` writes it; empty: all count alike.
         random_order: seed of a random order; None: the order of the files.
@@ -44,18 +43,14 @@ class Options:
         list_only: print the selected tests and run none.
         durations: how many of the slowest tests the summary names.
         github: print annotations of GitHub's on stdout too.
-        junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone, which with
-            ``coverage`` is the form of that.
-        history: the test whose record to show; empty: none.
-        completion: the shell whose script of completion to print; empty: none.
+        junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone.
         show_config: show where each value comes from, and run nothing.
         device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
         timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
         races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
             ``TORCH_EXT_RACES`` says.
-        schedule: when results on the simulated device are seen, ``early``, ``late`` or ``random``; empty: as
+        schedule: when results on the simulated device are seen, ``early``, ``late`` or ``random:SEED``; empty: as
             ``TORCH_EXT_SCHEDULE`` says.
-        seed: of the random schedule; None: 0.
         memory_bytes: of each simulated device; None: as much as it has by default.
         start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
         show_output: pass the output of ranks through as it comes, behind a rank prefix.
@@ -68,7 +63,6 @@ class Options:
         harness: with ``upstream``, modules that a zygote loads before each file, the first one in the root too.
         cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
         differences: lists of known differences, besides our own.
-        coverage: sum up how much of what was found passed, and why not.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -79,7 +73,6 @@ class Options:
     keywords: tuple[str, ...] = ()
     changed: str = ""
     last_failed: bool = False
-    failed_first: bool = False
     shard: tuple[int, int] | None = None
     times: str = ""
     random_order: int | None = None
@@ -96,14 +89,11 @@ class Options:
     trace: str = ""
     github: bool = False
     json: str = ""
-    history: str = ""
     show_config: bool = False
-    completion: str = ""
     device: str = ""
     timeout_s: float | None = None
     races: str = ""
     schedule: str = ""
-    seed: int | None = None
     memory_bytes: int | None = None
     start_method: str = "fork"
     show_output: bool = False
@@ -115,7 +105,6 @@ class Options:
     harness: tuple[str, ...] = ()
     cuda_as_sim: bool = False
     differences: tuple[str, ...] = ()
-    coverage: bool = False
     script: str = ""
     command: str = "python run_test.py"
 
@@ -134,7 +123,7 @@ class Options:
     def narrowed(self) -> bool:
         """Whether anything but the files themselves says which tests run."""
         by_name = self.include or self.exclude or self.keywords
-        return bool(by_name or self.changed or self.last_failed or self.shard or self.history)
+        return bool(by_name or self.changed or self.last_failed or self.shard)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the run: the user's, with what the command line adds."""
@@ -147,8 +136,7 @@ class Options:
             # The races of upstream's own tests are not ours to mend.
             environment["TORCH_EXT_RACES"] = self.races or "off"
         if self.schedule:
-            seed = f":{self.seed or 0}" if self.schedule == "random" else ""
-            environment["TORCH_EXT_SCHEDULE"] = f"{self.schedule}{seed}"
+            environment["TORCH_EXT_SCHEDULE"] = self.schedule
         if self.memory_bytes is not None:
             environment["TORCH_EXT_SIM_MEMORY"] = str(self.memory_bytes)
         if self.start_method != "fork":
@@ -222,6 +210,18 @@ def _shard(text: str) -> tuple[int, int]:
     return int(one), int(of)
 
 
+def _schedule(text: str) -> str:
+    """Read ``early``, ``late``, ``random`` or ``random:SEED``.
+
+    >>> _schedule("late"), _schedule("random"), _schedule("random:7")
+    ('late', 'random:0', 'random:7')
+    """
+    kind, _, seed = text.partition(":")
+    if kind not in ("early", "late", "random") or (seed and (kind != "random" or not seed.isdecimal())):
+        raise ValueError(f"got {text!r}, expected one of early, late, random, random:SEED")
+    return f"random:{seed or 0}" if kind == "random" else kind
+
+
 def _device(text: str) -> str:
     if not text.strip():
         raise ValueError("got an empty device type, expected one such as cpu")
@@ -233,7 +233,7 @@ class Row:
     """How an option is typed.
 
     Attributes:
-        field: the attribute of :class:`Options` that it sets.
+        field: the attribute of :class:`RunOptions` that it sets.
         flags: its flags; the last is the long one, whose name is the key of the configuration too.
         group: the heading of ``--help`` below which it stands.
         help: what it does, in a few words.
@@ -271,10 +271,16 @@ class Row:
 
 
 # Options of earlier releases, and what does their work.
-REMOVED = dict.fromkeys(
-    ("reuse", "audit-order"),
-    "was removed; to keep ranks for all tests of a class, derive it from MultiProcContinuousTest (docs/running.md)",
-)
+_KEEP = "was removed; to keep ranks for all tests of a class, derive it from MultiProcContinuousTest (docs/running.md)"
+REMOVED = {
+    "reuse": _KEEP,
+    "audit-order": _KEEP,
+    "completion": "was removed; evaluate what register-python-argcomplete torch_ext prints (docs/running.md)",
+    "coverage": "was removed; count the results that --json writes (docs/events.md)",
+    "failed-first": "was removed; run --last-failed, then everything",
+    "history": "was removed; keep what --json writes of each run (docs/events.md)",
+    "seed": "was removed; write --schedule random:SEED",
+}
 
 _WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
 _FILE = "FILE"
@@ -286,7 +292,6 @@ TABLE: tuple[Row, ...] = (
     Row("keywords", ("-k",), _WHICH, "of these, run tests whose name fits WORDS: a part of it, a glob, or several with "
         "and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True, key="keywords"),
     Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time", key="-"),
-    Row("failed_first", ("--failed-first",), _WHICH, "run what failed last time before the rest"),
     Row("changed", ("--changed",), _WHICH, "of these, run tests whose file, or a module that it imports, differs from "
         "REV in git (default: HEAD)", "REV", const="HEAD", key="-", alone=False),
     Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard, key="-"),
@@ -307,9 +312,8 @@ TABLE: tuple[Row, ...] = (
         "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("schedule", ("--schedule",), _HOW, "when results on the simulated device are seen by those that may not have "
-        "waited for them (default: early)", "WHEN", choices=("early", "late", "random"),
+        "waited for them: early (default), late, random or random:SEED", "WHEN", _schedule,
         variable="TORCH_EXT_SCHEDULE"),
-    Row("seed", ("--seed",), _HOW, "of the random schedule (default: 0)", "N", _count(0)),
     Row("memory_bytes", ("--memory",), _HOW, "how much memory each simulated device has, such as 2GiB", "SIZE",
         bytes_of, variable="TORCH_EXT_SIM_MEMORY"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
@@ -341,10 +345,5 @@ TABLE: tuple[Row, ...] = (
     Row("html", ("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE),
     Row("trace", ("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev", _FILE),
     Row("github", ("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"),
-    Row("coverage", ("--coverage",), _SHOWN, "sum up what was found, run and passed, and why not; with --json: as JSON "
-        "on stdout", key="-", alone=False),
     Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
-    Row("completion", ("--completion",), _MORE, "print what SHELL evaluates to complete options and names: "
-        "bash, zsh or fish", "SHELL", choices=("bash", "zsh", "fish"), key="-", alone=False),
-    Row("history", ("--history",), _MORE, "show how TEST ended in earlier runs", "TEST", key="-", alone=False),
 )  # fmt: skip

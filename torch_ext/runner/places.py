@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from torch_ext.runner.schedule.slots import cores
+from torch_ext.runner.schedule import cores
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient

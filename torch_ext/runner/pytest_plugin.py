@@ -22,9 +22,8 @@ from _pytest._io import TerminalWriter
 if TYPE_CHECKING:
     from torch_ext.runner.discovery import TestFile
     from torch_ext.runner.names import Collected
-    from torch_ext.runner.options import Options
+    from torch_ext.runner.options import RunOptions
     from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
-    from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -164,20 +163,20 @@ class _Run:
             self._items[TestName(file.name, item.cls.__name__, item.originalname)] = item
         self._left = dict(self._items)
 
-    def _options(self) -> Options:
-        from torch_ext.runner.options import Options
+    def _options(self) -> RunOptions:
+        from torch_ext.runner.options import RunOptions
 
         config = self._session.config
         asked, jobs = _asked(config), getattr(config.option, "torch_ext_jobs", None)
         # With one failure to stop at, a class must not go on either.
         failfast = config.getoption("maxfail", 0) == 1
         slots = None if asked == _AUTO else int(asked)
-        return Options(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
+        return RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
         from torch_ext.runner.execute import open_executor
-        from torch_ext.runner.reporters.ordered import InOrder
+        from torch_ext.runner.reporters.make import InOrder
         from torch_ext.runner.results import Began, Over, TestResult
         from torch_ext.runner.schedule import make_plan
 
@@ -200,11 +199,8 @@ class _Run:
                 elif isinstance(event, TestResult):
                     ordered.add(event)
 
-            def planned(found: Collected) -> Sequence[Batch]:
-                return [batch for batch in plan if batch.file == found.file]
-
             try:
-                executor.run(plan, take, planned)
+                executor.run(plan, take)
             except KeyboardInterrupt:
                 ordered.finish()  # what has ended before its turn has come is to be in the report
                 raise
@@ -222,9 +218,6 @@ class _Run:
 
     def begin(self, began: Began) -> None:
         """pytest is told of a test when it has ended."""
-
-    def replan(self, plan: Plan) -> None:
-        """The plan is pytest's own."""
 
     def new_round(self, number: int) -> None:
         """There is one."""

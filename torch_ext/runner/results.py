@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_ext.world.rank_times import RankTimes
+    from torch_ext.world.outcome import Outcome
     from torch_ext.world.verdict import WorldReport  # a list of cached names must not pay for its import
 
 __all__ = [
@@ -196,7 +196,8 @@ class TestResult:
         reason: why it was skipped, in words that a user can act on.
         warnings: sentences worth repeating in the summary.
         output: what its parent half printed, without hidden frames; empty unless the test failed.
-        ranks: what became of its ranks, and when; several of one number if it started several worlds.
+        ranks: the outcomes of its ranks; several of one number if it started several worlds. Those that passed come
+            without what they printed.
         round: which of the rounds of the run it belongs to, from 1.
         attempt: how often the test has run in this round, this time included.
         again: whether it failed and runs once more, so that this is not its last word.
@@ -212,7 +213,7 @@ class TestResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     output: str = ""
-    ranks: tuple[RankTimes, ...] = ()
+    ranks: tuple[Outcome, ...] = ()
     round: int = 1
     attempt: int = 1
     again: bool = False

@@ -10,16 +10,15 @@ if it does not fail then. A file that cannot be imported is not loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from torch_ext.runner.executor import PlanRunner
-from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress
+from torch_ext.runner.executor import Executor, Judge
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick, import_failure
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
+from torch_ext.runner.schedule import Plan
 
 __all__ = ["Rounds"]
 
@@ -31,30 +30,20 @@ class Rounds:
         plan: what runs.
         options: how often.
         reporters: who is told; they see only results whose round and attempt are filled in.
-        judged: returns what counts in the place of a result.
-        skipped: why a test must not run, by test.
-        renewed: returns the plan of a file that was imported only now; None if it holds what was planned.
-
-    Attributes:
-        progress: what has come of the plan.
+        judge: says why a test must not run, and what counts in the place of a result; None: nothing of that.
     """
 
     def __init__(
         self,
         plan: Plan,
-        options: Options,
+        options: RunOptions,
         reporters: Reporters,
-        renewed: Callable[[Collected], Plan | None],
-        judged: Callable[[TestResult], TestResult] = lambda result: result,
-        skipped: Callable[[TestName], str] = lambda test: "",
+        judge: Judge | None = None,
     ) -> None:
-        self.progress = Progress(plan)
-        self._plan = plan
+        self.plan = plan
         self._options = options
         self._reporters = reporters
-        self._renewed = renewed
-        self._judged = judged
-        self._skipped = skipped
+        self._judge = judge
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
@@ -62,15 +51,14 @@ class Rounds:
         self._failed: set[TestName] = set()  # since a plan was begun
 
     @property
-    def plan(self) -> Plan:
-        """What runs in each round."""
-        return self._plan
+    def progress(self) -> Tally:
+        """What has come of the plan."""
+        return self._reporters.tally
 
     def take(self, event: Began | Over | TestResult | Tick) -> None:
         """Count a result, and tell the reporters of it or of what else happens."""
         if isinstance(event, TestResult):
-            event = self._numbered(self._judged(event))
-            self.progress.add(event)
+            event = self._numbered(self._judge.judged(event) if self._judge else event)
         self._reporters.take(event)
 
     def _numbered(self, result: TestResult) -> TestResult:
@@ -98,7 +86,7 @@ class Rounds:
             return []
         return [one for one in self.progress.missing() if (one.file, one.cls) == (test.file, test.cls)]
 
-    def run(self, runner: Callable[[], PlanRunner]) -> None:
+    def run(self, runner: Callable[[], Executor]) -> None:
         """Run every round. An interrupt passes through."""
         while True:
             self._one_round(runner)
@@ -108,27 +96,23 @@ class Rounds:
                 return
             self._round += 1
             self._earlier.clear()
-            self.progress.new_round()
             self._reporters.new_round(self._round)
 
-    def finish(self, *, interrupted: bool) -> None:
-        """Tell the reporters that no more results come."""
-        self._reporters.finish(interrupted=interrupted)
-
-    def _one_round(self, runner: Callable[[], PlanRunner]) -> None:
-        reasons = {test: reason for test in self._plan.tests if (reason := self._skipped(test))}
+    def _one_round(self, runner: Callable[[], Executor]) -> None:
+        judge = self._judge
+        reasons = {test: reason for test in self.plan.tests if judge and (reason := judge.skipped(test))}
         for test, reason in reasons.items():
             self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-        plan, left = self._plan.without(reasons), len(self._plan.tests) + 1
+        plan, left = self.plan.without(reasons), len(self.plan.tests) + 1
         # A run that stops at the first failure goes on if that turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)
-            runner().run(plan, self.take, self._renew)
+            runner().run(plan, self.take)
             while self._again:
                 tests, self._again = self._again, []
                 classes, self._classes_again = self._classes_again, []
                 self._failed.clear()
-                runner().run(self._part(tests), self.take, self._renew)
+                runner().run(self._part(tests), self.take)
                 for each in (one for one in classes if one not in self._failed):
                     self.take(TestResult(each, Status.PASSED, 0.0))
             if not self._options.failfast or any(one.status.counted is Status.FAILED for one in self.progress.results):
@@ -136,16 +120,4 @@ class Rounds:
             plan = self._part(self.progress.missing())
 
     def _part(self, tests: Iterable[TestName]) -> Plan:
-        return self._plan.without(set(self._plan.tests) - set(tests))
-
-    def _renew(self, found: Collected) -> Sequence[Batch]:
-        if found.error:
-            self.take(import_failure(found.file.name, found.error, found.left))
-            self.take(Over(TestName(found.file.name)))
-            return ()
-        plan = self._renewed(found)
-        if plan is not None:
-            self._plan = self._plan.replaced(found.file, plan.batches)
-            self.progress.replan(self._plan)
-            self._reporters.replan(self._plan)
-        return [batch for batch in self._plan if batch.file == found.file]
+        return self.plan.without(set(self.plan.tests) - set(tests))

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_ext.runner.nearest import nearest, spellings
+from torch_ext.runner.keywords import nearest, spellings
 from torch_ext.runner.results import TestName
 
 __all__ = [
+    "PatternTarget",
     "Selected",
     "Selection",
     "SelectionError",
-    "Target",
     "fitting_tests",
     "resolve",
     "select_files",
@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Target:
+class PatternTarget:
     """What a pattern means once the files are known.
 
     Attributes:
@@ -76,8 +76,8 @@ class Target:
 class Selection:
     """What is known before any name is: the targets, and the files whose names are needed, in their order."""
 
-    include: tuple[Target, ...]
-    exclude: tuple[Target, ...]
+    include: tuple[PatternTarget, ...]
+    exclude: tuple[PatternTarget, ...]
     files: tuple[str, ...]
 
 
@@ -93,7 +93,7 @@ class Selected:
     unseen: tuple[tuple[str, str], ...] = ()
 
 
-def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Target:
+def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> PatternTarget:
     """Return what the pattern ``text`` means among ``files``. See Note [Patterns].
 
     Args:
@@ -113,12 +113,12 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Ta
     rules = _file_rules(text)
     whole = _first_match(rules, (reading for reading in readings if not reading.names), addresses)
     if whole:
-        return Target(text, whole[1])
+        return PatternTarget(text, whole[1])
     anchored = _first_match((_is_file, _ends_file), (one for one in readings if one.names and one.path), addresses)
     if anchored:
-        return Target(text, anchored[1], (anchored[0].names,))
+        return PatternTarget(text, anchored[1], (anchored[0].names,))
     bare = tuple(reading.names for reading in readings if reading.names and not reading.path)
-    return Target(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
+    return PatternTarget(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
 
 
 @functools.lru_cache(maxsize=8)  # the same for every pattern, of which there may be thousands
@@ -244,20 +244,20 @@ def fitting_tests(selection: Selection, tests: Sequence[TestName]) -> tuple[Test
     return tuple(test for test in chosen if not _any_matches(exclude, test))
 
 
-def _by_file(targets: Sequence[Target], files: Sequence[str]) -> dict[str, list[Target]]:
+def _by_file(targets: Sequence[PatternTarget], files: Sequence[str]) -> dict[str, list[PatternTarget]]:
     """The targets that say something about each file, so that thousands of ids are not tried on every test."""
-    found: dict[str, list[Target]] = {file: [] for file in files}
+    found: dict[str, list[PatternTarget]] = {file: [] for file in files}
     for target in targets:
         for file in target.files & found.keys():
             found[file].append(target)
     return found
 
 
-def _any_matches(targets: Mapping[str, Sequence[Target]], test: TestName) -> bool:
+def _any_matches(targets: Mapping[str, Sequence[PatternTarget]], test: TestName) -> bool:
     return any(target.matches(test) for target in targets.get(test.file, ()))
 
 
-def _explained(target: Target, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:
+def _explained(target: PatternTarget, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:
     """Whether ``target`` matches, or fails to for a reason other than a mistyped name."""
     if not target.names or any(map(target.matches, tests)) or target.files.intersection(broken):
         return True
@@ -265,18 +265,18 @@ def _explained(target: Target, selection: Selection, tests: Sequence[TestName], 
     return target.anchored and target.files.isdisjoint(selection.files)
 
 
-def _suspect(file: str, include: Sequence[Target], tests: Sequence[TestName]) -> bool:
+def _suspect(file: str, include: Sequence[PatternTarget], tests: Sequence[TestName]) -> bool:
     """Whether the broken ``file`` could hold what was asked for: a name found elsewhere is not searched in it."""
     return not include or any(
         file in target.files and (target.anchored or not any(map(target.matches, tests))) for target in include
     )
 
 
-def _unmatched(target: Target, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
+def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
     advice = _advice(target, files, tests) or "nothing resembles it; --list shows every test"
     return SelectionError(f"{target.text!r} matches no folder, module, class or test; {advice}")
 
 
-def _advice(target: Target, files: Sequence[str], tests: Sequence[TestName]) -> str:
+def _advice(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> str:
     near = nearest(target.text, spellings(files, tests))
     return f"nearest: {', '.join(near)}" if near else ""

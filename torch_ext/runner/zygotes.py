@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.foresight import modules_ahead
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Task, Wait
-from torch_ext.runner.options import Options
+from torch_ext.runner.loop import Pause, Task
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
@@ -30,8 +29,6 @@ __all__ = ["RunZygotes"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
-# What upstream's own helpers import, before anything in torch stands for something else.
-_UPSTREAM = ("torch._dynamo",)
 # What makes an unmodified upstream file see the simulated device as CUDA.
 _REWRITING = "torch_ext.cuda_as_sim.ahead"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
@@ -53,7 +50,7 @@ class RunZygotes:
         copies: each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
     """
 
-    def __init__(self, options: Options, environment: Mapping[str, str], scratch: str) -> None:
+    def __init__(self, options: RunOptions, environment: Mapping[str, str], scratch: str) -> None:
         self._options = options
         self._environment = dict(environment)
         self._scratch = scratch
@@ -83,7 +80,7 @@ class RunZygotes:
         argv = (str(file.path),)
         first = (*self._ahead(), *self._options.harness) if self._options.upstream else ()
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
-        self._of_files[file.name] = root.load(order, self.limit_s, modules_ahead(file.path))
+        self._of_files[file.name] = root.load(order, self.limit_s)
 
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:
@@ -100,7 +97,7 @@ class RunZygotes:
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
         bridge = self._options.harness[:1]
-        preload = (*self._ahead(), *_PRELOAD, *_UPSTREAM, *bridge) if self._options.upstream else _PRELOAD
+        preload = (*self._ahead(), *_PRELOAD, *bridge) if self._options.upstream else _PRELOAD
         preparation = Preparation(tuple(path), preload)
         with held():
             self._root = start_root(preparation, self._scratch, self._environment)
@@ -137,7 +134,7 @@ class RunZygotes:
             if zygote.channel.poll() or zygote.check():
                 zygote.wait_loaded()
                 return zygote
-            yield Wait((zygote.channel,), zygote.look_s)
+            yield Pause((zygote.channel,), zygote.look_s)
 
     def of_class(self, batch: Batch) -> Task[ZygoteClient]:
         """See :class:`~torch_ext.runner.class_child.Zygotes`."""
@@ -161,7 +158,7 @@ class RunZygotes:
         try:
             patience = Patience(self.limit_s, _os.monotonic())
             while not copy.channel.poll():
-                yield Wait((copy.channel,), patience.look_s)
+                yield Pause((copy.channel,), patience.look_s)
                 if not copy.channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(original.pid)):
                     original.kill()
             copy.wait_loaded()

@@ -15,7 +15,6 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
 from torch_ext.world import _os
@@ -27,13 +26,12 @@ __all__ = ["child_main", "end_fork", "exit_code_of", "redirect", "replace_thread
 _LONG = 1 << 63
 
 
-def child_main(order_channel: Channel, parent: int, at_end: Callable[[], None] = lambda: None) -> NoReturn:
+def child_main(order_channel: Channel, parent: int) -> NoReturn:
     """Wait for one order, obey it, end. Never returns to the caller, such as a zygote's loop.
 
     Args:
         order_channel: where the order arrives; closed when it has.
         parent: pid of the process whose end is this one's end too.
-        at_end: is called when the order has been obeyed.
     """
     code = 1
     try:
@@ -55,8 +53,6 @@ def child_main(order_channel: Channel, parent: int, at_end: Callable[[], None] =
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            at_end()
         _os.flush_output()
         os._exit(code & 0xFF)
     raise AssertionError("unreachable")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, frames, notices, processes, rank_times, threads, unjudged
+from torch_ext.world import _os, frames, notices, processes, threads, unjudged
 from torch_ext.world._os import monotonic
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
@@ -372,9 +372,7 @@ class World:
                     self.pump(None if left == float("inf") else max(0.0, left))
         finally:
             self._listeners.remove(watch)
-        outcomes = [self._complete(outcome, stacks) for outcome in watch.outcomes()]
-        rank_times.keep(outcomes, self.started_s)
-        return outcomes
+        return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
 
     def _catch_up(self) -> None:
         """Take in all that was told before now: this process may have been kept from listening until a limit was over
@@ -494,6 +492,7 @@ class World:
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
             outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
+        outcome.started_s = self.started_s
         outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host

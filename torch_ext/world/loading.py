@@ -22,7 +22,13 @@ from torch_ext.world import _os, frames, module_environment
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork
 from torch_ext.world.interpreter import PACKAGE_ROOT
-from torch_ext.world.preparation import compute_on_one_thread, load, preparation_of_this_process, uncollected
+from torch_ext.world.preparation import (
+    compute_on_one_thread,
+    load,
+    load_first_uses,
+    preparation_of_this_process,
+    uncollected,
+)
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
 from torch_ext.world.zygote import Zygote
 
@@ -120,6 +126,7 @@ def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> N
     """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked to do so."""
     _os.lead_process_group()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    load_first_uses()
     compute_on_one_thread()
     Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()
 

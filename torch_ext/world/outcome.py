@@ -65,6 +65,7 @@ class Outcome:
         output: the end of its own stdout and stderr.
         left_behind: command lines of processes that it left running.
         task: what it ran, in a word.
+        started_s: when its world was asked for, or its test (``time.monotonic``).
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
         host: where it ran, in words, if the test asked for several hosts.
         out_of_memory: SIGKILL ended it, and the kernel has killed processes meanwhile for want of memory.
@@ -84,6 +85,7 @@ class Outcome:
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
     task: str = "test"
+    started_s: float = 0.0
     ended_s: float = 0.0
     host: str = ""
     out_of_memory: bool = False

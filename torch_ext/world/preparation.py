@@ -15,7 +15,11 @@ from collections.abc import Iterator
 from torch_ext.world import module_environment
 from torch_ext.world.protocol import Preparation
 
-__all__ = ["compute_on_one_thread", "load", "preparation_of_this_process", "uncollected"]
+__all__ = ["compute_on_one_thread", "load", "load_first_uses", "preparation_of_this_process", "uncollected"]
+
+# Torch imports these itself: the first for the first comparison of two tensors, the second for the first optimizer.
+# Each takes about as long as a short test, and in a fresh rank each use is the first. Neither starts a thread.
+_FIRST_USES = ("torch.distributed.tensor", "torch._dynamo")
 
 # The collector's thresholds: one look for every so many new containers, and never at all that lives.
 _SELDOM = (200_000, 1000, 1000)
@@ -32,6 +36,14 @@ def load(preparation: Preparation) -> None:
             multiprocessing.spawn.prepare({"init_main_from_name": preparation.main_name})
         if preparation.main_path:
             multiprocessing.spawn.prepare({"init_main_from_path": preparation.main_path})
+
+
+def load_first_uses() -> None:
+    """In a zygote: import the parts of torch that ranks would each import at first use."""
+    with uncollected():
+        for name in _FIRST_USES:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
+                importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -103,14 +103,12 @@ class Start:
         environment: the children's environment. The zygote compares it with the one that it was started with.
         interpreter: give every child a fresh interpreter.
         spares: how many children to fork ahead of the next request.
-        ahead: modules that the zygote imports before it forks; see Note [Imports at first use].
     """
 
     orders: tuple[Order, ...]
     environment: dict[str, str]
     interpreter: bool = False
     spares: int = 0
-    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -207,16 +207,14 @@ class ModuleZygote(ZygoteClient):
         imported: the project files that it has imported; None until it is loaded.
     """
 
-    def __init__(
-        self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0, ahead: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
         ours, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self.order = order
         self.imported: tuple[str, ...] | None = None
         zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
-        request = Start((zygote_order,), dict(os.environ), ahead=ahead)
+        request = Start((zygote_order,), dict(os.environ))
         try:
             self.process = Child(root, request, [theirs.fileno(), stacks_writer], root_pid)
         except BaseException:
@@ -397,16 +395,15 @@ class RootZygote:
         frames.add(message.hidden_frames)
         self._ready = True
 
-    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S, ahead: tuple[str, ...] = ()) -> ModuleZygote:
-        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once. This
-        zygote imports what ``ahead`` names first.
+    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
+        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
 
         Raises:
             LoadError: what every zygote needs cannot be loaded.
             ZygoteDiedError: this zygote is gone.
         """
         self.wait_ready()
-        return ModuleZygote(self.channel, order, limit_s, self.process.pid, ahead)
+        return ModuleZygote(self.channel, order, limit_s, self.process.pid)
 
     def close(self) -> None:
         """End the tree and wait until it is gone. What does not end by itself is killed."""

@@ -38,7 +38,6 @@ from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main
 from torch_ext.world.fork_safety import reason_not_to_fork
-from torch_ext.world.imports import Imports
 from torch_ext.world.interpreter import start_interpreter
 from torch_ext.world.leftovers import Leftovers, end_everything
 from torch_ext.world.protocol import (
@@ -153,7 +152,6 @@ class Zygote:
         self._environment = _os.environment_at_start()
         self._leftovers = Leftovers()
         self._on_child: Any = signal.SIG_DFL  # what the module that was loaded does when a child ends
-        self._imports = Imports()
         self._forks = self._copies = 0
         self._has_moved = False
 
@@ -215,7 +213,6 @@ class Zygote:
         is_world = any(order.target == _RANK for order in request.orders)
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]), ranks=is_world)
         self._in_transit = list(descriptors)
-        self._imports.load(request.ahead)
         why = "" if request.interpreter else self._why_interpreter(request.environment)
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
@@ -235,7 +232,6 @@ class Zygote:
         self._watch(group.channel, self._on_group)
         group.tell(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
-            self._imports.catch_up()
             self._prepare_next(request.spares)
 
     def _why_interpreter(self, environment: dict[str, str]) -> str:
@@ -285,7 +281,7 @@ class Zygote:
             self._forget()
             ours.close()
             signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
-            child_main(theirs, zygote, self._imports.tell)
+            child_main(theirs, zygote)
         theirs.close()
         self._forks += 1
         return self._adopt(pid, ours)

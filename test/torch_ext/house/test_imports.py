@@ -273,3 +273,15 @@ def test_hypothesis_utils_loads_no_fsdp_helper() -> None:
     loaded = modules_after("import torch_ext.testing._internal.hypothesis_utils")
     assert "hypothesis" in loaded
     assert [name for name in loaded if below(name, ["torch_ext.testing._internal._fsdp"])] == []
+
+
+def test_importing_a_harness_class_leaves_upstreams_file_alone() -> None:
+    program = (
+        "import sys\n"
+        "from torch_ext.testing._internal.common_distributed import MultiProcessTestCase\n"
+        "from torch_ext.testing._internal.common_utils import run_tests\n"
+        "found = {'torch._dynamo', 'torch.testing._internal.common_distributed'} & set(sys.modules)\n"
+        "raise SystemExit(', '.join(found) or None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Began, Status, TestName, TestResult
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.schedule import Plan
 
 Layout = Mapping[str, Sequence[str]]
 
@@ -46,14 +46,12 @@ class FakeExecutor:
         self.fake_collector = collector
         self.endings = endings
         self.plans: list[Plan] = []
-        self.options: list[Options] = []
-        self.held: Layout = {}  # what the files turn out to hold, where that is not what was remembered
-        self.held_errors: Mapping[str, str] = {}
+        self.options: list[RunOptions] = []
         self.ran: list[str] = []
         self.interrupt_at = ""
         self.open = 0
 
-    def open_executor(self, options: Options) -> FakeExecutor:
+    def open_executor(self, options: RunOptions) -> FakeExecutor:
         self.options.append(options)
         self.open += 1
         return self
@@ -64,21 +62,15 @@ class FakeExecutor:
     def close(self) -> None:
         self.open = max(0, self.open - 1)
 
-    def run(
-        self, plan: Plan, sink: Callable[[Began | TestResult], None], renew: Callable[[Collected], Sequence[Batch]]
-    ) -> None:
-        """As the real one does: a file that was not collected in this run is, before its first test."""
+    def run(self, plan: Plan, sink: Callable[[Began | TestResult], None]) -> None:
         self.plans.append(plan)
-        options = self.options[-1]
-        for file, planned in itertools.groupby(plan, lambda batch: batch.file):
-            batches: Sequence[Batch] = tuple(planned)
-            if file.name not in self.fake_collector.asked:
-                (found,) = FakeCollector(self.held or self.fake_collector.layout, self.held_errors).collect([file])
-                batches = renew(found)
-            if not self._run_all([test for batch in batches for test in batch.tests], options, sink):
+        for _, batches in itertools.groupby(plan, lambda batch: batch.file):
+            if not self._run_all([test for batch in batches for test in batch.tests], self.options[-1], sink):
                 return
 
-    def _run_all(self, tests: Sequence[TestName], options: Options, sink: Callable[[Began | TestResult], None]) -> bool:
+    def _run_all(
+        self, tests: Sequence[TestName], options: RunOptions, sink: Callable[[Began | TestResult], None]
+    ) -> bool:
         begun: set[tuple[str, str]] = set()
         for test in tests:
             if (test.file, test.cls) not in begun:

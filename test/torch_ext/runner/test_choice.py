@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
-from torch_ext.runner.choice import divide
+from torch_ext.runner.choice import History, divide
 from torch_ext.runner.cli import main
-from torch_ext.runner.history import History
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
@@ -133,25 +132,12 @@ def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests(command: Comma
     assert command("--last-failed") == 2
 
 
-@pytest.mark.parametrize("rounds", [3, 30])
-def test_what_failed_in_one_round_failed_last_time(
-    command: Command, flaky: Callable[..., Flaky], rounds: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = flaky(A2=1)  # in the first round, and of thirty only the last twenty are kept
-    assert command("--repeat", str(rounds), "TestA") == 1
-    capsys.readouterr()
-    command("--history", A2)
-    assert capsys.readouterr().out.splitlines()[-1] == f"  1 failed, {min(rounds, 20) - 1} passed"
+def test_what_failed_in_one_round_failed_last_time(command: Command, flaky: Callable[..., Flaky]) -> None:
+    ran = flaky(A2=1)  # in the first round
+    assert command("--repeat", "3", "TestA") == 1
     ran.ran.clear()
     assert command("--last-failed") == 0 and ran.ran == [A2]
     assert command("--last-failed") == 2
-
-
-def test_failed_first_keeps_everything(command: Command, executor: FakeExecutor) -> None:
-    executor.endings = {C2: ending(C2)}
-    command()
-    assert command("--failed-first") == 1
-    assert executor.ran == [C2, C1, D1, A1, A2, B1]
 
 
 # --- what changed -----------------------------------------------------------------------------------------------------
@@ -420,19 +406,6 @@ def test_every_report_misses_what_a_later_round_did_not_run(
     assert "2 not run</b>" in Path("page.html").read_text()
 
 
-def test_coverage_counts_flaky_tests_as_run(
-    command: Command, flaky: Callable[..., Flaky], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flaky(A1=1)
-    assert command("TestA", "--reruns", "1", "--coverage") == 0
-    out = capsys.readouterr().out
-    assert "a/test_one.py  2 found, 2 run, 1 passed, 0 failed, 1 flaky, 0 expected failures, 0 skipped\n" in out
-    assert re.search(r"^ +1  flaky$", out, re.M)
-    assert command("TestB", "--coverage", "--json") == 0
-    out = capsys.readouterr().out
-    assert json.loads(out[out.index("{") :])["flaky"] == 0
-
-
 # --- list and history -------------------------------------------------------------------------------------------------
 
 
@@ -447,9 +420,7 @@ def test_a_list_for_machines_has_the_address_of_each_test(command: Command, caps
 def test_a_list_is_in_the_order_in_which_tests_run(
     command: Command, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    executor.endings = {C2: ending(C2)}
-    command()
-    for order in ("--failed-first", "--random-order=7", "--random-order=8"):
+    for order in ("--random-order=7", "--random-order=8"):
         command(order)
         ran = list(executor.ran)
         capsys.readouterr()
@@ -457,58 +428,39 @@ def test_a_list_is_in_the_order_in_which_tests_run(
         assert capsys.readouterr().out.splitlines() == ran
 
 
-def test_history_shows_how_a_test_ended(
-    command: Command, flaky: Callable[..., Flaky], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flaky(A2=2)
-    command("TestA", "--device", "cpu")
-    command("TestA", "--reruns", "1")
-    command("TestA")
-    capsys.readouterr()
-    assert command("--history", A2) == 0
-    first, *records, total = capsys.readouterr().out.splitlines()
-    assert first == A2
-    assert [re.sub(r"^  [-\d]+ [:\d]+  ", "", record).split() for record in records] == [
-        ["cpu", "0.10", "s", "failed", "boom"],
-        ["best", "0.17", "s", "flaky", "in", "attempt", "2", "boom"],
-        ["best", "0.25", "s", "passed"],
-    ]
-    assert total == "  1 failed, 1 flaky, 1 passed"
-    assert command("--history", D1) == 0
-    assert "no record" in capsys.readouterr().out
-
-
 def history(tmp_path: Path, device: str = "") -> History:
     return History(tmp_path / "cache", tmp_path / "root", device)
 
 
+def saved(found: History, *results: tuple[str, float], status: Status = Status.PASSED) -> History:
+    found.save([TestResult(TestName("a.py", "A", name), status, duration_s) for name, duration_s in results])
+    return found
+
+
+def records(tmp_path: Path) -> dict[str, list[float]]:
+    """The times of each test that lie in the history."""
+    (file,) = (tmp_path / "cache/history").glob("*.json")
+    return {
+        test.split("::")[-1]: [row[3] for row in rows] for test, rows in json.loads(file.read_text())["tests"].items()
+    }
+
+
 def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ext.runner.history._TESTS", 3)
-    for number in range(5):
-        found = history(tmp_path)
-        found.add(TestResult(TestName("a.py", "A", f"t{number}"), Status.PASSED, 1.0))
-        found.add(TestResult(TestName("a.py", "A", "always"), Status.PASSED, float(number)))
-        found.save()
+    monkeypatch.setattr("torch_ext.runner.choice._TESTS", 3)
+    for number in range(6):
+        saved(history(tmp_path), (f"t{number}", 1.0), ("always", float(number)))
         time.sleep(0.002)
-    kept = history(tmp_path)
-    assert sorted(kept.tests) == ["a.py::A::always", "a.py::A::t3", "a.py::A::t4"]
-    monkeypatch.setattr("torch_ext.runner.history._RECORDS", 2)
-    kept.add(TestResult(TestName("a.py", "A", "always"), Status.PASSED, 9.0))
-    kept.save()
-    assert [one.duration_s for one in history(tmp_path).records("a.py::A::always")] == [4.0, 9.0]
-    monkeypatch.setattr("torch_ext.runner.history._AGE_S", 0.0)
-    kept.add(TestResult(TestName("b.py", "B", "t"), Status.PASSED, 9.0))
-    kept.save()
-    assert list(history(tmp_path).tests) == []
+    assert records(tmp_path) == {"always": [1.0, 2.0, 3.0, 4.0, 5.0], "t4": [1.0], "t5": [1.0]}
+    monkeypatch.setattr("torch_ext.runner.choice._AGE_S", 0.0)
+    saved(history(tmp_path), ("t", 9.0))
+    assert records(tmp_path) == {}
 
 
 def test_the_expected_time_is_the_usual_one_on_this_device(tmp_path: Path) -> None:
     test = TestName("a.py", "A", "t")
     for device, times in (("cpu", (1.0, 1.2, 50.0)), ("sim", (7.0,))):
         for duration_s in times:
-            found = history(tmp_path, device)
-            found.add(TestResult(test, Status.PASSED, duration_s))
-            found.save()
+            saved(history(tmp_path, device), ("t", duration_s))
     assert history(tmp_path, "cpu").expected_s(test) == 1.2
     assert history(tmp_path, "sim").expected_s(test) == 7.0
     assert history(tmp_path, "other").expected_s(test) == 4.1
@@ -518,13 +470,12 @@ def test_the_expected_time_is_the_usual_one_on_this_device(tmp_path: Path) -> No
 TWO_RUNNERS = """
 import sys
 from pathlib import Path
-from torch_ext.runner.history import History
+from torch_ext.runner.choice import History
 from torch_ext.runner.results import Status, TestName, TestResult
 
 for number in range(40):
     history = History(Path(sys.argv[1]), Path("/root"), "")
-    history.add(TestResult(TestName("a.py", sys.argv[2], f"t{number}"), Status.PASSED, 1.0))
-    history.save()
+    history.save([TestResult(TestName("a.py", sys.argv[2], f"t{number}"), Status.PASSED, 1.0)])
 """
 
 
@@ -532,7 +483,8 @@ def test_runners_side_by_side_lose_nothing_of_each_others_history(tmp_path: Path
     command = [sys.executable, "-c", TWO_RUNNERS, str(tmp_path)]
     runners = [subprocess.Popen([*command, name]) for name in ("A", "B", "C")]
     assert [runner.wait(timeout=100) for runner in runners] == [0, 0, 0]
-    assert len(list(History(tmp_path, Path("/root"), "").tests)) == 120
+    (file,) = tmp_path.rglob("*.json")
+    assert len(json.loads(file.read_text())["tests"]) == 120
     assert not list(tmp_path.rglob("*.part"))
 
 
@@ -541,16 +493,14 @@ def test_a_history_that_is_none_is_no_error(command: Command, tmp_path: Path) ->
     (path,) = (tmp_path / "cache/history").glob("*.json")
     for text in ("{", "[]", '{"tests": {"a": [[1]]}}', '{"tests": 3}'):
         path.write_text(text)
-        assert command("--failed-first") == 0
+        assert command("--last-failed") == 2
     path.unlink()
     path.mkdir()
-    assert command("--failed-first") == 0
+    assert command("--last-failed") == 2
 
 
 def test_a_history_that_others_may_write_is_not_read(tmp_path: Path) -> None:
-    found = history(tmp_path)
-    found.add(TestResult(TestName("a.py", "A", "t"), Status.FAILED, 1.0))
-    found.save()
+    saved(history(tmp_path), ("t", 1.0), status=Status.FAILED)
     assert history(tmp_path).failed(TestName("a.py", "A", "t"))
     (tmp_path / "cache" / "history").chmod(0o777)
     assert not history(tmp_path).failed(TestName("a.py", "A", "t"))

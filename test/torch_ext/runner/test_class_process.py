@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from torch_ext.runner import class_process
-from torch_ext.runner.class_process import _Result, _Suite, check_its_calls
+from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.runner.results import Raised, Remark, Status
 from torch_ext.world import provider
@@ -40,7 +40,7 @@ def handler() -> Iterator[None]:
 def ending(test: unittest.TestCase) -> TestEnded:
     """Run one test as a class process does, and return what is told of its end."""
     told = Told()
-    result = _Result(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
     check_its_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
         run(test, result)
@@ -49,7 +49,7 @@ def ending(test: unittest.TestCase) -> TestEnded:
     return ended
 
 
-def run(test: unittest.TestCase, result: _Result) -> None:
+def run(test: unittest.TestCase, result: _ClassResult) -> None:
     suite = _Suite(result)
     suite.addTest(test)
     suite.run(result)
@@ -78,7 +78,7 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     waits: list[int] = []
     told = Told()
     monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(told.messages)))
-    result = _Result(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
     ours, zygote = channel_pair()
     provider.use(ours, str(tmp_path))
     run(case(), result)
@@ -209,7 +209,7 @@ def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_
             self.fail("b fails")
 
     told = Told()
-    result = _Result(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
     suite = _Suite(result)
     suite.addTests([Beside("test_a"), Beside("test_b")])
     suite.run(result)

@@ -325,48 +325,40 @@ def test_an_interrupt_while_importing(command: Callable[..., int], executor: Fak
     assert command() == 130
 
 
-# --- files that hold other tests than were cached ---------------------------------------------------------------------
+# --- names that were cached -------------------------------------------------------------------------------------------
 
 
-def hold(executor: FakeExecutor, *tests: str) -> None:
-    """From now on INPUT turns out to hold ``tests``, though nothing that its names depend on has changed."""
-    executor.held = {**LAYOUT, INPUT: tests}
+def test_a_run_imports_its_files_and_runs_what_they_hold_whatever_was_cached(
+    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("--list")
+    executor.fake_collector.layout = {**LAYOUT, INPUT: ["TestInput.test_dict", "TestInput.test_more", "TestNew.test_n"]}
     executor.fake_collector.asked.clear()
-    executor.ran.clear()
-
-
-def test_a_run_says_that_a_file_holds_other_tests_and_runs_those(
-    command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command("--list")
-    hold(executor, "TestInput.test_dict", "TestNew.test_new")
+    assert command("-i", "TestInput", "-x", "test_dict", "-k", "not one") == 0
+    assert executor.ran == [f"{INPUT}::TestInput::test_more"]
+    assert executor.fake_collector.asked == [INPUT], "the cache says that the other file has no such test"
     capsys.readouterr()
-    assert command() == 0
-    new = f"{INPUT}::TestNew::test_new"
-    assert executor.ran == [DICT, new, CALL]
-    printed = capsys.readouterr()
-    (told,) = printed.err.splitlines()
-    assert told.startswith(f"warning: {INPUT} has other tests than were cached (1 new, 2 gone)")
-    assert printed.out.splitlines()[-1] == "3 passed, 0 failed, 0 skipped" and "Not run" not in printed.out
     command("--list")
-    assert INPUT in executor.fake_collector.asked  # what was remembered is forgotten
+    assert f"{INPUT}::TestNew::test_n" in capsys.readouterr().out
 
 
-def test_patterns_and_keywords_select_again_from_what_a_file_holds(
-    command: Callable[..., int], executor: FakeExecutor
-) -> None:
+def test_parts_are_divided_by_what_files_hold(command: Callable[..., int], executor: FakeExecutor) -> None:
+    """Machines must agree on the parts, whatever each has cached."""
     command("--list")
-    hold(executor, "TestInput.test_dict", "TestInput.test_more", "TestElse.test_else", "TestElse.test_dict")
-    assert command("-i", "TestInput", RPC, "-x", "test_tuple", "-k", "not call") == 0
-    assert executor.ran == [DICT, f"{INPUT}::TestInput::test_more"]
+    executor.fake_collector.layout = {**LAYOUT, RPC: ["TestRpc.test_call", "TestMany.test_1", "TestMany.test_2"]}
+    for part in ("1/2", "2/2"):
+        executor.fake_collector.asked.clear()
+        assert command("--shard", part) == 0
+        assert sorted(executor.fake_collector.asked) == sorted(LAYOUT)
+    many = [f"{RPC}::TestMany::test_{number}" for number in (1, 2)]
+    assert sorted(executor.ran) == sorted([DICT, TUPLE, ONE, CALL, *many])
 
 
-def test_a_remembered_file_that_no_longer_imports_fails_the_run(
+def test_a_file_with_cached_names_that_no_longer_imports_fails_the_run(
     command: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command("--list")
-    hold(executor)
-    executor.held_errors = {INPUT: "ImportError: gone"}
+    executor.fake_collector.errors = {INPUT: "ImportError: gone"}
     assert command() == 1
     assert executor.ran == [CALL]
     assert "ImportError: gone" in capsys.readouterr().out
@@ -417,7 +409,6 @@ def test_a_full_disk_is_one_sentence(root: Path) -> None:
         (["--show-config"], "error: the options cannot be written: "),
         (["--list", "--json"], "error: the list cannot be written to stdout: "),
         (["--json"], "error: the JSON report cannot be written to stdout: "),
-        (["--history", "TestA"], "error: the history cannot be written: "),
     ],
 )
 def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], told: str) -> None:
@@ -447,7 +438,7 @@ def test_what_the_locale_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None
     (folder / "test_ü.py").write_text(
         "import unittest\nclass TestÄ(unittest.TestCase):\n    def test_ö(self): print('ß')\n"
     )
-    for arguments in (["--show-output", "--device", "cpu"], ["--list"], ["--show-config"]):
+    for arguments in (["--show-output", "--device", "cpu"], ["--show-config"]):
         done = subprocess.run(
             [sys.executable, "-m", "torch_ext", "--root", str(folder), *arguments], env={**os.environ,
             "PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=240,
@@ -585,6 +576,8 @@ def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
         "        super().setUp()\n"
         "        self._spawn_processes()\n"
         "    def test_file(self):\n"
+        "        import sys\n"
+        "        assert {'torch._dynamo', 'torch.distributed.tensor'} <= set(sys.modules)\n"
         "        assert open(self.file_name).read() == ''\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(tmp_path / "cache")}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.world.suites import CHECKOUT
-from torch_ext.runner import completion
+from torch_ext.runner.arguments import _patterns_below_root
 
 
 def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> None:
@@ -20,15 +20,9 @@ def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     given = Namespace(typed_root=str(tmp_path))
-    assert completion._patterns("", given) == ["a", "a/b", "a/b/test_two.py", "a/test_one.py"]
-    assert completion._patterns("a/t", given) == ["a/test_one.py"]
-    assert completion._patterns("x", given) == []
-
-
-def test_without_argcomplete_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    with pytest.raises(completion.NotInstalledError, match="pip install argcomplete"):
-        completion.script("bash")
+    assert _patterns_below_root("", given) == ["a", "a/b", "a/b/test_two.py", "a/test_one.py"]
+    assert _patterns_below_root("a/t", given) == ["a/test_one.py"]
+    assert _patterns_below_root("x", given) == []
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ import pytest
 import torch_ext
 from torch_ext.runner import arguments
 from torch_ext.runner.arguments import parse, parse_for_file
-from torch_ext.runner.options import TABLE, Options, default_root
+from torch_ext.runner.options import TABLE, RunOptions, default_root
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -73,12 +73,18 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
     ("arguments", "said"),
     [
         (["--list", "--junit", "a"], "--list runs no test, and has nothing for --junit; leave that out"),
-        (["--history", "TestA", "--html=a"], "--history shows earlier runs, and has nothing for --html; leave that"),
+        (["--coverage"], "--coverage was removed; count the results that --json writes"),
+        (["--history", "TestA"], "--history was removed; keep what --json writes of each run"),
+        (["--failed-first"], "--failed-first was removed; run --last-failed, then everything"),
+        (["--completion", "bash"], "--completion was removed; evaluate what register-python-argcomplete torch_ext"),
+        (["--seed=7"], "--seed was removed; write --schedule random:SEED"),
+        (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),
         (["--reuse", "class"], "--reuse was removed; to keep ranks for all tests of a class, derive it from MultiProc"),
-        (["--history", ""], "argument --history: got nothing, as from a variable that is not set"),
         (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
         (["--cluster", ""], "argument --cluster: got nothing"),
+        (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
+        (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
         (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
     ],
 )
@@ -93,7 +99,7 @@ def test_what_would_be_lost_in_silence_is_refused(
 
 def test_reports_of_the_configuration_do_not_stop_a_list(project: Path) -> None:
     write(project, 'junit = "junit.xml"\nhtml = "/dev/null"')
-    for typed in (["--list", "--json"], ["--history", "TestA"], ["--trace=/dev/null"]):
+    for typed in (["--list", "--json"], ["--trace=/dev/null"]):
         assert parse(["--root", str(project), *typed]).junit == "junit.xml"
 
 
@@ -154,7 +160,7 @@ def test_patterns_of_the_file_give_way_to_those_that_are_typed(project: Path) ->
 
 
 def test_each_option_has_a_field_and_each_key_one_option() -> None:
-    fields = Options.__dataclass_fields__
+    fields = RunOptions.__dataclass_fields__
     assert [row.field for row in TABLE if row.field not in fields] == []
     flags = [flag for row in TABLE for flag in row.flags]
     assert len(flags) == len(set(flags))
@@ -202,7 +208,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "--shrad", "1/2"], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "2 False\n"
-    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed, --seed; see --help\n"
+    assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torch_ext.runner.loop import Loop, Task, Wait, run_alone
+from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 
 
 def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
@@ -16,7 +16,7 @@ def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
 
     def task(name: str, reader: int) -> Task[None]:
         said.append(f"{name} waits")
-        yield Wait((reader,))
+        yield Pause((reader,))
         said.append(f"{name} reads {os.read(reader, 1).decode()}")
 
     loop = Loop()
@@ -35,9 +35,9 @@ def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too() -> 
     reader, writer = os.pipe()
 
     def timed() -> Task[str]:
-        yield Wait((reader,), time.monotonic() + 0.01)
+        yield Pause((reader,), time.monotonic() + 0.01)
         os.close(reader)
-        yield Wait((reader,))
+        yield Pause((reader,))
         return "over"
 
     assert run_alone(timed()) == "over"
@@ -49,7 +49,7 @@ def test_tasks_that_are_not_done_clean_up_when_the_loop_closes() -> None:
 
     def task(number: int) -> Task[None]:
         try:
-            yield Wait(())
+            yield Pause(())
         finally:
             cleaned.append(number)
 
@@ -65,7 +65,7 @@ def test_a_tick_comes_while_all_wait() -> None:
 
     def task() -> Task[None]:
         while len(ticks) < 3:
-            yield Wait((), time.monotonic() + 60)
+            yield Pause((), time.monotonic() + 60)
 
     loop = Loop(lambda: ticks.append(1), 0.001)
     loop.add(task())
@@ -77,7 +77,7 @@ def test_a_tick_comes_while_all_wait() -> None:
 
 def test_what_a_task_raises_leaves_the_loop() -> None:
     def task() -> Task[None]:
-        yield Wait((), 0.0)
+        yield Pause((), 0.0)
         raise ValueError("no")
 
     loop = Loop()

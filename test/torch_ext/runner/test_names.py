@@ -58,7 +58,7 @@ def names(
 ) -> list[list[str]]:
     """Return each file's ids as one run would, asking the collector where nothing is remembered."""
     collector.asked.clear()
-    answers = collect_names(files, NameCache(folder, around), lambda: collector)
+    answers = collect_names(files, NameCache(folder, around), collector.collect)
     return [answer.error.splitlines() or [test.id for test in answer.tests] for answer in answers]
 
 
@@ -70,17 +70,6 @@ def test_a_second_run_imports_nothing(files: tuple[TestFile, ...], folder: Path,
     assert sorted(collector.asked) == sorted(LAYOUT)
     assert names(files, folder, collector) == EXPECTED
     assert collector.asked == []
-
-
-def test_without_unknown_files_no_collector_is_made(
-    files: tuple[TestFile, ...], folder: Path, collector: FakeCollector
-) -> None:
-    names(files, folder, collector)
-
-    def refuse() -> FakeCollector:
-        raise AssertionError("a collector was made although every name is remembered")
-
-    assert len(collect_names(files, NameCache(folder, AROUND), refuse)) == len(files)
 
 
 def test_a_changed_test_file_is_imported_again_alone(

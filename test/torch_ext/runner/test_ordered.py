@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.reporters.ordered import InOrder
+from torch_ext.runner.reporters.make import InOrder
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan, make_plan
+from torch_ext.runner.schedule import make_plan
 
 FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]
 A1, A2, B1, C1 = (
@@ -24,9 +24,6 @@ class Kept:
 
     def add(self, result: TestResult) -> None:
         self.told.append(f"{result.test.cls}{result.test.method or result.test.file}")
-
-    def replan(self, plan: Plan) -> None:
-        self.told.append("replan")
 
     def new_round(self, number: int) -> None:
         self.told.append(f"round {number}")
@@ -91,13 +88,6 @@ def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None
     ordered.over(Over(TestName("a.py", "A")))
     ordered.add(result(TestName("a.py", "A")))
     assert kept.told == ["Aa.py"]
-
-
-def test_a_new_plan_has_its_own_order() -> None:
-    kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.replan(make_plan(FILES, [C1]))
-    assert kept.told == ["replan", "C1"]
 
 
 def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:

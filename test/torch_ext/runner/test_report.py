@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.failure import rerun_command
-from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.reporters.text import TextReporter
+from torch_ext.runner.reporters.text import StyledWriter, TextReporter
 from torch_ext.runner.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
@@ -52,7 +51,7 @@ def report(
     """Return all output for ``results``, with ``T s`` for the total time, the only thing that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
-    made = TextReporter(plan, Options(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
+    made = TextReporter(plan, RunOptions(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
     for result in results:
         made.add(result)
     made.finish(interrupted=interrupted)
@@ -197,20 +196,19 @@ def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests() -> None:
 
 
 def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
-    options = Options(
+    options = RunOptions(
         Path("/x/my suites"), typed_root="my suites", device="cpu", timeout_s=7.5, start_method="interpreter"
     )
     assert rerun_command(options, ONE) == (
         "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
         "--root 'my suites' --device cpu --timeout 7.5 --start-method interpreter"
     )
-    racing = Options(Path("/x"), races="report", schedule="random", seed=7, cluster="local:2")
+    racing = RunOptions(Path("/x"), races="report", schedule="random:7", cluster="local:2")
     assert rerun_command(racing, ONE) == (
-        "python run_test.py -i fsdp/test_a.py::TestA::test_1 "
-        "--races report --schedule random --seed 7 --cluster local:2"
+        "python run_test.py -i fsdp/test_a.py::TestA::test_1 --races report --schedule random:7 --cluster local:2"
     )
-    spaced = rerun_command(Options(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
+    spaced = rerun_command(RunOptions(Path("/x")), TestName(FILE.name, "TestA", "test_[a b]"))
     assert spaced == "python run_test.py -i 'fsdp/test_a.py::TestA::test_[a b]'"
-    alone = Options(Path("/x"), script="my suites/test_a.py", device="cpu")
+    alone = RunOptions(Path("/x"), script="my suites/test_a.py", device="cpu")
     assert rerun_command(alone, ONE) == "python 'my suites/test_a.py' TestA.test_1 --device cpu"
     assert rerun_command(alone, TestName(FILE.name)) == "python 'my suites/test_a.py' --device cpu"

@@ -20,10 +20,11 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 
-from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.runner.reporters.trace import TraceReporter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
-from torch_ext.world.rank_times import RankTimes
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
@@ -331,7 +332,8 @@ def test_no_slice_of_a_row_begins_before_the_one_in_front_of_it_has_ended(tmp_pa
     for number in range(200):  # of lengths that are no whole microseconds
         at_s = start_s + number * 0.01
         edges = [at_s + part * 0.0010007 for part in range(4)]
-        rank = RankTimes(0, "passed", edges[0], edges[1], (0.0, 0.0), edges[2], edges[3])
+        receipt = Receipt(Said.PASSED, edges[2], began_s=edges[1])
+        rank = Outcome(0, Ending.PASSED, receipt=receipt, started_s=edges[0], ended_s=edges[3])
         trace.begin(Began(TestName("a.py", "TestA")))
         trace.begin(Began(test))
         trace.add(TestResult(test, Status.PASSED, 0.003, ranks=(rank,)))

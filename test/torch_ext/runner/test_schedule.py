@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.progress import Progress
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.runner.results import TestName
 from torch_ext.runner.schedule import make_plan
 
 
@@ -31,24 +30,3 @@ def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
 def test_a_test_of_an_unknown_file_is_not_dropped_in_silence() -> None:
     with pytest.raises(AssertionError, match=r"a\.py::A::test"):
         make_plan([file("b.py")], [TestName("a.py", "A", "test")])
-
-
-def test_the_batches_of_a_file_are_replaced_where_they_stand() -> None:
-    files = [file("a.py"), file("b.py"), file("c.py")]
-    plan = make_plan(files, [TestName(each.name, "A", "1") for each in files])
-    new = make_plan(files[1:2], [TestName("b.py", "B", "2"), TestName("b.py", "C", "3")])
-    assert [test.id for test in plan.replaced(files[1], new.batches).tests] == [
-        "a.py::A::1", "b.py::B::2", "b.py::C::3", "c.py::A::1"
-    ]  # fmt: skip
-    assert [test.id for test in plan.replaced(files[1], ()).tests] == ["a.py::A::1", "c.py::A::1"]
-
-
-def test_tests_that_a_new_plan_leaves_out_are_not_missed_and_new_ones_are() -> None:
-    files = [file("a.py")]
-    one, two, three = (TestName("a.py", "A", method) for method in "123")
-    progress = Progress(make_plan(files, [one, two]))
-    progress.add(TestResult(one, Status.PASSED, 0.0))
-    progress.replan(make_plan(files, [one, three]))
-    assert progress.missing() == [three] and not progress.passed
-    progress.add(TestResult(three, Status.PASSED, 0.0))
-    assert progress.missing() == [] and progress.passed

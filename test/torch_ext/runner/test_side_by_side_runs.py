@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -38,11 +39,8 @@ def test_two_runners_in_one_checkout_do_not_disturb_each_other(tmp_path: Path) -
     (one, first, out), (other, second, more) = ended(runners, 240)
     assert one == other == 0, out + more
     assert first == second and len(first) == 4, out + more
-    told = subprocess.run(
-        [sys.executable, str(CHECKOUT / "run_test.py"), "--history", next(iter(first))],
-        capture_output=True, text=True, cwd=CHECKOUT, env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path)}, check=True,
-    )  # fmt: skip
-    assert told.stdout.count("passed") >= 2, told.stdout
+    (history,) = (tmp_path / "history").glob("*.json")
+    assert len(json.loads(history.read_text())["tests"][next(iter(first))]) == 2
 
 
 @pytest.mark.long  # half an hour on two cores

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulate import Span, lower_bound, makespan, simulate
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.results import Needs, TestName
-from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan
-from torch_ext.runner.schedule.simulate import Span, lower_bound, makespan, simulate
-from torch_ext.runner.schedule.slots import slots_of
+from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan, slots_of
 
 # The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
 RECORDED = [

@@ -1,25 +1,21 @@
-"""What is told while tests run: a live view in a pseudo-terminal, lines in a pipe; the report stays whole."""
+"""What is told while tests run: a live view on a terminal, lines in a pipe; the report stays whole."""
 
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import DEADLINE_S, Suite
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.reporters.running import Running
-from torch_ext.runner.reporters.styled import StyledWriter
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
-from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.make import Reporters
+from torch_ext.runner.reporters.text import StyledWriter
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
+from torch_ext.runner.results import Began, Needs, Over, Remark, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.phrases import LEFT_BEHIND
 
@@ -147,64 +143,41 @@ def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.Monke
     assert screen(stream.getvalue()) == [*text.split("\n"), "end", ""]
 
 
-SOURCE = """
-class TestA(Case):
-    def test_1(self):
-        time.sleep(1.5)
-        self.check()
+def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return all that a run writes to ``stream`` in which one test passes slowly and another fails."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stdout", stream)
+    reporters = Reporters(PLAN, RunOptions(Path("/root")))
+    failure = Remark("[bold] the \t whole " + "text " * 50)
+    events: list[Began | Over | TestResult | Tick] = [
+        Began(TestName("a.py", "TestA")), Began(ONE), Began(TestName("a.py", "TestB")), Began(OTHER), Tick(),
+        TestResult(OTHER, Status.FAILED, 0.5, (failure,)), Over(TestName("a.py", "TestB")), Tick(),
+        passed(ONE), Began(TWO), Tick(), passed(TWO), Over(TestName("a.py", "TestA")),
+    ]  # fmt: skip
+    for event in events:
+        now[0] += 1.0
+        reporters.take(event)
+    reporters.finish(interrupted=False)
+    return stream.getvalue()
 
 
-class TestB(Case):
-    def test_2(self):
-        raise ValueError("[bold] the \\t whole " + "text " * 50)
-"""
-
-
-def in_terminal(suite: Suite, *arguments: str, **extra: str) -> tuple[int, str]:
-    """Run the command in a pseudo-terminal; return its exit code and all that it has written there."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, str(Path(__file__).parents[3] / "run_test.py"), "--root", str(suite.folder), *arguments]
-    environment = {**suite.environment(), "TERM": "xterm-256color", "COLUMNS": "", **extra}
-    environment.pop("COLUMNS")
-    process = subprocess.Popen(
-        command, cwd=suite.folder, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL
-    )
-    os.close(theirs)
-    raw, end = b"", time.monotonic() + DEADLINE_S
-    while (time.monotonic() < end and select.select([ours], [], [], 1.0)[0]) or process.poll() is None:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # its end, on Linux
-            break
-        raw += part
-    os.close(ours)
-    return process.wait(DEADLINE_S), raw.decode()
-
-
-def without_chance(lines: list[str]) -> list[str]:
-    """The lines without times, and without which of two ranks was faster to fail."""
-    return sorted(re.sub(r"\b0x[0-9a-f]+|[\d.]+ s\b", "T", line).removesuffix("  <- first").rstrip() for line in lines)
-
-
-def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, SOURCE)
-    code, raw = in_terminal(suite, "--slots", "8")
-    assert code == 1
-    assert re.search(r"\[\d/2\]", raw) and re.search(r"::TestA::test_1  2 ranks  \d s", raw), raw
-    piped = suite.finish(
-        suite.start([str(Path(__file__).parents[3] / "run_test.py"), "--root", str(suite.folder)]), lambda run: None
-    )
+def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    raw, piped = report(Terminal(), monkeypatch), report(io.StringIO(), monkeypatch)
+    assert "[1/3]" in raw and re.search(r"::TestA::test_1  4 ranks  \d s", raw), raw
     # A view shows what runs, and failures at once; a pipe has lines for classes that begin and failures that wait.
-    lines = [
-        line for line in piped.out.split("\n") if not re.match(r"\[\d/2\] |failed: .* \(more in its turn\)$", line)
-    ]
-    assert without_chance(screen(raw)) == without_chance(lines), raw
+    extra = r"\[\d/2\] |failed: .* \(more in its turn\)$"
+    assert sorted(screen(raw)) == sorted(line for line in piped.split("\n") if not re.match(extra, line)), raw
 
 
-@pytest.mark.parametrize("extra", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
-def test_no_color_and_a_dumb_terminal_are_honored(tmp_path: Path, extra: dict[str, str]) -> None:
-    code, raw = in_terminal(Suite(tmp_path, SOURCE), "-k", "test_1", **extra)
-    assert code == 0 and "1 passed, 0 failed" in re.sub(r"\x1b\[[\d;]*m", "", raw)
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
+def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert re.search(r"\x1b\[[\d;]*31m", report(Terminal(), monkeypatch)), "else this test looks for nothing"
+    monkeypatch.setenv(name, value)
+    raw = report(Terminal(), monkeypatch)
     colors = re.findall(r"\x1b\[([\d;]*)m", raw)
     assert not any(set(code.split(";")) & {"31", "32", "33"} for code in colors)
-    assert ("\x1b" in raw) == ("NO_COLOR" in extra)
+    assert ("\x1b" in raw) == (name == "NO_COLOR")

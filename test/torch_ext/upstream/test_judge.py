@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from torch_ext.runner.reporters.coverage import CoverageReporter
 from torch_ext.runner.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.upstream import differences, releases
 from torch_ext.upstream.differences import Difference, Differences
 from torch_ext.upstream.judge import Judge
@@ -228,25 +225,3 @@ def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: st
     for others in ([closed, closed], [(error, True), ("ValueError: no", False)]):
         failed = ranks_failing_with(*others)
         assert releases.Releases([]).judged(failed) is failed
-
-
-def summed_up(results: list[TestResult], *, as_json: bool) -> str:
-    out = io.StringIO()
-    reporter = CoverageReporter(Plan(()), out, as_json=as_json)
-    for result in results:
-        reporter.add(result)
-    reporter.finish()
-    return out.getvalue()
-
-
-def test_coverage_sums_up_by_file_and_by_reason() -> None:
-    skipped = TestResult(TestName("test_z.py", "TestZ", "test_z"), Status.SKIPPED, 0.0, reason="needs Triton")
-    known = replace(FAILED, status=Status.XFAIL, reason="known difference: no")
-    results = [PASSED, FAILED, known, skipped, skipped]
-    told = json.loads(summed_up(results, as_json=True))
-    assert (told["found"], told["run"], told["passed"], told["failed"], told["skipped"]) == (5, 3, 1, 1, 2)
-    assert told["why_not"] == {"needs Triton": 2, "failed": 1, "known difference: no": 1}
-    assert told["files"]["test_z.py"]["skipped"] == 2
-    text = summed_up(results, as_json=False)
-    assert "     2  needs Triton\n" in text
-    assert "fsdp/test_a.py  3 found, 3 run, 1 passed, 1 failed, 1 expected failures, 0 skipped\n" in text

@@ -222,9 +222,9 @@ class MultiProcContinuousTest(TestCase):
         world = cls._world
         if world is None:
             raise AssertionError("no ranks were started")
-        outcomes: list[Outcome] = []
+        self._outcomes = outcomes = list[Outcome]()
         try:
-            outcomes = world.wait(Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()), keep=True)
+            outcomes += world.wait(Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()), keep=True)
         except ZygoteLostError:
             provider.forget(world.zygote)
             raise

@@ -213,6 +213,7 @@ class ExampleRun:
         self._send(world, payload)
         outcomes = self._wait(world, Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
         took_s = monotonic() - world.started_s
+        self._case._outcomes = [*getattr(self._case, "_outcomes", ()), *outcomes]
         if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
             self._drop_ranks(world)
         return outcomes, took_s

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch_ext
+from torch_ext.runner.cluster.link import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, Placement, bundle, said_in_a_line
-from torch_ext.runner.cluster.messages import HostLost, JoinClass, Listening, Peer, RunClass, ShippedFile, Told
+from torch_ext.runner.cluster.messages import HostLost, Listening, Peer, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.notices import PREFIX
@@ -88,7 +89,7 @@ class ClusterExecutor:
 
     def __init__(
         self,
-        options: Options,
+        options: RunOptions,
         collect: Callable[[Sequence[TestFile]], Iterator[Collected]],
         close: Callable[[], None],
     ) -> None:
@@ -98,13 +99,13 @@ class ClusterExecutor:
         self._machines = Machines(options)
         self._numbers = 0
 
-    def run(self, plan: Plan, sink: Sink, renew: Callable[[Collected], Sequence[Batch]]) -> None:
-        """See the Protocol. What is cached of a file is trusted, and not asked for again."""
+    def run(self, plan: Plan, sink: Sink) -> None:
+        """See the Protocol."""
         if not plan.batches:
             return
         folder = _folder_of(self._options.root, [batch.file for batch in plan])
         self._machines.connect(_runtime_environment(folder))
-        in_order = self._options.random_order is not None or self._options.failed_first
+        in_order = self._options.random_order is not None
         waiting = [self._job(batch) for batch in Packed(1, in_order=in_order).order(plan.batches)]
         placed: list[_Job] = []
         running: _Streams = {}
@@ -176,41 +177,31 @@ class ClusterExecutor:
                 job.place = self._placement(job)
                 return False
         job.nodes = nodes
-        batch = job.batch
-        file, need = _shipped(batch.file, folder), batch.need.of_each_host
-        for host, node in enumerate(nodes[1:], 1):
-            self._order(
-                JoinClass(job.number, file, batch.cls, need, self._machines.addresses[node], job.token),
-                job,
-                host,
-                running,
-            )
+        for host in range(1, len(nodes)):
+            self._order(job, host, folder, running)
         if len(nodes) == 1:
             self._run_class(job, folder, running)
         return True
 
     def _run_class(self, job: _Job, folder: Path, running: _Streams) -> None:
         """Run ``job`` on its host 0; the others wait for that."""
-        batch = job.batch
         peers = [
             Peer(self._machines.addresses[node], job.ports[host], f"machine {node[:12]}")
             for host, node in enumerate(job.nodes[1:], 1)
         ]
-        order = RunClass(
-            job.number,
-            _shipped(batch.file, folder),
-            batch.cls,
-            tuple(test.method for test in job.left),
-            batch.need.of_each_host,
-            self._machines.addresses[job.nodes[0]],
-            f"machine {job.nodes[0][:12]}",
-            tuple(peers),
-            job.token,
-        )
-        self._order(order, job, 0, running)
+        self._order(job, 0, folder, running, tuple(peers))
 
-    def _order(self, order: RunClass | JoinClass, job: _Job, host: int, running: _Streams) -> None:
-        running[self._machines.run(job.nodes[host], order)] = job, host
+    def _order(self, job: _Job, host: int, folder: Path, running: _Streams, peers: tuple[Peer, ...] = ()) -> None:
+        node, batch = job.nodes[host], job.batch
+        file = replace(
+            batch.file,
+            path=batch.file.path.relative_to(folder),
+            import_root=batch.file.import_root.relative_to(folder),
+        )
+        shipped = batch._replace(file=file, tests=tuple(job.left), need=batch.need.of_each_host)
+        address, name = self._machines.addresses[node], f"machine {node[:12]}"
+        order = RunClass(job.number, shipped, host, address, name, peers, job.token)
+        running[self._machines.run(node, order)] = job, host
 
     def _take(self, running: _Streams, folder: Path, sink: Sink) -> tuple[bool, list[_Job]]:
         """Take what has come, waiting a moment for it. Return whether the run stops, and what has to run again."""
@@ -307,20 +298,14 @@ class ClusterExecutor:
 
 
 def _on_our_clock(result: TestResult, now_s: float) -> TestResult:
-    """Shift the times of ranks from the machine's clock, on which it is ``now_s``, to that of this process."""
+    """Shift the times of ranks from the machine's clock, which reads ``now_s``, to that of this process."""
     shift_s = time.monotonic() - now_s
-
-    def shifted(time_s: float) -> float:
-        return time_s + shift_s if time_s else 0.0
-
     ranks = [
         replace(
             one,
-            started_s=shifted(one.started_s),
-            began_s=shifted(one.began_s),
-            met_s=(shifted(one.met_s[0]), shifted(one.met_s[1])),
-            done_s=shifted(one.done_s),
-            ended_s=shifted(one.ended_s),
+            receipt=on_our_clock(one.receipt, shift_s),
+            started_s=one.started_s + shift_s,
+            ended_s=one.ended_s + shift_s if one.ended_s else 0.0,
         )
         for one in result.ranks
     ]
@@ -345,9 +330,3 @@ def _runtime_environment(folder: Path) -> dict[str, Any]:
     if not _PACKAGE.is_relative_to(folder):
         found["py_modules"] = [str(_PACKAGE)]
     return found
-
-
-def _shipped(file: TestFile, folder: Path) -> ShippedFile:
-    """Return ``file`` as a machine finds it below its copy of ``folder``."""
-    path, import_root = (each.relative_to(folder).as_posix() for each in (file.path, file.import_root))
-    return ShippedFile(file.name, path, file.module, import_root)

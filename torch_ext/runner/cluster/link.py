@@ -3,6 +3,8 @@ only.
 
 Messages are pickled, so the machine that listens takes none before the other has sent the token of this class, which
 both got from the driver. What passes is as open as what the ranks themselves send: a cluster is a network of friends.
+
+:class:`RankEnds` is what either machine holds of a rank: its ends of the rank's channel and pipes.
 """
 
 from __future__ import annotations
@@ -10,24 +12,28 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import pickle
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.cluster.messages import RankStream
+from torch_ext.runner.loop import Pause, Task
+from torch_ext.world.callbacks import Callbacks
+from torch_ext.world.channel import Channel, ChannelClosedError, close_all, readable
+from torch_ext.world.protocol import Progress, Receipt
 
-__all__ = ["Link", "LinkLostError", "Listener", "connect", "read_part", "write_all"]
+__all__ = ["Link", "LinkLostError", "Listener", "RankEnds", "connect", "on_our_clock"]
 
-_LENGTH = struct.Struct("!Q")
-_PART_BYTES = 1 << 16
-# How long the other side may take to connect, to say who it is, and to take what is sent, in seconds.
-_CONNECT_S, _TOKEN_S, _SEND_S = 60.0, 10.0, 60.0
+# How long the other side may take to connect, to take what is sent, and to finish what it has begun to say, in seconds.
+_CONNECT_S, _SEND_S, _REST_S = 60.0, 60, 10
 # A machine without power says nothing: after so many seconds without a word the kernel asks, and gives up after a few
 # more questions.
-_IDLE_S, _ASK_S, _QUESTIONS = 10, 5, 4
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class LinkLostError(ConnectionError):
@@ -35,20 +41,31 @@ class LinkLostError(ConnectionError):
 
 
 class Link:
-    """One end. Sending blocks while the other side does not read, receiving never."""
+    """One end. Sending blocks while the other side does not read."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._received = bytearray()
-        connected.settimeout(_SEND_S)
+        connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _ASK_S), ("TCP_KEEPCNT", _QUESTIONS)):
+        for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, limit_s in ((socket.SO_RCVTIMEO, _REST_S), (socket.SO_SNDTIMEO, _SEND_S)):
+            connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+        self._connection = Connection(connected.detach())
+
+    def introduce(self, token: str) -> None:
+        """Say who this machine is, and wait for no answer: the other may be about to connect to this one."""
+        self._connection.send_bytes(token.encode())
+
+    def is_introduced(self, token: str) -> bool:
+        """Whether the other machine says that it is the one with ``token``. Call it once, before anything else."""
+        with contextlib.suppress(OSError, EOFError):
+            return hmac.compare_digest(self._connection.recv_bytes(len(token)), token.encode())
+        return False
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._connection.fileno()
 
     def send(self, message: Any) -> None:
         """Send one message.
@@ -56,36 +73,25 @@ class Link:
         Raises:
             LinkLostError: the other side is gone.
         """
-        payload = pickle.dumps(message)
         try:
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+            self._connection.send(message)
         except OSError as error:
             raise LinkLostError(str(error)) from error
 
-    def receive(self) -> Iterator[Any]:
-        """Yield the messages that have arrived whole. Call it when :meth:`fileno` is readable.
+    def receive(self) -> Any:
+        """Return the next message, waiting for the rest of it. Call it when :meth:`fileno` is readable.
 
         Raises:
             LinkLostError: the other side is gone.
         """
         try:
-            part = self._socket.recv(1 << 20)
-        except OSError as error:
-            raise LinkLostError(str(error)) from error
-        self._received += part
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            payload = bytes(self._received[_LENGTH.size : end])
-            del self._received[:end]
-            yield pickle.loads(payload)
-        if not part:
-            raise LinkLostError("the connection was closed")
+            return self._connection.recv()
+        except (OSError, EOFError) as error:
+            raise LinkLostError(str(error) or "the connection was closed") from error
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        self._socket.close()
+        self._connection.close()
 
 
 class Listener:
@@ -105,41 +111,27 @@ class Listener:
         except OSError:  # the machine is known to others by an address that it does not have itself
             self._socket.bind(("", 0))
         self._socket.listen()
+        self._socket.settimeout(0.0)
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, token: str) -> Task[Link]:
-        """A task that returns the link. Whoever does not know the token is turned away.
+        """A task that returns the link to the machine that knows the token, and turns others away.
 
         Raises:
             LinkLostError: nobody has come in time.
         """
         end_s = time.monotonic() + _CONNECT_S
-        while (now_s := time.monotonic()) < end_s:
-            yield Wait((self._socket,), end_s)
-            self._socket.settimeout(0.0)
+        while time.monotonic() < end_s:
+            yield Pause((self._socket,), end_s)
             with contextlib.suppress(OSError):
-                connected, _ = self._socket.accept()
-                connected.settimeout(0.0)
-                if (yield from _says(connected, token.encode(), min(end_s, now_s + _TOKEN_S))):
-                    return Link(connected)
-                connected.close()
+                link = Link(self._socket.accept()[0])
+                if link.is_introduced(token):
+                    return link
+                link.close()
         raise LinkLostError(f"the machine that runs the class has not come within {_CONNECT_S:g} s")
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _says(connected: socket.socket, token: bytes, end_s: float) -> Task[bool]:
-    """A task that returns whether the first bytes of a connection are ``token``."""
-    said = b""
-    while len(said) < len(token) and time.monotonic() < end_s:
-        yield Wait((connected,), end_s)
-        with contextlib.suppress(BlockingIOError):
-            part = connected.recv(len(token) - len(said))
-            if not part:
-                return False
-            said += part
-    return hmac.compare_digest(said, token)
 
 
 def connect(address: str, port: int, token: str) -> Link:
@@ -149,22 +141,97 @@ def connect(address: str, port: int, token: str) -> Link:
         LinkLostError: it cannot be reached.
     """
     try:
-        connected = socket.create_connection((address, port), _TOKEN_S)
-        connected.sendall(token.encode())
+        link = Link(socket.create_connection((address, port), _REST_S))
+        link.introduce(token)
     except OSError as error:
         raise LinkLostError(str(error)) from error
-    return Link(connected)
+    return link
 
 
-def read_part(descriptor: int) -> bytes:
-    """Read what a pipe holds, or the first of it. Empty at its end, also where that is an error."""
-    try:
-        return os.read(descriptor, _PART_BYTES)
-    except OSError:
-        return b""
+_PART_BYTES = 1 << 16
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write ``data`` to a pipe. Blocks while that is full."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+class RankEnds:
+    """A channel, and pipes by their stream.
+
+    Args:
+        channel: this end of the channel.
+        pipes: descriptors of this end of the pipes.
+        callbacks: watches those that are read here.
+        told: called with a stream and what can be read there: a message, bytes, or None at its end.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pipes: dict[RankStream | int, int],
+        callbacks: Callbacks,
+        told: Callable[[RankStream | int, Any], None],
+    ) -> None:
+        self._channel, self._pipes, self._callbacks, self._told = channel, pipes, callbacks, told
+
+    def watch(self, *streams: RankStream | int) -> None:
+        """Read the channel and ``streams`` from now on."""
+        for stream in (RankStream.CHANNEL, *streams):
+            self._callbacks.watch(self._file(stream), partial(self._pass_on, stream))
+
+    def _file(self, stream: RankStream | int) -> Channel | int:
+        return self._channel if stream is RankStream.CHANNEL else self._pipes[stream]
+
+    def _pass_on(self, stream: RankStream | int) -> bool:
+        """Tell what can be read; return whether more may come."""
+        payload = self._read(stream)
+        if payload is None:
+            self._callbacks.unwatch(self._file(stream))
+        self._told(stream, payload)
+        return payload is not None
+
+    def _read(self, stream: RankStream | int) -> Any:
+        with contextlib.suppress(ChannelClosedError, OSError):
+            if stream is RankStream.CHANNEL:
+                return self._channel.receive()[0]
+            return os.read(self._pipes[stream], _PART_BYTES) or None
+        return None
+
+    def drain(self) -> None:
+        """Tell what the rank, which has ended, had sent before."""
+        for stream in (RankStream.CHANNEL, *self._pipes):
+            while self._has_more(stream) and self._pass_on(stream):
+                pass
+
+    def _has_more(self, stream: RankStream | int) -> bool:
+        file = self._file(stream)
+        if not self._callbacks.watches(file):
+            return False
+        return file.poll() if isinstance(file, Channel) else readable(file)
+
+    def write(self, stream: RankStream | int, payload: Any) -> None:
+        """Hand on what the other machine has told. Blocks while a pipe is full."""
+        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # nobody reads there any more
+            if stream is RankStream.CHANNEL and payload is None:
+                self._channel.shut()
+            elif stream is RankStream.CHANNEL:
+                self._channel.send(payload)
+            elif payload is None:
+                self._callbacks.unwatch(self._pipes[stream])
+                os.close(self._pipes.pop(stream))
+            while isinstance(payload, bytes) and payload:
+                payload = payload[os.write(self._pipes[stream], payload) :]
+
+    def close(self) -> None:
+        for file in (self._channel, *self._pipes.values()):
+            self._callbacks.unwatch(file)
+        self._channel.close()
+        close_all(list(self._pipes.values()))
+        self._pipes = {}
+
+
+def on_our_clock(message: Any, shift_s: float) -> Any:
+    """Return a message of a rank with its times by this machine's clock."""
+    if isinstance(message, Receipt):
+        met_s = (message.met_s[0] + shift_s, message.met_s[1] + shift_s) if message.met_s[1] else (0.0, 0.0)
+        began_s = message.began_s + shift_s if message.began_s else 0.0
+        return replace(message, time_s=message.time_s + shift_s, began_s=began_s, met_s=met_s)
+    if isinstance(message, Progress):
+        return replace(message, until_s=message.until_s + shift_s, raises_s=message.raises_s + shift_s)
+    return message

@@ -7,17 +7,99 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_ext import cache
-from torch_ext.runner.cluster.messages import JoinClass, Ready, RunClass, Settings, Told
-from torch_ext.runner.cluster.node import Node
-from torch_ext.runner.options import Options
+from torch_ext.runner.cluster.messages import RunClass, Settings, Told
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Need
+from torch_ext.world.channel import ChannelClosedError, channel_pair
 
-__all__ = ["Machines", "Placement", "bundle", "said_in_a_line"]
+__all__ = ["Machines", "Node", "Placement", "SupervisorDiedError", "bundle", "said_in_a_line"]
+
+
+class SupervisorDiedError(RuntimeError):
+    """The supervisor of a machine ended by itself, or was killed."""
+
+
+class Node:
+    """One machine. Its methods are called on threads of Ray's, several at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._channel, theirs = channel_pair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            program, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+        theirs.close()
+        self._sending = threading.Lock()
+        self._queues: dict[int, queue.SimpleQueue[Told | None]] = {}
+        self._over = False
+        self._channel.send(settings)
+
+    def ready(self) -> int:
+        """Wait until the supervisor takes classes; return how many devices its ranks must share, 0 where they need not.
+        Call once, before any other method.
+
+        Raises:
+            SupervisorDiedError: it cannot load what it needs; its own words are in Ray's log of this machine.
+        """
+        try:
+            devices: int = self._channel.receive()[0]
+        except ChannelClosedError:
+            raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} as it began") from None
+        threading.Thread(target=self._listen, name="torch_ext supervisor", daemon=True).start()
+        return devices
+
+    def run(self, order: RunClass) -> Iterator[Told]:
+        """Run a class, or ranks of one; yield what happens, as it does.
+
+        Raises:
+            SupervisorDiedError: that ended before the class was over.
+        """
+        told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        with self._sending:
+            self._queues[order.number] = told
+            if not self._over:
+                try:
+                    self._channel.send(order)
+                except ChannelClosedError:
+                    told.put(None)
+        while not self._over or not told.empty():
+            message = told.get()
+            if message is None:
+                break
+            yield message
+            if message.event is None:
+                del self._queues[order.number]
+                return
+        raise SupervisorDiedError("its supervisor ended")
+
+    def end(self) -> None:
+        """End the supervisor with all that it has started, and wait until it is gone."""
+        with self._sending, contextlib.suppress(OSError):
+            self._channel.shut()
+        self._process.wait()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, _ = self._channel.receive()
+                with contextlib.suppress(KeyError):  # nobody waits for it any more
+                    self._queues[message.number].put(message)
+        except (ChannelClosedError, OSError):
+            with self._sending:
+                self._over = True
+                for waiting in self._queues.values():
+                    waiting.put(None)
+
 
 # How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
 _READY_S = 600.0
@@ -54,7 +136,7 @@ class Machines:
         SetupError: Ray is not installed.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self.addresses: dict[str, str] = {}
         self.largest_cpus, self.devices, self.most = 1.0, 0, 0
         self._options = options
@@ -96,7 +178,7 @@ class Machines:
     def _start_local(self, number: int) -> str:
         from ray.cluster_utils import Cluster
 
-        from torch_ext.runner.schedule.slots import cores
+        from torch_ext.runner.schedule import cores
 
         self._cluster = Cluster()
         for _ in range(number):
@@ -130,8 +212,7 @@ class Machines:
         refused = ""
         for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
             try:
-                ready: Ready = self._ray.get(ref, timeout=_READY_S)
-                self.devices = max(self.devices, ready.devices)
+                self.devices = max(self.devices, self._ray.get(ref, timeout=_READY_S))
                 self._lost.discard(node)
             except Exception as error:  # whatever its actor raised, and that it is gone
                 refused = refused or f"the machine {node[:12]} cannot run tests: {said_in_a_line(error)}"
@@ -151,7 +232,7 @@ class Machines:
         self._actors.pop(node, None)
         self._lost.add(node)
 
-    def run(self, node: str, order: RunClass | JoinClass) -> Any:
+    def run(self, node: str, order: RunClass) -> Any:
         """Have the machine obey; return the stream of what it tells, for :meth:`ready` and :meth:`next_of`."""
         return self._actors[node].run.options(num_returns="streaming").remote(order)
 

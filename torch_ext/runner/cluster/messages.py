@@ -1,52 +1,38 @@
 """Every message between the driver, a machine's actor, its supervisor and those of other machines. Standard library
 and own layer only.
 
-======================  =============================================================
+======================  ====================================================================
 from -> to              messages
-======================  =============================================================
-actor -> supervisor     :class:`Settings` first, then :class:`RunClass` and
-                        :class:`JoinClass`
-supervisor -> actor     :class:`Ready` first, then :class:`Told`
-host 0 -> another       on a link: :class:`FarStart`, :class:`ToRank`,
-                        :class:`FarSignal`, :class:`Abandon`
-another -> host 0       on a link: :class:`Clock` or :class:`Refusal` first, then
-                        :class:`FarStarted`, :class:`FromRank`, :class:`FarEnded`
-======================  =============================================================
+======================  ====================================================================
+actor -> supervisor     :class:`Settings` first, then :class:`RunClass`
+supervisor -> actor     the number of its devices first, then :class:`Told`
+host 0 -> another       on a link: :class:`Origin` first, then :class:`Line`
+another -> host 0       on a link: :class:`Clock` or :class:`Refusal` first, then :class:`Line`
+======================  ====================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Began, Over, TestResult, Tick
-from torch_ext.runner.schedule import Need
-from torch_ext.world.protocol import Ended, RankOrder
+from torch_ext.runner.schedule import Batch
 
 __all__ = [
-    "Abandon",
     "Clock",
     "Event",
-    "FarEnded",
-    "FarOrder",
-    "FarSignal",
-    "FarStart",
-    "FarStarted",
-    "FromRank",
     "HostLost",
-    "JoinClass",
+    "Line",
     "Listening",
+    "Origin",
     "Peer",
-    "Ready",
+    "RankStream",
     "Refusal",
     "RunClass",
     "Settings",
-    "ShippedFile",
-    "Stream",
-    "ToRank",
     "Told",
 ]
 
@@ -61,46 +47,28 @@ class Settings:
         cache: folder for what is kept between runs; empty: the machine's own.
     """
 
-    options: Options
+    options: RunOptions
     environment: dict[str, str]
     cache: str = ""
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A supervisor takes classes. ``devices`` is how many devices its ranks must share, 0 where they need not."""
-
-    devices: int
-
-
-@dataclass(frozen=True)
-class ShippedFile:
-    """A test file, wherever a machine has unpacked what was shipped: paths are relative to that folder."""
-
-    name: str
-    path: str
-    module: str
-    import_root: str
-
-
-@dataclass(frozen=True)
 class RunClass:
-    """Run these tests of one class.
+    """Run the tests of one class as its host 0, or ranks of it as another host.
 
     Attributes:
         number: tells this order from all others.
-        need: what the class takes of this machine.
+        batch: the class, with what it needs of this machine. Paths of its file are relative to the shipped folder.
+        host: which of its hosts this machine is.
         address: where other machines reach this one.
         name: what the report calls this machine.
-        peers: the machines that run ranks too, from host 1 on.
-        token: what they recognize this machine by.
+        peers: the machines that run ranks too, from host 1 on; of host 0 alone.
+        token: what the machines of the class recognize one another by.
     """
 
     number: int
-    file: ShippedFile
-    cls: str
-    methods: tuple[str, ...]
-    need: Need
+    batch: Batch
+    host: int = 0
     address: str = ""
     name: str = ""
     peers: tuple[Peer, ...] = ()
@@ -114,18 +82,6 @@ class Peer:
     address: str
     port: int
     name: str
-
-
-@dataclass(frozen=True)
-class JoinClass:
-    """Run ranks of a class that another machine runs. It will connect to ``address``, and send ``token`` first."""
-
-    number: int
-    file: ShippedFile
-    cls: str
-    need: Need
-    address: str
-    token: str
 
 
 @dataclass(frozen=True)
@@ -165,6 +121,14 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The environment of the class on host 0, and its working directory, before its tests change either."""
+
+    environment: dict[str, str]
+    directory: str
+
+
+@dataclass(frozen=True)
 class Clock:
     """``time.monotonic`` of another host, whose zero is its own."""
 
@@ -178,90 +142,22 @@ class Refusal:
     why: str
 
 
-@dataclass(frozen=True)
-class FarOrder:
-    """One rank for another host.
+class RankStream(Enum):
+    """What connects ranks with their zygote and with their parent half, besides the numbered pipes of their task."""
 
-    Attributes:
-        target: what it calls.
-        rank: the order as the parent half has given it.
-        changed: what its environment has that that of the class had not, or has otherwise; None: what it lacks.
-        connections: how many pipes its task has.
-    """
-
-    target: str
-    rank: RankOrder
-    changed: Mapping[str, str | None]
-    connections: int
-
-
-@dataclass(frozen=True)
-class FarStart:
-    """Start these ranks as world ``world``. ``directory``: what they work in, below the folder that was shipped."""
-
-    world: int
-    orders: tuple[FarOrder, ...]
-    directory: str
-    interpreter: bool
-    spares: int
-
-
-@dataclass(frozen=True)
-class FarStarted:
-    """They exist; see :class:`~torch_ext.world.protocol.Started`."""
-
-    world: int
-    pids: tuple[int, ...]
-    why_interpreter: str
-
-
-@dataclass(frozen=True)
-class FarEnded:
-    """One has ended, and all that came of it is told. Indices are those of the order to its host."""
-
-    world: int
-    ended: Ended
-
-
-@dataclass(frozen=True)
-class FarSignal:
-    """Send a signal to rank ``index`` of the order."""
-
-    world: int
-    index: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Nobody waits for this world any more: end what lives of it."""
-
-    world: int
-
-
-class Stream(Enum):
-    """What connects a rank with its parent half, besides the pipes of its task."""
-
+    GROUP = "the group channel of the world"
     CHANNEL = "messages"
     OUTPUT = "what it prints"
     STACKS = "where it is"
 
 
 @dataclass(frozen=True)
-class ToRank:
-    """``payload`` for rank ``index``: a message of its channel, or bytes of pipe number ``stream``; None: its end."""
+class Line:
+    """``payload`` of a stream of rank ``index``, as numbered on its host: a message of a channel, or bytes of a pipe;
+    None: its end. On the stream of a group, it is what a zygote and its client say (see ``world/protocol.py``).
+    """
 
     world: int
-    index: int
-    stream: Stream | int
+    stream: RankStream | int
     payload: Any
-
-
-@dataclass(frozen=True)
-class FromRank:
-    """The same in the other direction."""
-
-    world: int
-    index: int
-    stream: Stream | int
-    payload: Any
+    index: int = 0

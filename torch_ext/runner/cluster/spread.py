@@ -18,33 +18,20 @@ from functools import partial
 from typing import Any
 
 from torch_ext.runner.class_child import Zygotes
-from torch_ext.runner.cluster.link import Link, LinkLostError, connect, read_part, write_all
-from torch_ext.runner.cluster.messages import (
-    Abandon,
-    Clock,
-    FarEnded,
-    FarOrder,
-    FarSignal,
-    FarStart,
-    FarStarted,
-    FromRank,
-    HostLost,
-    Peer,
-    Refusal,
-    Stream,
-    ToRank,
-)
-from torch_ext.runner.cluster.stand_in import StandIn, on_our_clock, taken
+from torch_ext.runner.cluster.link import Link, LinkLostError, RankEnds, connect, on_our_clock
+from torch_ext.runner.cluster.messages import Clock, HostLost, Line, Origin, Peer, RankStream, Refusal
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.loop import Task, Wait
+from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.schedule import Batch
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.hosts import NUMBER_VARIABLE
-from torch_ext.world.protocol import AskOthers, Ended, Order, RankOrder, Signal, Start, Started
+from torch_ext.world.protocol import AskOthers, Ended, Order, Signal, Start, Started
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["Spread", "SpreadZygotes"]
+
+_Place = tuple[int, int]  # a rank's host, and its number among the ranks there
 
 
 class SpreadZygotes:
@@ -78,27 +65,24 @@ class _Spreading(ZygoteClient):
 
 
 @dataclass
-class _World:
-    """What the parent half has asked for at once.
+class _SpreadWorld:
+    """The ranks that the parent half has asked for at once.
 
     Attributes:
         number: of the world.
-        group: the channel on which it is told what becomes of the ranks.
-        here: that of the ranks of this host, at its zygote; None if it has none of them.
-        order: for each rank its host and its place among the ranks there.
-        far: those of other hosts that have not ended, by host and place.
-        pids: of those that exist, by host and place.
-        waiting: hosts that have not started theirs.
+        group: the channel on which the parent half waits for what becomes of the ranks.
+        order: the place of each rank.
+        here: the group channel of this host's ranks at its zygote; None if it has none of them.
+        far: the ranks of other hosts that have not ended.
+        started: the answer of each host that has started its ranks.
     """
 
     number: int
     group: Channel
-    here: Channel | None
-    order: list[tuple[int, int]]
-    far: dict[tuple[int, int], StandIn]
-    waiting: set[int]
-    pids: dict[tuple[int, int], int] = field(default_factory=dict)
-    why: str = ""
+    order: list[_Place]
+    here: Channel | None = None
+    far: dict[_Place, RankEnds] = field(default_factory=dict)
+    started: dict[int, Started] = field(default_factory=dict)
 
 
 class Spread:
@@ -117,10 +101,8 @@ class Spread:
     def __init__(self, peers: Sequence[Peer], token: str, name: str, environment: Mapping[str, str]) -> None:
         self.lost: HostLost | None = None
         self._names = [f"host {number} ({each})" for number, each in enumerate((name, *(peer.name for peer in peers)))]
-        self._environment = dict(environment)
-        self._directory = os.getcwd()
         self._callbacks = Callbacks()
-        self._worlds: dict[int, _World] = {}
+        self._worlds: dict[int, _SpreadWorld] = {}
         self._clients: list[Channel] = []
         self._numbers = 0
         self._links: dict[int, Link] = {}
@@ -133,6 +115,7 @@ class Spread:
                 self._lose(HostLost(host, str(error)))
                 return
             self._callbacks.watch(link, partial(self._on_link, host))
+            self._send(host, Origin(dict(environment), os.getcwd()))
 
     def add_client(self, zygote: ZygoteClient) -> int:
         """Return the descriptor of a new command channel, for a process that starts ranks.
@@ -150,7 +133,7 @@ class Spread:
     def serve(self) -> Task[None]:
         """A task that passes on what comes, until :meth:`close`, or until a host is lost."""
         while self.lost is None and self._callbacks.is_open():
-            yield Wait((self._callbacks.fileno(), self._bell))  # whatever is watched from then on is waited for too
+            yield Pause((self._callbacks.fileno(), self._bell))  # whatever is watched from then on is waited for too
             if not self._callbacks.is_open():
                 return
             self._callbacks.call(0, stop=lambda: self.lost is not None)
@@ -160,7 +143,7 @@ class Spread:
         with contextlib.closing(task), contextlib.suppress(StopIteration):
             while self.lost is None:
                 wait = next(task)
-                yield Wait((*wait.files, self._bell), wait.until_s)
+                yield Pause((*wait.files, self._bell), wait.until_s)
 
     def close(self) -> None:
         """Let go of all ranks, and of the other machines. Idempotent."""
@@ -215,70 +198,54 @@ class Spread:
         inherited = iter(descriptors[1:])
         of_host: dict[int, list[Order]] = {}
         here: list[int] = []
-        far: dict[tuple[int, int], StandIn] = {}
-        order: list[tuple[int, int]] = []
-        for each in request.orders:
-            host = int(each.payload.environment.get(NUMBER_VARIABLE, 0))
-            own = [next(inherited) for _ in range(each.descriptors)]
-            place = host, len(of_host.setdefault(host, []))
-            of_host[host].append(each)
-            order.append(place)
-            if host:
-                far[place] = taken(*place, each.payload, own)
-            else:
-                here += own
-        group_here: Channel | None = None
-        world = _World(self._numbers, Channel.from_descriptor(descriptors[0]), None, order, far, waiting=set(of_host))
+        world = _SpreadWorld(self._numbers, Channel.from_descriptor(descriptors[0]), [])
         self._worlds[world.number] = world
         self._callbacks.watch(world.group, lambda: self._on_group(world))
-        for (host, index), rank in far.items():
-            self._watch_rank(world, rank, host, index)
-        if 0 in of_host:
-            group_here, theirs = channel_pair()
+        for order in request.orders:
+            host = int(order.payload.environment.get(NUMBER_VARIABLE, 0))
+            own = [next(inherited) for _ in range(order.descriptors)]
+            place = host, len(of_host.setdefault(host, []))
+            of_host[host].append(order)
+            world.order.append(place)
+            if host:
+                world.far[place] = self._taken(world, place, order, own)
+            else:
+                here += own
+        for host, orders in of_host.items():
+            share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
+            if host:
+                self._send(host, Line(world.number, RankStream.GROUP, share))
+                continue
+            world.here, theirs = channel_pair()
             try:
-                local = replace(request, orders=tuple(of_host[0]), spares=min(request.spares, len(of_host[0])))
-                zygote.channel.send(local, [theirs.fileno(), *here])
+                zygote.channel.send(share, [theirs.fileno(), *here])
             finally:
                 theirs.close()
                 close_all(here)
-            world.here = group_here
-            self._callbacks.watch(group_here, lambda: self._on_here(world))
-        for host, orders in of_host.items():
-            if host:
-                directory = os.path.relpath(orders[0].payload.directory, self._directory)
-                sent = tuple(self._far_order(each) for each in orders)
-                spares = min(request.spares, len(orders))
-                self._send(host, FarStart(world.number, sent, directory, request.interpreter, spares))
+            self._callbacks.watch(world.here, lambda: self._on_here(world))
 
-    def _far_order(self, order: Order) -> FarOrder:
-        rank: RankOrder = order.payload
-        before, now = self._environment, rank.environment
-        changed: dict[str, str | None] = {name: text for name, text in now.items() if before.get(name) != text}
-        changed.update({name: None for name in before if name not in now})
-        shared = 4 + rank.has_page + bool(rank.address)
-        return FarOrder(order.target, replace(rank, environment={}), changed, order.descriptors - shared)
+    def _taken(self, world: _SpreadWorld, place: _Place, order: Order, descriptors: Sequence[int]) -> RankEnds:
+        """Take the descriptors of a rank that starts elsewhere; in the order of ``start._open_rank``."""
+        host, index = place
+        channel, output, second, stacks, *more = descriptors
+        shared = order.payload.has_page + bool(order.payload.address)  # mean nothing on another machine
+        close_all([second, *more[:shared]])
+        os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
+        numbered: dict[RankStream | int, int] = dict(enumerate(more[shared:]))
 
-    def _watch_rank(self, world: _World, rank: StandIn, host: int, index: int) -> None:
-        self._callbacks.watch(rank.channel, lambda: self._on_message(world, rank))
-        for number, descriptor in rank.connections.items():
-            self._callbacks.watch(descriptor, partial(self._on_bytes, world, rank, number))
+        def tell(stream: RankStream | int, payload: Any) -> None:
+            self._send(host, Line(world.number, stream, payload, index))
 
-    def _on_message(self, world: _World, rank: StandIn) -> None:
-        try:
-            message, _ = rank.channel.receive()
-        except ChannelClosedError:
-            self._callbacks.unwatch(rank.channel)
-            message = None
-        self._send(rank.host, ToRank(world.number, rank.index, Stream.CHANNEL, message))
+        ends = RankEnds(
+            Channel.from_descriptor(channel),
+            {RankStream.OUTPUT: output, RankStream.STACKS: stacks, **numbered},
+            self._callbacks,
+            tell,
+        )
+        ends.watch(*numbered)
+        return ends
 
-    def _on_bytes(self, world: _World, rank: StandIn, number: int) -> None:
-        descriptor = rank.connections[number]
-        part = read_part(descriptor)
-        if not part:
-            self._callbacks.unwatch(descriptor)
-        self._send(rank.host, ToRank(world.number, rank.index, number, part or None))
-
-    def _on_group(self, world: _World) -> None:
+    def _on_group(self, world: _SpreadWorld) -> None:
         try:
             message, _ = world.group.receive()
         except ChannelClosedError:
@@ -286,111 +253,73 @@ class Spread:
             return
         if isinstance(message, Signal):
             host, index = world.order[message.index]
+            message = replace(message, index=index)
             if host:
-                self._send(host, FarSignal(world.number, index, message.number))
+                self._send(host, Line(world.number, RankStream.GROUP, message))
             elif world.here is not None:
                 with contextlib.suppress(ChannelClosedError):
-                    world.here.send(Signal(index, message.number))
+                    world.here.send(message)
 
-    def _abandon(self, world: _World) -> None:
+    def _abandon(self, world: _SpreadWorld) -> None:
         del self._worlds[world.number]
         for host in {host for host, _ in world.order if host}:
             if self.lost is None:
-                self._send(host, Abandon(world.number))
-        for place in list(world.far):
-            self._close_far(world, place)
+                self._send(host, Line(world.number, RankStream.GROUP, None))
+        for rank in world.far.values():
+            rank.close()
         for channel in (world.group, world.here):
             if channel is not None and not channel.closed:
                 self._callbacks.unwatch(channel)
                 channel.close()
 
-    def _close_far(self, world: _World, place: tuple[int, int]) -> None:
-        rank = world.far.pop(place, None)
-        if rank is not None:
-            self._callbacks.unwatch(rank.channel)
-            for descriptor in rank.connections.values():
-                self._callbacks.unwatch(descriptor)
-            rank.close()
-
     # The ranks
 
-    def _on_here(self, world: _World) -> None:
-        channel = world.here
-        if channel is None:
+    def _on_here(self, world: _SpreadWorld) -> None:
+        if world.here is None:
             return
         try:
-            message, _ = channel.receive()
+            self._told(world, 0, world.here.receive()[0])
         except ChannelClosedError:  # the zygote was killed, and the parent half with it, or all have ended
-            self._callbacks.unwatch(channel)
-            return
-        if isinstance(message, Started):
-            self._started(world, 0, message.pids, message.why_interpreter)
-        elif isinstance(message, Ended):
-            self._ended(world, 0, message)
+            self._callbacks.unwatch(world.here)
 
     def _on_link(self, host: int) -> None:
         try:
-            for message in self._links[host].receive():
-                if isinstance(message, Refusal):
-                    self._lose(HostLost(host, message.why, gone=False))
-                    return
-                self._on_far(host, message)
+            message = self._links[host].receive()
         except LinkLostError as error:
             self._lose(HostLost(host, str(error)))
-
-    def _on_far(self, host: int, message: Any) -> None:
-        if isinstance(message, Clock):
-            self._shift_s[host] = time.monotonic() - message.now_s
             return
-        world = self._worlds.get(message.world)
-        if world is None:
-            return  # abandoned meanwhile
-        if isinstance(message, FarStarted):
-            self._started(world, host, message.pids, message.why_interpreter)
-        elif isinstance(message, FarEnded):
-            self._close_far(world, (host, message.ended.index))
-            shift_s = self._shift_s.get(host, 0.0)
-            self._ended(world, host, replace(message.ended, time_s=message.ended.time_s + shift_s))
-        elif isinstance(message, FromRank):
-            rank = world.far.get((host, message.index))
-            if rank is not None:
-                self._pass_on(world, rank, message)
+        if isinstance(message, Refusal):
+            self._lose(HostLost(host, message.why, gone=False))
+        elif isinstance(message, Clock):
+            self._shift_s[host] = time.monotonic() - message.now_s
+        elif world := self._worlds.get(message.world):  # else it was abandoned meanwhile
+            place = host, message.index
+            if message.stream is RankStream.GROUP:
+                self._told(world, host, message.payload)
+            elif place in world.far:
+                world.far[place].write(message.stream, on_our_clock(message.payload, self._shift_s.get(host, 0.0)))
 
-    def _pass_on(self, world: _World, rank: StandIn, message: FromRank) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            if message.stream is Stream.CHANNEL:
-                rank.channel.send(on_our_clock(message.payload, self._shift_s.get(rank.host, 0.0)))
-            elif message.stream is Stream.OUTPUT:
-                os.write(rank.output, message.payload)
-            elif message.stream is Stream.STACKS:
-                os.write(rank.stacks, message.payload)
-            elif isinstance(message.stream, int) and message.stream in rank.connections:
-                if message.payload is None:
-                    descriptor = rank.connections.pop(message.stream)
-                    self._callbacks.unwatch(descriptor)
-                    os.close(descriptor)
-                else:
-                    write_all(rank.connections[message.stream], message.payload)
-
-    def _started(self, world: _World, host: int, pids: Sequence[int], why: str) -> None:
-        world.waiting.discard(host)
-        world.pids.update({(host, index): pid for index, pid in enumerate(pids)})
-        world.why = world.why or why
-        if not world.waiting:
+    def _told(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
+        """Pass on what a zygote says of its ranks, when the parent half can understand it."""
+        told: Started | Ended
+        if isinstance(message, Started):
+            world.started[host] = message
+            if len(world.started) < len({host for host, _ in world.order}):
+                return
             told = Started(
-                tuple(world.pids[place] for place in world.order),
-                world.why,
+                tuple(world.started[host].pids[index] for host, index in world.order),
+                next((each.why_interpreter for each in world.started.values() if each.why_interpreter), ""),
                 tuple(self._names[host] for host, _ in world.order),
             )
-            self._tell(world, told)
+        else:
+            if rank := world.far.pop((host, message.index), None):
+                rank.close()
 
-    def _ended(self, world: _World, host: int, ended: Ended) -> None:
-        def moved(index: int) -> int:
-            return world.order.index((host, index))
+            def moved(index: int) -> int:
+                return world.order.index((host, index))
 
-        left = tuple(replace(each, index=moved(each.index)) for each in ended.left_behind)
-        self._tell(world, replace(ended, index=moved(ended.index), left_behind=left))
-
-    def _tell(self, world: _World, message: Any) -> None:
+            left = tuple(replace(each, index=moved(each.index)) for each in message.left_behind)
+            time_s = message.time_s + self._shift_s.get(host, 0.0)
+            told = replace(message, index=moved(message.index), left_behind=left, time_s=time_s)
         with contextlib.suppress(ChannelClosedError):
-            world.group.send(message)
+            world.group.send(told)

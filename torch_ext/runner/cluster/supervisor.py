@@ -20,24 +20,13 @@ from pathlib import Path
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.far import FarRanks
 from torch_ext.runner.cluster.link import LinkLostError, Listener
-from torch_ext.runner.cluster.messages import (
-    Event,
-    JoinClass,
-    Listening,
-    Ready,
-    Refusal,
-    RunClass,
-    Settings,
-    ShippedFile,
-    Told,
-)
+from torch_ext.runner.cluster.messages import Event, Listening, Refusal, RunClass, Settings, Told
 from torch_ext.runner.cluster.spread import Spread, SpreadZygotes
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.loop import Loop, Task, Wait
+from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
-from torch_ext.runner.results import Sink, TestName
-from torch_ext.runner.schedule import Batch, Slots
-from torch_ext.runner.schedule.slots import slots_of
+from torch_ext.runner.results import Sink
+from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.hosts import ADDRESS_VARIABLE
@@ -83,7 +72,7 @@ class _Supervisor:
         self._loop = Loop()
         self._over = False
         self._used: dict[str, int] = {}  # file -> how many of its classes run, the one that was used last at the end
-        channel.send(Ready(devices.number))
+        channel.send(devices.number)
 
     def serve(self) -> None:
         """Take orders, and run what they say, until the channel closes."""
@@ -98,7 +87,7 @@ class _Supervisor:
     def _take_orders(self) -> Task[None]:
         while True:
             while not self._channel.poll():
-                yield Wait((self._channel,))
+                yield Pause((self._channel,))
             try:
                 order, _ = self._channel.receive()
             except ChannelClosedError:
@@ -106,16 +95,15 @@ class _Supervisor:
                 return
             self._loop.add(self._obey(order))
 
-    def _obey(self, order: RunClass | JoinClass) -> Task[None]:
-        file = _unpacked(order.file)
-        methods = order.methods if isinstance(order, RunClass) else ()
-        tests = tuple(TestName(file.name, order.cls, method) for method in methods)
-        batch = Batch(file, order.cls, tests, order.need)
-        taken = self._slots.take(slots_of(order.need, self._slots.number)) if self._slots else ()
-        place = self._machine.place(taken, packed=not order.need.alone)
+    def _obey(self, order: RunClass) -> Task[None]:
+        here, file, need = Path.cwd(), order.batch.file, order.batch.need
+        file = replace(file, path=here / file.path, import_root=here / file.import_root)
+        batch = order.batch._replace(file=file)
+        taken = self._slots.take(slots_of(need, self._slots.number)) if self._slots else ()
+        place = self._machine.place(taken, packed=not need.alone)
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
-            if isinstance(order, JoinClass):
+            if order.host:
                 yield from self._join(order, batch, place)
             elif order.peers:
                 yield from self._run_with_others(order, batch, place)
@@ -127,7 +115,7 @@ class _Supervisor:
             if self._slots:
                 self._slots.give_back(taken)
             self._used[file.name] -= 1
-            self._forget_files(order.file)
+            self._forget_files(file)
         self._tell(order.number, None)
 
     def _run_with_others(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
@@ -149,7 +137,7 @@ class _Supervisor:
         if spread.lost is not None:
             self._tell(order.number, spread.lost)
 
-    def _join(self, order: JoinClass, batch: Batch, place: Place) -> Task[None]:
+    def _join(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
         """Run ranks of a class of which another machine is host 0."""
         with contextlib.closing(Listener(order.address)) as listener:
             self._tell(order.number, Listening(listener.port))
@@ -173,16 +161,11 @@ class _Supervisor:
     def _tell(self, number: int, event: Event | None) -> None:
         self._channel.send(Told(number, event, time.monotonic()))
 
-    def _forget_files(self, last: ShippedFile) -> None:
+    def _forget_files(self, last: TestFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]
         for name in idle[:-_IDLE_FILES]:
             del self._used[name]
             self._zygotes.forget(TestFile(name, Path(), "", Path()))
-
-
-def _unpacked(file: ShippedFile) -> TestFile:
-    here = Path.cwd()
-    return TestFile(file.name, here / file.path, file.module, here / file.import_root)
 
 
 if __name__ == "__main__":

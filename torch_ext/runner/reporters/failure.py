@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from torch_ext.runner.options import Options
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.render import end_of_output, render
 
@@ -41,36 +41,34 @@ def _describe(problem: Problem) -> str:
     return problem.sentence
 
 
-def rerun_command(options: Options, test: TestName) -> str:
+def rerun_command(options: RunOptions, test: TestName) -> str:
     """Return what to type to run ``test`` (or its class, or its file) again under the same conditions.
 
     >>> from pathlib import Path
-    >>> rerun_command(Options(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
+    >>> rerun_command(RunOptions(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
     'python run_test.py -i a/test_b.py::TestC::test_d --device cpu'
-    >>> rerun_command(Options(Path("test"), memory_bytes=1 << 20), TestName("a/test_b.py", "TestC", "test_d"))
+    >>> rerun_command(RunOptions(Path("test"), memory_bytes=1 << 20), TestName("a/test_b.py", "TestC", "test_d"))
     'python run_test.py -i a/test_b.py::TestC::test_d --memory 1048576'
-    >>> rerun_command(Options(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
+    >>> rerun_command(RunOptions(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
     'python a/test_b.py TestC.test_d'
     """
     return " ".join([_start(options, test), *_conditions(options)])
 
 
-def _start(options: Options, test: TestName) -> str:
+def _start(options: RunOptions, test: TestName) -> str:
     if options.script:
         name = ".".join(part for part in (test.cls, test.method) if part)
         return shlex.join(["python", options.script, *([name] if name else [])])
     return f"{options.command} -i {shlex.quote(test.id)}"
 
 
-def _conditions(options: Options) -> list[str]:
+def _conditions(options: RunOptions) -> list[str]:
     given = [("--root", options.typed_root), ("--device", options.device)]
     if options.timeout_s is not None:
         given.append(("--timeout", f"{options.timeout_s:g}"))
     if options.start_method != "fork":
         given.append(("--start-method", options.start_method))
     given += [("--races", options.races), ("--schedule", options.schedule)]
-    if options.seed is not None:
-        given.append(("--seed", str(options.seed)))
     if options.memory_bytes is not None:
         given.append(("--memory", str(options.memory_bytes)))
     given.append(("--cluster", options.cluster))

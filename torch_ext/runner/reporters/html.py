@@ -7,16 +7,13 @@ import time
 from collections.abc import Iterable
 
 import torch_ext
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import counts
-from torch_ext.runner.reporters.base import AtEnd
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import RanksFailed, Status, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.world.phrases import printable
 
-__all__ = ["HtmlReporter"]
+__all__ = ["write_page"]
 
 _COLUMNS = (Status.PASSED, Status.FAILED, Status.FLAKY, Status.SKIPPED)
 
@@ -61,63 +58,55 @@ filter();
 """
 
 
-class HtmlReporter(AtEnd):
-    """Writes the page to ``file`` when the run is over."""
+def write_page(tally: Tally, interrupted: bool, *, options: RunOptions, file: ReportFile, start_s: float) -> None:
+    """Write the page of a run that began at ``start_s``."""
+    results = tally.results
+    found, missing = counts(results), tally.missing()
+    total = ", ".join(f'<b class="{one.value}">{found[one]} {one.value}</b>' for one in _COLUMNS)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start_s))
+    took = f"{time.time() - start_s:.1f} s"
+    said = [f"{when}, {took}, on {_text(options.device or 'the best device')}"]
+    if interrupted:
+        said.append("<b>Interrupted.</b>")
+    if missing:
+        said.append(f"<b class=failed>{len(missing)} not run</b>, the first of them {_text(missing[0].id)}")
+    boxes = "".join(
+        f'<label><input type="checkbox" value="{one.value}" checked> {one.value}</label>' for one in _COLUMNS
+    )
+    heads = "".join(
+        f'<th scope="col"{style}><button data-by="{by}">{word}</button>'
+        for by, word, style in (("test", "test", ""), ("ending", "ending", ""), ("time", "time", " class=s"))
+    )
+    title = f"torch_ext: {found[Status.FAILED]} failed"
+    rows = "".join(_row(place, result, options) for place, result in enumerate(results))
+    file.write(
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>\n<h1>{total}</h1>'
+        f"<p>{'<br>'.join(said)}<br>torch_ext {torch_ext.__version__}, {_text(str(options.root))}</p>\n"
+        f'<div id="bar"><input id="words" type="search" placeholder="words of a name or a report" '
+        f'aria-label="filter">{boxes}<span id="left"></span></div>\n'
+        f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table>\n"
+        f"<script>{_SCRIPT}</script></html>\n"
+    )
+    file.close()
 
-    def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
-        super().__init__(plan)
-        self._options = options
-        self._file = file
-        self._began_s, self._start_s = time.time(), time.monotonic()
 
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Write the page."""
-        results = self.progress.results
-        found, missing = counts(results), self.progress.missing()
-        total = ", ".join(f'<b class="{one.value}">{found[one]} {one.value}</b>' for one in _COLUMNS)
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._began_s))
-        took = f"{time.monotonic() - self._start_s:.1f} s"
-        said = [f"{when}, {took}, on {_text(self._options.device or 'the best device')}"]
-        if interrupted:
-            said.append("<b>Interrupted.</b>")
-        if missing:
-            said.append(f"<b class=failed>{len(missing)} not run</b>, the first of them {_text(missing[0].id)}")
-        boxes = "".join(
-            f'<label><input type="checkbox" value="{one.value}" checked> {one.value}</label>' for one in _COLUMNS
-        )
-        heads = "".join(
-            f'<th scope="col"{style}><button data-by="{by}">{word}</button>'
-            for by, word, style in (("test", "test", ""), ("ending", "ending", ""), ("time", "time", " class=s"))
-        )
-        title = f"torch_ext: {found[Status.FAILED]} failed"
-        rows = "".join(self._row(place, result) for place, result in enumerate(results))
-        self._file.write(
-            f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>'
-            f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>\n<h1>{total}</h1>'
-            f"<p>{'<br>'.join(said)}<br>torch_ext {torch_ext.__version__}, {_text(str(self._options.root))}</p>\n"
-            f'<div id="bar"><input id="words" type="search" placeholder="words of a name or a report" '
-            f'aria-label="filter">{boxes}<span id="left"></span></div>\n'
-            f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table>\n"
-            f"<script>{_SCRIPT}</script></html>\n"
-        )
-        self._file.close()
-
-    def _row(self, place: int, result: TestResult) -> str:
-        attempts = (*result.earlier, result)
-        seconds = sum(one.duration_s for one in attempts)
-        ending = result.status.value + (f", attempt {result.attempt}" if result.attempt > 1 else "")
-        ending += f", round {result.round}" if result.round > 1 else ""
-        counted = result.status.counted.value
-        shown = "".join(_details(one, len(attempts) > 1) for one in attempts if one.status.counted is Status.FAILED)
-        if result.status.counted is Status.FAILED:
-            shown += f"<pre>{_text(rerun_command(self._options, result.test))}</pre>"
-        reason = f"<br>{_text(result.reason)}" if result.reason else ""
-        name = _text(result.test.id)
-        cell = f"<details><summary>{name}</summary>{shown}</details>" if shown else name
-        return (
-            f'<tr data-at="{place}" data-counted="{counted}" data-s="{seconds:.3f}"><td>{cell}{reason}'
-            f'<td class="{counted}">{ending}<td class="s">{seconds:.2f} s</tr>\n'
-        )
+def _row(place: int, result: TestResult, options: RunOptions) -> str:
+    attempts = (*result.earlier, result)
+    seconds = sum(one.duration_s for one in attempts)
+    ending = result.status.value + (f", attempt {result.attempt}" if result.attempt > 1 else "")
+    ending += f", round {result.round}" if result.round > 1 else ""
+    counted = result.status.counted.value
+    shown = "".join(_details(one, len(attempts) > 1) for one in attempts if one.status.counted is Status.FAILED)
+    if result.status.counted is Status.FAILED:
+        shown += f"<pre>{_text(rerun_command(options, result.test))}</pre>"
+    reason = f"<br>{_text(result.reason)}" if result.reason else ""
+    name = _text(result.test.id)
+    cell = f"<details><summary>{name}</summary>{shown}</details>" if shown else name
+    return (
+        f'<tr data-at="{place}" data-counted="{counted}" data-s="{seconds:.3f}"><td>{cell}{reason}'
+        f'<td class="{counted}">{ending}<td class="s">{seconds:.2f} s</tr>\n'
+    )
 
 
 def _details(result: TestResult, several: bool) -> str:

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch_ext
-from torch_ext.runner.options import Options
-from torch_ext.runner.progress import Progress, counts
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["VERSION", "JsonReporter", "describe_test"]
@@ -26,25 +24,23 @@ class JsonReporter:
     """Writes each event to ``file`` as it happens.
 
     Args:
-        plan: what should run.
+        tally: what should run, and what came of it.
         options: what was asked for.
         file: where to write.
         needs: what the tests of the plan ask for, as far as it is known.
     """
 
-    def __init__(self, plan: Plan, options: Options, file: ReportFile, needs: Mapping[TestName, Needs] = {}) -> None:
-        self._progress = Progress(plan)
+    def __init__(
+        self, tally: Tally, options: RunOptions, file: ReportFile, needs: Mapping[TestName, Needs] = {}
+    ) -> None:
+        self._tally = tally
         self._file = file
-        self._needs = needs
         self._start_s = time.monotonic()
         self._round = 1
         shard = "/".join(map(str, options.shard)) if options.shard else None
         self._tell("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
                    device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
-        self._tell_plan(plan)
-
-    def _tell_plan(self, plan: Plan) -> None:
-        self._tell("plan", tests=[describe_test(test, self._needs.get(test)) for test in plan.tests])
+        self._tell("plan", tests=[describe_test(test, needs.get(test)) for test in tally.plan.tests])
 
     def begin(self, began: Began) -> None:
         """Write a ``begin``."""
@@ -52,7 +48,6 @@ class JsonReporter:
 
     def add(self, result: TestResult) -> None:
         """Write a ``result``."""
-        self._progress.add(result)
         self._tell(
             "result",
             **_address(result.test),
@@ -69,24 +64,18 @@ class JsonReporter:
             output=result.output,
         )
 
-    def replan(self, plan: Plan) -> None:
-        """Write another ``plan``."""
-        self._progress.replan(plan)
-        self._tell_plan(plan)
-
     def new_round(self, number: int) -> None:
-        """Number what follows, and miss every test once more."""
+        """Number what follows."""
         self._round = number
-        self._progress.new_round()
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Write the ``end``."""
-        found = counts(self._progress.results)
+        found = counts(self._tally.results)
         self._tell(
             "end",
             interrupted=interrupted,
             **{status.value: found[status] for status in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)},
-            not_run=[test.id for test in self._progress.missing()],
+            not_run=[test.id for test in self._tally.missing()],
             duration_s=round(time.monotonic() - self._start_s, 6),
         )
         self._file.close()

@@ -20,21 +20,17 @@ from __future__ import annotations
 import datetime
 import platform
 import re
-import time
-from collections.abc import Iterable
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from torch_ext.runner.options import Options
-from torch_ext.runner.reporters.base import AtEnd
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.report_file import ReportFile
 from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.world.outcome import Ending
 from torch_ext.world.phrases import printable
 
-__all__ = ["JUnitReporter"]
+__all__ = ["write_junit"]
 
 # What stands for the name of a test where a class or a file failed.
 _CLASS, _FILE = "setUpClass or tearDownClass", "import"
@@ -44,45 +40,32 @@ _NO_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
 _ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending.HUNG)
 
 
-class JUnitReporter(AtEnd):
-    """Writes the report to ``file`` when the run is over. Every class is a ``testsuite``, in every round."""
-
-    def __init__(self, plan: Plan, options: Options, file: ReportFile) -> None:
-        super().__init__(plan)
-        self._options = options
-        self._file = file
-        self._start_s = time.time()
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Write the report."""
-        stopped = interrupted or self._options.failfast
-        cases: dict[tuple[int, str, str], list[Element]] = {}
-        for result in self.progress.results:
-            place = result.round, result.test.file, result.test.cls
-            cases.setdefault(place, []).append(_case(result))
-        last = max((result.round for result in self.progress.results), default=1)
-        for test in self.progress.missing():
-            cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
-        root = Element("testsuites", name="torch_ext")
-        for (number, file, cls), found in cases.items():
-            name = "::".join(part for part in (file, cls) if part)
-            root.append(self._suite(name if number == 1 else f"{name} (round {number})", found))
-        _count(root, [case for found in cases.values() for case in found], skipped=False)
-        ElementTree.indent(root)
-        self._file.write(ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n")
-        self._file.close()
-
-    def _suite(self, name: str, cases: Iterable[Element]) -> Element:
-        suite = Element("testsuite", name=_clean(name))
-        started = datetime.datetime.fromtimestamp(self._start_s, datetime.timezone.utc)
+def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: ReportFile, start_s: float) -> None:
+    """Write the report of a run that began at ``start_s``. Every class is a ``testsuite``, in every round."""
+    stopped = interrupted or options.failfast
+    cases: dict[tuple[int, str, str], list[Element]] = {}
+    for result in tally.results:
+        place = result.round, result.test.file, result.test.cls
+        cases.setdefault(place, []).append(_case(result))
+    last = max((result.round for result in tally.results), default=1)
+    for test in tally.missing():
+        cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
+    root = Element("testsuites", name="torch_ext")
+    for (number, path, cls), found in cases.items():
+        name = "::".join(part for part in (path, cls) if part)
+        suite = SubElement(root, "testsuite", name=_clean(name if number == 1 else f"{name} (round {number})"))
+        started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc)
         suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
         suite.set("hostname", _clean(platform.node()))
-        if self._options.random_order is not None:
+        if options.random_order is not None:
             properties = SubElement(suite, "properties")
-            SubElement(properties, "property", name="random-order", value=str(self._options.random_order))
-        suite.extend(cases)
-        _count(suite, list(cases), skipped=True)
-        return suite
+            SubElement(properties, "property", name="random-order", value=str(options.random_order))
+        suite.extend(found)
+        _count(suite, found, skipped=True)
+    _count(root, [case for found in cases.values() for case in found], skipped=False)
+    ElementTree.indent(root)
+    file.write(ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n")
+    file.close()
 
 
 def _count(element: Element, cases: list[Element], *, skipped: bool) -> None:
@@ -98,7 +81,7 @@ def _case(result: TestResult) -> Element:
     attempts = (*result.earlier, result)
     case = _named(result.test, sum(each.duration_s for each in attempts))
     if result.status is Status.PASSED and result.ranks:
-        lines = [f"rank {one.rank} {one.ending}" for one in sorted(result.ranks, key=lambda one: one.rank)]
+        lines = [f"rank {one.rank} {one.describe()}" for one in sorted(result.ranks, key=lambda one: one.rank)]
         SubElement(case, "system-out").text = _clean("\n".join(lines))
     elif result.status is Status.SKIPPED:
         SubElement(case, "skipped", message=_clean(result.reason or "no reason given"))

@@ -10,10 +10,9 @@ import json
 import time
 from typing import Any
 
-from torch_ext.runner.reporters.report_file import ReportFile
+from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.runner.results import Began, Over, RanksFailed, TestName, TestResult
-from torch_ext.runner.schedule import Plan
-from torch_ext.world.rank_times import RankTimes
+from torch_ext.world.outcome import Outcome
 
 __all__ = ["TraceReporter"]
 
@@ -66,9 +65,6 @@ class TraceReporter:
         """End the row of a class of which nothing more comes."""
         self._end_class((over.test.file, over.test.cls))
 
-    def replan(self, plan: Plan) -> None:
-        """Nothing is drawn of a plan."""
-
     def new_round(self, number: int) -> None:
         """End what the last round left open."""
         for key in list(self._open):
@@ -93,19 +89,20 @@ class TraceReporter:
             began_s, ended_s = self._open.pop(key)
             self._draw(f"{key[0]}::{key[1]}", key, began_s, ended_s, {})
 
-    def _draw_rank(self, rank: RankTimes, row: int) -> None:
-        """Draw what the rank came to, in a row below that of its class."""
+    def _draw_rank(self, rank: Outcome, row: int) -> None:
+        """Draw the start, body, rendezvous and teardown of ``rank``, in a row below that of its class."""
         place = row * _RANKS + 1 + min(rank.rank, _RANKS - 2)
         self._rank_rows.add(place)
-        end_s = rank.ended_s or rank.done_s or time.monotonic()
-        told = {"rank": rank.rank, "ending": rank.ending}
-        self._slice("start", "rank", place, rank.started_s, rank.began_s or end_s, told)
-        if rank.began_s:
-            self._slice("body", "rank", place, rank.began_s, rank.done_s or end_s, told)
-        if rank.met_s[1]:
-            self._slice("rendezvous", "rank", place, *rank.met_s, told)
-        if rank.done_s and rank.ended_s:
-            self._slice("teardown", "rank", place, rank.done_s, end_s, told)
+        receipt = rank.receipt
+        end_s = max(rank.ended_s, receipt.time_s if receipt else 0.0) or time.monotonic()
+        told = {"rank": rank.rank, "ending": rank.describe()}
+        self._slice("start", "rank", place, rank.started_s, receipt.began_s if receipt else end_s, told)
+        if receipt is None:
+            return
+        self._slice("body", "rank", place, receipt.began_s, receipt.time_s, told)
+        if receipt.met_s[1]:
+            self._slice("rendezvous", "rank", place, *receipt.met_s, told)
+        self._slice("teardown", "rank", place, receipt.time_s, end_s, told)
 
     def _draw(self, name: str, key: _Key, began_s: float, ended_s: float, told: dict[str, Any]) -> None:
         self._slice(name, "test" if told else "class", self._rows.get(key, 0) * _RANKS, began_s, ended_s, told)

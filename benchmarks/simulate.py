@@ -5,10 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from torch_ext.runner.schedule.plan import Batch, Plan
-from torch_ext.runner.schedule.policies import Policy
-from torch_ext.runner.schedule.queue import Queue
-from torch_ext.runner.schedule.slots import Slots, slots_of
+from torch_ext.runner.schedule import Batch, Plan, Policy, Queue, Slots, slots_of
 
 __all__ = ["Span", "lower_bound", "makespan", "simulate"]
 

@@ -1,0 +1,322 @@
+"""Which class runs when, and on which slots: decisions alone, without processes and without a clock.
+
+:class:`Plan` is what a run executes, :class:`Slots` the places for ranks that a machine has. A :class:`Policy` chooses
+which class of the :class:`Queue` begins next; ``execute`` chooses the policy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.results import Needs, TestName
+
+__all__ = ["Batch", "Need", "Packed", "Plan", "Policy", "Queue", "Serial", "Slots", "cores", "make_plan", "slots_of"]
+
+# What a test is taken to last that has never run.
+_UNKNOWN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a class needs while it runs.
+
+    Attributes:
+        ranks: the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads.
+        alone: nothing else runs beside it.
+        hosts: on how many hosts its ranks run, as many on each.
+    """
+
+    ranks: int = 1
+    alone: bool = False
+    hosts: int = 1
+
+    @property
+    def of_each_host(self) -> Need:
+        """What it needs of one of its hosts.
+
+        >>> Need(ranks=4, hosts=2).of_each_host
+        Need(ranks=2, alone=False, hosts=1)
+        """
+        return Need(-(-self.ranks // self.hosts), self.alone)
+
+
+class Batch(NamedTuple):
+    """The selected tests of one class, which share its ``setUpClass``; in the order in which they run.
+
+    ``expected_s`` is how long they took when they last ran, in seconds.
+    """
+
+    file: TestFile
+    cls: str
+    tests: tuple[TestName, ...]
+    need: Need = Need()
+    expected_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it apart from every other class of a plan."""
+        return self.file.name, self.cls
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run executes. The classes of a file stand together, so that a module is imported once."""
+
+    batches: tuple[Batch, ...]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    @property
+    def tests(self) -> tuple[TestName, ...]:
+        """Every test of the plan, in order; none stands in it twice."""
+        return tuple(test for batch in self.batches for test in batch.tests)
+
+    def without(self, tests: Collection[TestName]) -> Plan:
+        """Return this plan without ``tests``; a class keeps its needs and what it is expected to take."""
+        kept = (
+            batch._replace(tests=tuple(test for test in batch.tests if test not in tests)) for batch in self.batches
+        )
+        return Plan(tuple(batch for batch in kept if batch.tests))
+
+
+def make_plan(
+    files: Sequence[TestFile],
+    tests: Iterable[TestName],
+    needs: Mapping[TestName, Needs] = {},
+    expected_s: Callable[[TestName], float] = lambda test: _UNKNOWN_S,
+) -> Plan:
+    """Group ``tests`` by file, in the order of ``files``, then by class and test, in the order given.
+
+    Args:
+        needs: what each test needs, as far as that is known; the rest needs one rank.
+        expected_s: how long a test takes, in seconds; by default the same for all.
+
+    Raises:
+        AssertionError: a test's file is none of ``files``, so that the test would be dropped in silence.
+    """
+    by_file: dict[str, dict[str, dict[TestName, None]]] = {file.name: {} for file in files}
+    for test in tests:
+        if test.file not in by_file:
+            raise AssertionError(f"got the test {test.id} of a file that was not discovered")
+        by_file[test.file].setdefault(test.cls, {})[test] = None
+    return Plan(
+        tuple(
+            Batch(file, cls, tuple(group), _need_of(group, needs), sum(map(expected_s, group)))
+            for file in files
+            for cls, group in by_file[file.name].items()
+        )
+    )
+
+
+def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Need:
+    known = [needs[test] for test in tests if test in needs]
+    ranks = max((each.processes for each in known), default=1)
+    hosts = max((each.hosts for each in known), default=1)
+    return Need(ranks, any(each.alone for each in known), hosts)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def slots_of(need: Need, slots: int) -> int:
+    """Return how many of ``slots`` a class holds: one for each rank, and all if it has more ranks or wants no company.
+
+    >>> slots_of(Need(ranks=2), 4), slots_of(Need(ranks=8), 4), slots_of(Need(ranks=1, alone=True), 4)
+    (2, 4, 4)
+    """
+    return slots if need.alone else min(max(1, need.ranks), slots)
+
+
+class Slots:
+    """Hands slots out by number, the lowest free ones first. On an accelerator the numbers are those of its devices.
+
+    >>> slots = Slots(4)
+    >>> first, second = slots.take(3), slots.take(1)
+    >>> first, second, slots.free
+    ((0, 1, 2), (3,), 0)
+    >>> slots.give_back(first); slots.take(2)
+    (0, 1)
+    """
+
+    def __init__(self, number: int) -> None:
+        if number < 1:
+            raise ValueError(f"got {number} slots, expected at least 1")
+        self.number = number
+        self._free = list(range(number))
+
+    @property
+    def free(self) -> int:
+        """How many nobody holds."""
+        return len(self._free)
+
+    def take(self, number: int) -> tuple[int, ...]:
+        """Take ``number`` slots.
+
+        Raises:
+            AssertionError: so many are not free.
+        """
+        if number > len(self._free):
+            raise AssertionError(f"{number} slots are wanted, {len(self._free)} are free")
+        taken, self._free = self._free[:number], self._free[number:]
+        return tuple(taken)
+
+    def give_back(self, taken: tuple[int, ...]) -> None:
+        """Give back what :meth:`take` has returned."""
+        self._free = sorted([*self._free, *taken])
+
+
+class Policy(Protocol):
+    """Chooses. It remembers nothing, so that a choice depends on what is asked alone.
+
+    Called in the supervisor, on the main thread, whenever a class has ended or become ready. Must not block.
+
+    Attributes:
+        keeps_order: a class that is not ready holds up those that come after it.
+    """
+
+    @property
+    def keeps_order(self) -> bool: ...
+
+    def order(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return ``batches`` in the order in which they should become ready: their files are imported in it."""
+        ...
+
+    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
+        """Return which of ``ready`` begins now; None to wait until one of ``running`` has ended.
+
+        With nothing running, one of ``ready`` has to begin.
+
+        Args:
+            ready: those that may begin, in the order of :meth:`order`.
+            running: those that have begun and not ended.
+            free: how many slots nobody holds.
+            slots: how many there are.
+        """
+        ...
+
+
+class Packed:
+    """As many classes at a time as there are slots for their ranks; see :class:`Policy`.
+
+    The longest class goes first, because one that is left for the end runs on when all others are through. Where it
+    does not fit, the longest that does goes in its place. Classes that want to be alone come last, one by one.
+
+    Args:
+        at_once: the most classes that run at a time.
+        in_order: prefer what comes first in the plan to what takes longest.
+    """
+
+    keeps_order = False
+
+    def __init__(self, at_once: int, *, in_order: bool = False) -> None:
+        if at_once < 1:
+            raise ValueError(f"got {at_once} classes at once, expected at least 1")
+        self._at_once = at_once
+        self._in_order = in_order
+
+    def order(self, batches: Sequence[Batch]) -> list[Batch]:
+        return sorted(batches, key=self._rank)
+
+    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
+        if len(running) >= self._at_once or any(batch.need.alone for batch in running):
+            return None
+        for batch in sorted(ready, key=self._rank):
+            if batch.need.alone:
+                return None if running else batch
+            if slots_of(batch.need, slots) <= free:
+                return batch
+        return None
+
+    def _rank(self, batch: Batch) -> tuple[bool, float]:
+        """What comes first is least. Equals stay in the order of the plan."""
+        return batch.need.alone, 0.0 if self._in_order else -batch.expected_s
+
+
+class Serial:
+    """One class at a time, in the order of the plan; see :class:`Policy`."""
+
+    keeps_order = True
+
+    def order(self, batches: Sequence[Batch]) -> list[Batch]:
+        return list(batches)
+
+    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
+        return ready[0] if ready and not running else None
+
+
+# How many files are open beyond those whose classes run. An open file has a process that has imported it.
+_AHEAD = 2
+
+
+class Queue:
+    """The state of a run, file by file: closed, open (being imported), ready (imported), done.
+
+    A file is imported once: it stays open until all of its classes have run. So that not all files are open at once,
+    the policy chooses among the classes of a few, and the next file opens when one is done.
+    """
+
+    def __init__(self, plan: Plan, policy: Policy, slots: Slots) -> None:
+        self._policy = policy
+        self._slots = slots
+        self._waiting: dict[str, list[Batch]] = {}
+        for batch in policy.order(plan.batches):
+            self._waiting.setdefault(batch.file.name, []).append(batch)
+        self._files = {batch.file.name: batch.file for batch in plan}
+        self._closed = list(self._waiting)
+        self._ready: dict[str, None] = {}
+        self._open: dict[str, None] = {}
+        self.running: dict[Batch, tuple[int, ...]] = {}
+
+    def files_to_open(self) -> list[TestFile]:
+        """Return the files whose import is to begin now; each is returned once."""
+        busy = {batch.file.name for batch in self.running}
+        opened = []
+        while self._closed and len(set(self._open) - busy) < _AHEAD:
+            name = self._closed.pop(0)
+            self._open[name] = None
+            opened.append(self._files[name])
+        return opened
+
+    def loaded(self, file: TestFile, batches: Sequence[Batch]) -> None:
+        """Take note that ``file`` is imported, and that ``batches`` are what there is to run of it."""
+        self._waiting[file.name] = self._policy.order(batches)
+        self._ready[file.name] = None
+
+    def start(self) -> Batch | None:
+        """Return the class that begins now, which takes its slots in :attr:`running`; None to wait."""
+        ready = self._policy.order([batch for name in self._may_run() for batch in self._waiting[name]])
+        chosen = self._policy.choose(ready, tuple(self.running), self._slots.free, self._slots.number)
+        if chosen is not None:
+            self._waiting[chosen.file.name].remove(chosen)
+            self.running[chosen] = self._slots.take(slots_of(chosen.need, self._slots.number))
+        return chosen
+
+    def _may_run(self) -> list[str]:
+        if not self._policy.keeps_order:
+            return list(self._ready)
+        return list(itertools.takewhile(lambda name: name in self._ready, self._open))
+
+    def ended(self, batch: Batch) -> None:
+        """Take note that ``batch`` has ended."""
+        self._slots.give_back(self.running.pop(batch))
+
+    def files_done(self) -> list[TestFile]:
+        """Return the files all of whose classes have ended; each is returned once."""
+        busy = {batch.file.name for batch in self.running}
+        done = [name for name in self._ready if not self._waiting[name] and name not in busy]
+        for name in done:
+            del self._ready[name], self._open[name]
+        return [self._files[name] for name in done]
+
+    @property
+    def over(self) -> bool:
+        """Whether every class has ended."""
+        return not (self._closed or self._open or self.running)
