@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import torch_ext
 from torch_ext.world import settings
-from torch_ext.world.fork_safety import reason_not_to_fork
+from torch_ext.world.child import reason_not_to_fork
 
 __all__ = ["main"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_ext.program.spec import Facts
-from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.wording import ranks_phrase
 
 __all__ = ["what_was_never_used"]
 

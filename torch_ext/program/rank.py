@@ -32,9 +32,9 @@ from torch_ext.program.variables import mark_worker
 from torch_ext.world import frames, operations
 from torch_ext.world import rank as world_rank
 from torch_ext.world.child import end_fork, exit_code_of
-from torch_ext.world.notes import add_note
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.threads import LISTENER
+from torch_ext.world.wording import add_note
 
 __all__ = ["run"]
 

@@ -29,7 +29,7 @@ from typing import NoReturn
 from torch_ext.program import variables
 from torch_ext.program.options import HOST
 from torch_ext.program.zygote import Welcome, is_own, key_of, listen, preparation, search_path
-from torch_ext.world import frames, notices, scratch
+from torch_ext.world import files, frames, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 
@@ -92,13 +92,13 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     path = search_path()
     with contextlib.ExitStack() as held:
         listening = held.enter_context(listen(key_of(simulated, path, os.environ)))
-        root = start_root(preparation(simulated, path), scratch.folder(), os.environ)
+        root = start_root(preparation(simulated, path), files.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
         server = _Server(root, listening, held)
         until = "until it is ended" if idle_s == float("inf") else f"until {idle_s:g} s without any"
         print(
-            f"{notices.PREFIX}serving runs on {'the simulated accelerator' if simulated else HOST}, {until}", flush=True
+            f"{wording.PREFIX}serving runs on {'the simulated accelerator' if simulated else HOST}, {until}", flush=True
         )
         return server.serve(idle_s)
 
@@ -160,7 +160,7 @@ class _Server:
         """See Note [A stale zygote]."""
         if not self._stale and (changed := self._files.changed()):
             self._stale = True
-            print(f"{notices.PREFIX}{changed} has changed: loading anew", flush=True)
+            print(f"{wording.PREFIX}{changed} has changed: loading anew", flush=True)
         return self._stale
 
 

@@ -19,17 +19,17 @@ from torch_ext.program.options import Hang, Options, Output, parse
 from torch_ext.program.spec import Facts, Program
 from torch_ext.program.store import Store
 from torch_ext.program.zygote import search_path, zygote_for
-from torch_ext.world import notices, settings
+from torch_ext.world import settings, wording
+from torch_ext.world.files import Live
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.hosts import launcher_variables
 from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.output import Live
-from torch_ext.world.phrases import own_message
 from torch_ext.world.protocol import Inherited
 from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, judge
+from torch_ext.world.wording import own_message
 
 __all__ = ["main"]
 
@@ -103,7 +103,7 @@ def _run(options: Options) -> int:
         )
         with world:
             if world.why_interpreter:
-                notices.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+                wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
             return _wait(world, options, store)
 
 
@@ -181,7 +181,7 @@ def _wait(world: World, options: Options, store: Store) -> int:
         outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
     except _SignalledError as stop:
         _hand_on(world, stop.number)
-        print(f"{notices.PREFIX}interrupted by {signal.Signals(stop.number).name}", file=sys.stderr, flush=True)
+        print(f"{wording.PREFIX}interrupted by {signal.Signals(stop.number).name}", file=sys.stderr, flush=True)
         raise
     took_s = time.monotonic() - world.started_s
     facts = [_facts_of(world, number) for number in range(len(outcomes))]
@@ -192,10 +192,10 @@ def _wait(world: World, options: Options, store: Store) -> int:
         print(report.failure(options, WorldReport(tuple(outcomes), verdict, took_s)), file=sys.stderr, flush=True)
         return report.exit_code(outcomes, facts, verdict)
     for line in report.remarks(outcomes, silent):
-        notices.announce(line)
+        wording.announce(line)
     code = _judge_usage(options, facts, store)
     if hangs:
-        notices.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
+        wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
     return code or int(bool(hangs))
 
 
@@ -207,7 +207,7 @@ def _judge_usage(options: Options, facts: Sequence[Facts | None], store: Store) 
     if unused and not all(each and each.groups for each in facts) and store.was_used():
         unused = fake.what_was_never_used(facts, met=True, cuda_as_sim=options.cuda_as_sim)
     for sentence in unused:
-        notices.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
+        wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from torch_ext.world import flight_record
+from torch_ext.world import collectives
 
 __all__ = ["groups_made", "uses_of_device"]
 
@@ -46,6 +46,6 @@ def _operations() -> int:
 def _objects_alone() -> int:
     """Return how many objects went between ranks; 0 if tensors of the host that stand for numbers did, too."""
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
-    entries = json.loads(flight_record.read() or "{}").get("entries", []) if moved else []
+    entries = json.loads(collectives.own_record() or "{}").get("entries", []) if moved else []
     types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
     return moved if types <= _TYPES_OF_OBJECTS else 0

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ext.world import frames, notices, scratch
+from torch_ext.world import files, frames, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import HiddenFrames, Preparation
@@ -105,7 +105,7 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
     with contextlib.ExitStack() as held:
         found = connect(key_of(simulated, path, environment), held)
         if found is None:
-            root = start_root(preparation(simulated, path), scratch.folder(), environment)
+            root = start_root(preparation(simulated, path), files.folder(), environment)
             held.callback(root.close)
             root.wait_ready()
             yield ZygoteClient(root.channel, root.process.pid)
@@ -150,7 +150,7 @@ def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
                 connected.connect(str(place / socket_name(key)))
             except (FileNotFoundError, ConnectionRefusedError):
                 if other := why_none_fits(key):
-                    notices.announce(f"the zygote of `torch_ext serve` is not used: it differs in {other}")
+                    wording.announce(f"the zygote of `torch_ext serve` is not used: it differs in {other}")
                 return None
         if not is_own(connected):
             return None

@@ -33,10 +33,10 @@ from torch_ext.world.channel import (
     close_all,
 )
 from torch_ext.world.follow import read_stacks
-from torch_ext.world.patience import Patience
-from torch_ext.world.phrases import printable
+from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import STACK_SIGNAL
 from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
+from torch_ext.world.wording import printable
 
 __all__ = ["ClassChild", "Zygotes"]
 

@@ -30,16 +30,16 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, frames, module_environment, provider, scratch, unjudged
+from torch_ext.world import _os, child, files, frames, provider, verdict
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
+from torch_ext.world.exits import ExitFunctions, UnfinishedWorkError
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.limits import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
 from torch_ext.world.render import WorldFailure
-from torch_ext.world.settling import ExitFunctions, UnfinishedWorkError
 
 __all__ = ["main"]
 
@@ -67,7 +67,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     _os.lead_process_group()
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-    module_environment.enter(order.environment)
+    child.enter(order.environment)
     os.environ[OWNER_VARIABLE] = str(_os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
@@ -248,7 +248,7 @@ class _ClassResult(unittest.TestResult):
     @_os.with_room
     def startTest(self, test: unittest.TestCase) -> None:
         self._end_with_zygote()
-        scratch.restore()
+        files.restore()
         super().startTest(test)
         planned = self._planned or test
         if not self._runs:
@@ -270,8 +270,8 @@ class _ClassResult(unittest.TestResult):
         elif not self._said:
             self._fail(Remark("unittest ended the test without saying how."))
         try:
-            unjudged.check()
-        except unjudged.UnjudgedRanksError as error:
+            verdict.check()
+        except verdict.UnjudgedRanksError as error:
             self._fail(Remark(str(error)))
         self._took_s = _os.monotonic() - self._started_s
         self.end_fork(self._error)

@@ -13,7 +13,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Sink, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch
-from torch_ext.world import _os, notices
+from torch_ext.world import _os, wording
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
@@ -225,8 +225,8 @@ class ClassRunner:
 
 def _announcements(output: str) -> tuple[str, ...]:
     """Return what the harness itself said to the user."""
-    lines = (line for line in output.splitlines() if line.startswith(notices.PREFIX))
-    return tuple(line.removeprefix(notices.PREFIX) for line in lines)
+    lines = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
+    return tuple(line.removeprefix(wording.PREFIX) for line in lines)
 
 
 def _import_error(trace: str) -> tuple[str, str]:

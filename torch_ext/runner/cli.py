@@ -29,7 +29,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import OutputError, SetupError, Status
 from torch_ext.runner.selection import SelectionError
 from torch_ext.runner.steps import Chosen, FoundFiles, choose, find, import_files, name, resolve, schedule
-from torch_ext.world.phrases import printable
+from torch_ext.world.wording import printable
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 

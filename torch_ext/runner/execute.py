@@ -29,7 +29,7 @@ from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, frames
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import read_stacks
-from torch_ext.world.patience import Patience
+from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import STACK_SIGNAL, Devices
 from torch_ext.world.tree import (
     HungImportError,

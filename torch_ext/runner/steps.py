@@ -185,7 +185,7 @@ def _collector(
 ) -> Callable[[Sequence[TestFile]], Iterator[Collected]]:
     def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
         if len(files) >= _MANY_FILES and options.verbosity >= 0 and sys.stderr is not None:
-            from torch_ext.world.notices import PREFIX  # on use: a list of cached names does not pay for it
+            from torch_ext.world.wording import PREFIX  # on use: a list of cached names does not pay for it
 
             print(f"{PREFIX}imports {len(files)} files to name their tests", file=sys.stderr)
         return executor().collect(files)

@@ -12,8 +12,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
-from torch_ext.world.patience import Patience
-from torch_ext.world.phrases import own_message
+from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import ModuleOrder, Preparation
 from torch_ext.world.tree import (
     LoadError,
@@ -24,6 +23,7 @@ from torch_ext.world.tree import (
     ZygoteDiedError,
     start_root,
 )
+from torch_ext.world.wording import own_message
 
 __all__ = ["RunZygotes"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch_ext import accelerator
 from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
-from torch_ext.world import scratch
+from torch_ext.world import files
 
 __all__ = ["devices_wanted", "needs_a_backend"]
 
@@ -91,7 +91,7 @@ def _set_variables() -> None:
     on_device = accelerator.STANDS_IN_VARIABLE in os.environ
     os.environ.setdefault(_BACKEND, accelerator.backend() if on_device else _HOST_BACKEND)
     os.environ.setdefault("WORLD_SIZE", "2")
-    os.environ.setdefault("TEMP_DIR", scratch.folder())
+    os.environ.setdefault("TEMP_DIR", files.folder())
 
 
 def _leave_unbuilt_checkout(path: Path) -> None:

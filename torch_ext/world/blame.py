@@ -28,15 +28,16 @@ from torch_ext.world.collectives import (
     Collective,
     Mismatch,
     destroyed_at,
+    disagreement,
     first_mismatch,
     minority,
+    ran_out_of_time,
     read_groups,
     read_record,
     uneven_sizes,
 )
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import ranks_phrase
-from torch_ext.world.transport_errors import disagreement, ran_out_of_time
+from torch_ext.world.wording import ranks_phrase
 
 __all__ = ["blame_absent", "find_blame", "find_disagreement"]
 

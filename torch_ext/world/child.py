@@ -1,4 +1,9 @@
-"""The first and last thing that every child of a zygote does. Standard library and own layer only.
+"""What a child of a zygote is made from: by a fork where that is safe, else by a fresh interpreter that loads what the
+zygote has loaded. Standard library and own layer only.
+
+A fresh interpreter also serves where a library reads a variable only when it loads, and on request: forked ranks share
+one hash seed, so that they never differ in the order of a set. A test module may set or remove variables as it is
+imported; each process that runs its tests gets them as well, on top of the environment of the moment.
 
 Note [Thread pool after a fork]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,21 +11,66 @@ A fork leaves torch's pthreadpool without its threads, and torch replaces it on 
 first, and makes the new one afterwards. A second thread that looks in between finds none and ends the process
 ("Invalid thread pool!" and SIGABRT, in an autograd thread). Every native thread looks when it starts. So each child
 replaces the pool while it has one thread, by setting the number of threads to what it is.
+
+Note [Fork safety]), where a variable is read only when a library loads, and on
+request: forked ranks share one hash seed, so they never differ in the order of a set.
+
+Whether it is safe to fork this process. Runs in zygotes and in processes about to become one; imports the standard
+library and its own layer only.
+
+Note [Fork safety]
+~~~~~~~~~~~~~~~~~~
+A child of ``fork`` keeps one thread, and whatever another thread was part of is broken in it: it waits forever for an
+OpenMP or autograd pool that no longer exists, a lock that was held at that moment stays locked, and a device driver
+refuses every call. So a zygote imports modules and runs nothing else. But a test module may do anything when it is
+imported, so each fork is preceded by this check, and where it fails the child gets a fresh interpreter.
+
+Note [Trial fork]
+~~~~~~~~~~~~~~~~~
+OpenBLAS is the exception: importing numpy starts its threads, and its own fork handlers end them before every fork and
+start them again on use. Their number alone cannot be told from that of other threads. So where there are threads, one
+child is forked that ends at once; threads that survive it belong to somebody else. Without the trial
+(``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets ranks with fresh interpreters, unless
+``OPENBLAS_NUM_THREADS=1`` is set: slower, never wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import multiprocessing.spawn
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
-from torch_ext.world import _os
+from torch_ext.world import _os, settings
 from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.protocol import Preparation
 
-__all__ = ["child_main", "end_fork", "exit_code_of", "redirect", "replace_thread_pool"]
+__all__ = [
+    "PACKAGE_ROOT",
+    "child_main",
+    "compute_on_one_thread",
+    "end_fork",
+    "enter",
+    "exit_code_of",
+    "load",
+    "load_first_uses",
+    "main",
+    "noted",
+    "preparation_of_this_process",
+    "reason_not_to_fork",
+    "redirect",
+    "replace_thread_pool",
+    "start_interpreter",
+    "uncollected",
+]
 
 # Larger exit codes do not fit into what Python takes them for.
 _LONG = 1 << 63
@@ -119,3 +169,183 @@ def replace_thread_pool() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(torch.get_num_threads())
+
+
+# Torch imports these itself: the first for the first comparison of two tensors, the second for the first optimizer.
+# Each takes about as long as a short test, and in a fresh rank each use is the first. Neither starts a thread.
+_FIRST_USES = ("torch.distributed.tensor", "torch._dynamo")
+
+# The collector's thresholds: one look for every so many new containers, and never at all that lives.
+_SELDOM = (200_000, 1000, 1000)
+
+
+def load(preparation: Preparation) -> None:
+    """Load everything that ``preparation`` names into this process. Raises whatever an import raises."""
+    sys.path[:] = preparation.path
+    with uncollected(), noted():
+        for name in preparation.modules:
+            importlib.import_module(name)
+            compute_on_one_thread()
+        if preparation.main_name:
+            multiprocessing.spawn.prepare({"init_main_from_name": preparation.main_name})
+        if preparation.main_path:
+            multiprocessing.spawn.prepare({"init_main_from_path": preparation.main_path})
+
+
+def load_first_uses() -> None:
+    """In a zygote: import the parts of torch that ranks would each import at first use."""
+    with uncollected():
+        for name in _FIRST_USES:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
+                importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, hardly look for garbage: next to nothing that an import makes is any, and looking for it takes a fifth of
+    the time to load torch. A module that sets thresholds of its own, or turns the collector off, has its way.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*_SELDOM)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == _SELDOM:
+            gc.set_threshold(*before)
+
+
+def compute_on_one_thread() -> None:
+    """Keep what a test module computes while it is imported from starting a thread pool. See Note [Fork safety]."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def preparation_of_this_process(modules: tuple[str, ...]) -> Preparation:
+    """Return what makes a fresh interpreter resolve ``modules`` and ``__main__`` to the files that they are here."""
+    found = multiprocessing.spawn.get_preparation_data("rank") if "__main__" in modules else {}
+    return Preparation(
+        path=tuple(entry or os.getcwd() for entry in sys.path),
+        modules=tuple(name for name in modules if name != "__main__"),
+        main_name=found.get("init_main_from_name", ""),
+        main_path=found.get("init_main_from_path", ""),
+    )
+
+
+_changed: dict[str, str | None] = {}
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Remember what changes within, and nothing from before."""
+    before = dict(os.environ)
+    yield
+    names = {*before, *os.environ}
+    _changed.clear()
+    _changed.update({name: os.environ.get(name) for name in names if os.environ.get(name) != before.get(name)})
+
+
+def enter(environment: Mapping[str, str]) -> None:
+    """Make ``environment`` that of this process, with what the import changed."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, value in _changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# The checkout may not be installed: a fresh interpreter must find this very package before it is told its path.
+PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); "
+    "from torch_ext.world.child import main; main(int(sys.argv.pop()), int(sys.argv.pop()))"
+)
+
+
+def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
+    """Start a fresh interpreter that inherits descriptor ``channel`` and waits on it for its preparation; return its
+    pid.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(_os.getpid())]
+    os.set_inheritable(channel, True)
+    try:
+        return os.posix_spawn(sys.executable, arguments, dict(environment))
+    finally:
+        os.set_inheritable(channel, False)
+
+
+def main(parent: int, descriptor: int) -> NoReturn:
+    """Program of the fresh interpreter: load the preparation that arrives first, then be an ordinary child."""
+    channel = Channel.from_descriptor(descriptor)
+    os.set_inheritable(descriptor, False)
+    preparation, _ = channel.receive()
+    load(preparation)
+    child_main(channel, parent)
+
+
+# Descriptors that only an initialized driver holds.
+_DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "/dev/accel")
+
+
+def reason_not_to_fork() -> str:
+    """Return why children of this process would be broken, or an empty string if it may fork.
+
+    See Note [Fork safety].
+    """
+    if not _os.CAN_FORK:
+        return "this operating system cannot fork a process that has loaded torch"
+    if _os.tasks() > 1 and settings.trial_fork():
+        _trial_fork()
+    if _os.tasks() > 1:
+        return f"it runs other threads: {_describe_threads()}"
+    driver = _open_driver()
+    if driver:
+        return f"a device driver is initialized in it ({driver} is open)"
+    used = _device_in_use()
+    return f"it has used a device, {used}, which its children then cannot use" if used else ""
+
+
+def _trial_fork() -> None:
+    """See Note [Trial fork]."""
+    pid = _os.fork()
+    if pid == 0:
+        os._exit(0)
+    _os.waitpid(pid, 0)
+
+
+def _describe_threads() -> str:
+    python = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    named = [f"Python thread {thread.name!r}" for thread in python]
+    native = _os.tasks() - 1 - len(python)
+    if native > 0:
+        named.append(f"{native} native thread{'s' if native > 1 else ''} (a pool of OpenMP, autograd or a library)")
+    return ", ".join(named)
+
+
+def _open_driver() -> str:
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith(_DRIVER_FILES):
+            return target
+    return ""
+
+
+def _device_in_use() -> str:
+    """Return the type of the accelerator if this process has initialized it, such as one that holds no driver open."""
+    torch = sys.modules.get("torch")
+    accelerator = getattr(torch, "accelerator", None)
+    try:
+        device = None if accelerator is None else accelerator.current_accelerator()
+        if torch is None or device is None:
+            return ""
+        is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+        return str(device) if is_initialized is not None and is_initialized() else ""
+    except Exception:  # an accelerator that is registered in part; whoever uses it is told
+        return ""

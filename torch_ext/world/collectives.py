@@ -1,25 +1,39 @@
-"""Reads which collectives ranks called last, and finds the first one that does not match. Pure functions."""
+"""Which collectives ranks have called, and how their transports failed: what a rank notes and tells, and what the
+parent half reads from that. The functions for ranks touch torch only if it is loaded; all others are pure.
+"""
 
 from __future__ import annotations
 
+import dis
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world import frames
+from torch_ext.world.wording import ranks_phrase
 
 __all__ = [
+    "ALL",
     "Collective",
     "Mismatch",
     "destroyed_at",
+    "disagreement",
     "first_mismatch",
     "minority",
+    "note_destroyed",
+    "own_record",
+    "own_summary",
+    "raised_by_transport",
+    "ran_out_of_time",
     "read_groups",
     "read_record",
     "uneven_sizes",
 ]
-
 
 # What the recorder calls after the backend's method.
 _PUBLIC = {
@@ -195,3 +209,100 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
             sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
             return Mismatch(sentence, tuple(missing))
     return None
+
+
+# In place of a group's name.
+ALL = "*"
+# Where the body has destroyed process groups, by the group's name.
+_destroyed: dict[str, str] = {}
+
+
+def note_destroyed(names: Sequence[str]) -> None:
+    """Note the user's line that destroys these groups now; no names: all groups."""
+    place = frames.place_here()
+    if place:
+        _destroyed.update(dict.fromkeys(names or [ALL], place))
+
+
+def own_record() -> str:
+    """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
+    ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
+
+    It is empty where torch is not loaded or has no recorder, and before the first process group exists.
+    """
+    if "torch" not in sys.modules:
+        return ""
+    try:
+        from torch_ext.compat.c10d import _dump_fr_trace_json, ranks_of_groups
+
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+        return json.dumps({"entries": entries, "groups": ranks_of_groups(), "destroyed": _destroyed})
+    except Exception:  # whatever a release of torch does here, it must not cost the rank its receipt
+        return ""
+
+
+def own_summary() -> str:
+    """Return a text that changes whenever a collective begins or ends; empty if there is no record."""
+    record = json.loads(own_record() or "{}")
+    return json.dumps([[entry.get("record_id"), entry.get("retired")] for entry in record.get("entries", [])][-64:])
+
+
+# Folders of torch whose Python code raises in the name of a process group, a store or RPC.
+_THREADED_GROUP = "/multi_threaded_pg.py"
+_FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THREADED_GROUP)
+# How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
+_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+# How backends say that ranks called different collectives: `simccl`, and torch's threaded group as we complete it.
+_DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
+_CALLED = re.compile(
+    r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
+)
+
+
+def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the rank, the call and the line of each that ``reason`` names, if it says that ranks disagree.
+
+    >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
+    [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
+    """
+    if _DISAGREE.search(reason):
+        for rank, call, line in _CALLED.findall(reason):
+            yield int(rank), call, os.path.basename(line)
+
+
+def ran_out_of_time(reason: str) -> bool:
+    """Whether the transport raised with ``reason`` because a limit of its own ended: the peers did not come."""
+    return bool(_LIMIT.search(reason))
+
+
+def raised_by_transport(error: BaseException) -> bool:
+    """Whether ``error`` was raised by torch's C++ or by ``torch.distributed``, rather than by a test's own ``raise``.
+
+    Words cannot tell: a test may raise ``ValueError("unexpected EOF")`` of its own. Where it was raised can.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    innermost = _innermost(error.__traceback__)
+    if innermost is None:
+        return False
+    if isinstance(error, SystemExit):  # how torch's threaded group tells a rank that another one has failed
+        return innermost.tb_frame.f_code.co_filename.endswith(_THREADED_GROUP)
+    if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
+        return False
+    in_torch = any(folder in innermost.tb_frame.f_code.co_filename for folder in _FOLDERS)
+    return in_torch or not _is_raise(innermost)
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_raise(trace: TracebackType) -> bool:
+    """Whether the exception was raised by a ``raise`` statement in this frame, not by what it called."""
+    code = trace.tb_frame.f_code.co_code
+    if not 0 <= trace.tb_lasti < len(code):
+        return False
+    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")

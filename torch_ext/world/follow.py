@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, frames, notices, processes, threads, unjudged
+from torch_ext.world import _os, frames, processes, threads, verdict, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
+from torch_ext.world.files import Capture
 from torch_ext.world.hangs import PARENT_HALF, Measures, silence_text
-from torch_ext.world.limits import Limits
+from torch_ext.world.limits import Limits, Patience
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.output import Capture
-from torch_ext.world.patience import Patience
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Ask,
@@ -162,7 +161,7 @@ class World:
         self._callbacks.watch(group, self._on_group)
         for process in self.processes:
             self._add(process)
-        unjudged.started(self, len(self.processes))
+        verdict.started(self, len(self.processes))
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
@@ -269,7 +268,7 @@ class World:
             for watch in self._listeners:
                 watch.left(process.rank)
         elif isinstance(message, Notice):
-            notices.announce(message.text)
+            wording.announce(message.text)
 
     def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
         """Have a rank fail that can say nothing more: see Note [Broken channels]."""
@@ -307,7 +306,7 @@ class World:
         Returns:
             The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
         """
-        unjudged.started(self, len(self.processes))
+        verdict.started(self, len(self.processes))
         self.started_s = monotonic()
         self.ticket = Ticket(test, self.ticket.attempt + 1)
         self._receipts.clear()
@@ -334,7 +333,7 @@ class World:
         Raises:
             ZygoteLostError: the zygote died meanwhile.
         """
-        unjudged.asked(self)
+        verdict.asked(self)
         pids = [process.pid or 0 for process in self.processes]
         measures = Measures(self._computed_s, self._starved_s, self._others)
         watch = Watch(
@@ -364,7 +363,7 @@ class World:
                     if step.act is Act.REPORT_HANG:
                         on_hang(self._hung(watch, step.ranks))
                     elif step.act is Act.REPORT_SILENCE:
-                        notices.show(silence_text(watch.hangs.reasons, self._stacks_of(step.ranks)))
+                        wording.show(silence_text(watch.hangs.reasons, self._stacks_of(step.ranks)))
                     else:
                         self._take(step.act, step.ranks, stacks)
                 if not watch.done:
@@ -527,7 +526,7 @@ class World:
 
 
 def _written_at_end(pipe: int) -> str:
-    """Return what a rank wrote when its own code ended it; see ``own_exits.py``."""
+    """Return what a rank wrote when its own code ended it; see ``exits.py``."""
     try:
         os.set_blocking(pipe, False)
         return os.read(pipe, 1 << 16).decode(errors="replace")

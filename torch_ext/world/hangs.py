@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.limits import Limits
-from torch_ext.world.phrases import ranks_phrase, without_ranks
 from torch_ext.world.protocol import Progress
+from torch_ext.world.wording import ranks_phrase, without_ranks
 
 __all__ = ["PARENT_HALF", "SILENCE_S", "Finding", "HangWatch", "Measures", "silence_text"]
 

@@ -18,12 +18,12 @@ import unittest
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from torch_ext.world import _os, frames, module_environment
+from torch_ext.world import _os, child, frames
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.child import end_fork
-from torch_ext.world.interpreter import PACKAGE_ROOT
-from torch_ext.world.preparation import (
+from torch_ext.world.child import (
+    PACKAGE_ROOT,
     compute_on_one_thread,
+    end_fork,
     load,
     load_first_uses,
     preparation_of_this_process,
@@ -86,7 +86,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.argv[:] = order.argv
     importing = _os.getpid()
     try:
-        with _stacks_to(descriptors[1]), module_environment.noted(), uncollected():
+        with _stacks_to(descriptors[1]), child.noted(), uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
     except BaseException as error:

@@ -190,7 +190,7 @@ class Signal:
 class Preparation:
     """What a fresh interpreter loads: the search path, modules by name, and the file or module that is ``__main__``.
 
-    See ``preparation.py`` for what is done with it.
+    See ``child.py`` for what is done with it.
     """
 
     path: tuple[str, ...]

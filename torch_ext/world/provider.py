@@ -12,14 +12,13 @@ import contextlib
 import os
 import sys
 
-from torch_ext.world import _os, scratch, transports
+from torch_ext.world import _os, files, transports
 from torch_ext.world.channel import Channel, channel_pair
-from torch_ext.world.fork_safety import reason_not_to_fork
+from torch_ext.world.child import preparation_of_this_process, reason_not_to_fork
 from torch_ext.world.loading import become_zygote
-from torch_ext.world.notices import announce
-from torch_ext.world.preparation import preparation_of_this_process
 from torch_ext.world.protocol import ModuleOrder
 from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
+from torch_ext.world.wording import announce
 
 __all__ = [
     "forget",
@@ -64,7 +63,7 @@ def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
     own = _mine()
     own.given, own.lost_given = channel, False
-    scratch.use(scratch_folder)
+    files.use(scratch_folder)
 
 
 def given_is_gone() -> bool:
@@ -162,10 +161,10 @@ def forget(channel: Channel) -> None:
 def _fork(own: _Zygotes) -> Channel:
     if own.forked is not None:
         own.forked[0].close()
-        scratch.give_up()
+        files.give_up()
     ours, theirs = channel_pair()
     modules = frozenset(sys.modules)
-    folder = scratch.folder()
+    folder = files.folder()
     _os.flush_output()
     pid = _os.fork()
     if pid == 0:
@@ -206,7 +205,7 @@ def _alive(own: _Zygotes) -> bool:
 def _load(own: _Zygotes, module: str) -> Channel:
     if own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
-        own.root = start_root(main, scratch.folder(), os.environ)
+        own.root = start_root(main, files.folder(), os.environ)
         atexit.register(_end_root, own)
     own.root.wait_ready()
     if module == "__main__":

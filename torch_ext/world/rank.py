@@ -28,9 +28,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import _os, flight_record, frames, loopback, operations, own_exits, transport_errors, transports
+from torch_ext.world import _os, collectives, exits, frames, operations, transports
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
+from torch_ext.world.exits import Debts, UnfinishedWorkError, unfinalized_globals
 from torch_ext.world.hosts import NUMBER_VARIABLE
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
@@ -48,7 +49,6 @@ from torch_ext.world.protocol import (
     Said,
     Ticket,
 )
-from torch_ext.world.settling import Debts, UnfinishedWorkError, unfinalized_globals
 from torch_ext.world.threads import LISTENER, leave_out, observe
 from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
@@ -122,7 +122,7 @@ class Rank:
         self._send(self._stamped(receipt))
         if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
-        self._send(Collectives(flight_record.read()))  # a peer may be waiting for this rank in a collective
+        self._send(Collectives(collectives.own_record()))  # a peer may be waiting for this rank in a collective
         return False
 
     @_os.with_room
@@ -137,7 +137,7 @@ class Rank:
         self._is_between_tests = True
         self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
-            self._send(Collectives(flight_record.read()))
+            self._send(Collectives(collectives.own_record()))
         return receipt
 
     def tell(self, text: str) -> None:
@@ -188,7 +188,7 @@ class Rank:
 
     def tell_place(self, error: BaseException) -> None:
         """Have the parent half know where this process has left by ``error``."""
-        own_exits.write_text(self._stacks, frames.read_error(error)[1])
+        exits.write_text(self._stacks, frames.read_error(error)[1])
 
     def say(self, message: Phase | Farewell) -> None:
         """Tell the parent half how far this process is."""
@@ -209,7 +209,7 @@ class Rank:
                 if message is Ask.RELEASE:
                     self._released.set()
                 elif message is Ask.COLLECTIVES:
-                    self._send(Collectives(flight_record.read()))
+                    self._send(Collectives(collectives.own_record()))
                 elif message is Ask.PROGRESS:
                     self._send(_look(self._is_between_tests))
                 elif message is Ask.STACKS:
@@ -256,7 +256,7 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
-        os.environ[loopback.VARIABLE] = order.address
+        os.environ[transports.VARIABLE] = order.address
         connections.pop(0)  # stays open as long as this process lives
     _close_stdin()
     redirect(stdout, stderr)
@@ -294,7 +294,7 @@ def _close_stdin() -> None:
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:
     process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, stacks, connections))
-    end_writing = own_exits.write_stacks_before(stacks)
+    end_writing = exits.write_stacks_before(stacks)
     code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
     end_writing()
     if _current is not None:
@@ -327,7 +327,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
     reason, trace = frames.read_error(error)
-    transport = transport_errors.raised_by_transport(error)
+    transport = collectives.raised_by_transport(error)
     waits = operations.waits_of_error(error) if transport else ()
     place = frames.place_of(error)
     parts = (Part("", expectable=False),) if isinstance(error, UnfinishedWorkError) else ()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch_ext.world.collectives import read_record
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.phrases import left_behind, ranks_phrase, without_ranks
 from torch_ext.world.verdict import Verdict, WorldReport
+from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
 __all__ = ["WorldFailure", "end_of_output", "render"]
 

@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, loopback, settings
+from torch_ext.world import _os, settings, transports
 from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.files import Capture, Live, open_capture
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.output import Capture, Live, open_capture
 from torch_ext.world.protocol import Order, RankOrder, Start, Ticket
 from torch_ext.world.wait_page import WaitPage
 
@@ -71,7 +71,7 @@ def start_world(
         OSError: the system refuses what so many ranks need, such as open files.
     """
     machine_memory.share()
-    address, reservation = loopback.reserve() if own_address else ("", -1)
+    address, reservation = transports.reserve() if own_address else ("", -1)
     ranks: list[tuple[RankProcess, list[int]]] = []
     try:
         ranks += (_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks))

@@ -46,7 +46,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from torch_ext.world import _os, flight_record
+from torch_ext.world import _os, collectives
 from torch_ext.world.operations import Operation, operation_of
 from torch_ext.world.protocol import Progress
 from torch_ext.world.wait_page import ThreadWait, waits_of_threads
@@ -146,7 +146,7 @@ def observe(between_tests: bool = False) -> Progress:
         between_tests: its main thread waits for the harness's next word.
     """
     tasks = list(_tasks(_os.getpid() if between_tests else 0))
-    progress = judge_tasks(tasks, flight_record.summary())
+    progress = judge_tasks(tasks, collectives.own_summary())
     signals = tuple(_signals())
     return replace(
         progress,

@@ -21,9 +21,9 @@ from torch_ext.world.channel import (
     channel_pair,
     readable,
 )
+from torch_ext.world.child import PACKAGE_ROOT
 from torch_ext.world.follow import read_stacks
-from torch_ext.world.interpreter import PACKAGE_ROOT
-from torch_ext.world.patience import Patience
+from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,

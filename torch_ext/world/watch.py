@@ -13,9 +13,8 @@ from enum import Enum
 from signal import SIGABRT
 
 from torch_ext.world.hangs import Finding, HangWatch, Measures
-from torch_ext.world.limits import Limits
+from torch_ext.world.limits import MORE_S, Limits, Patience
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.patience import MORE_S, Patience
 from torch_ext.world.protocol import NO_TICKET, Receipt, Said, Ticket
 
 __all__ = ["Act", "Step", "Watch"]

@@ -36,10 +36,9 @@ from typing import Any, NoReturn
 from torch_ext.world import _os, processes, settings, threads, transports
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.child import child_main
-from torch_ext.world.fork_safety import reason_not_to_fork
-from torch_ext.world.interpreter import start_interpreter
-from torch_ext.world.leftovers import Leftovers, end_everything
+from torch_ext.world.child import child_main, reason_not_to_fork, start_interpreter
+from torch_ext.world.exits import disown_exit_functions
+from torch_ext.world.processes import Leftovers, end_everything
 from torch_ext.world.protocol import (
     AddClient,
     AskOthers,
@@ -54,7 +53,6 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
-from torch_ext.world.settling import disown_exit_functions
 
 __all__ = ["Zygote", "read_when_loaded"]
 

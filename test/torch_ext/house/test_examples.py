@@ -19,7 +19,7 @@ MODULES = [
 
 def test_there_are_examples() -> None:
     runner = {f"torch_ext.runner.{name}" for name in ("keywords", "selection")}
-    world = {f"torch_ext.world.{name}" for name in ("_os", "outcome", "phrases")}
+    world = {f"torch_ext.world.{name}" for name in ("_os", "outcome", "wording")}
     assert runner | world <= set(MODULES)
 
 

@@ -17,7 +17,7 @@ from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.results import Began, Needs, Over, Remark, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan
-from torch_ext.world.phrases import LEFT_BEHIND
+from torch_ext.world.wording import LEFT_BEHIND
 
 FILE = TestFile("a.py", Path("/root/a.py"), "a", Path("/root"))
 ONE, TWO, OTHER = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.verdict.programs import SLOWER, programs
-from torch_ext.world import loopback
+from torch_ext.world import transports
 
 # In one run a rank looks for its peer at a port that meanwhile belongs to another world, as if the peer had died.
 STRAYS = """
@@ -57,7 +57,7 @@ def listen(address: str, ports: range) -> socket.socket:
 
 
 def test_port_of_a_dead_rank_that_another_world_was_given_is_not_reached(tmp_path: Path) -> None:
-    address, reservation = loopback.reserve()
+    address, reservation = transports.reserve()
     with (
         listen(address or "127.0.0.1", LOW) as low,
         listen(address or "127.0.0.1", HIGH) as high,
@@ -74,11 +74,11 @@ def test_port_of_a_dead_rank_that_another_world_was_given_is_not_reached(tmp_pat
 
 def test_no_two_worlds_have_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
-    address, reservation = loopback.reserve()
+    address, reservation = transports.reserve()
     assert re.fullmatch(r"127\.\d+\.\d+\.\d+", address)
-    assert loopback.reserve() == ("", -1)
+    assert transports.reserve() == ("", -1)
     os.close(reservation)
-    again, reservation = loopback.reserve()
+    again, reservation = transports.reserve()
     assert again == address
     os.close(reservation)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torch_ext.world.calls import check_ran
-from torch_ext.world.phrases import printable, short_command
+from torch_ext.world.wording import printable, short_command
 
 
 async def coroutine() -> None:

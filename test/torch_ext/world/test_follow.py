@@ -19,10 +19,10 @@ import pytest
 
 from torch_ext.world import _os, callbacks, follow
 from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.files import Capture
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError, read_stacks
 from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending
-from torch_ext.world.output import Capture
 from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
 from torch_ext.world.render import render
 from torch_ext.world.start import RankTask, start_world

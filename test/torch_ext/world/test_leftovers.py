@@ -11,7 +11,7 @@ import pytest
 
 from test.torch_ext.world.suites import Suite
 from torch_ext.world import _os
-from torch_ext.world.leftovers import Leftovers
+from torch_ext.world.processes import Leftovers
 from torch_ext.world.protocol import LeftBehind
 
 SHARES_MEMORY = """

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from torch_ext.world import output
-from torch_ext.world.output import Live, open_capture
+from torch_ext.world import files
+from torch_ext.world.files import Live, open_capture
 
 
 def test_kept_output_is_cut_to_its_last_16_kib() -> None:
@@ -59,8 +59,8 @@ def test_closing_gives_the_descriptors_back() -> None:
 def test_what_is_printed_is_passed_on_byte_for_byte_and_never_held_for_ever(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_LINE_BYTES", 50_000)
-    monkeypatch.setattr(output, "_KEPT_BYTES", 60_000)
+    monkeypatch.setattr(files, "_LINE_BYTES", 50_000)
+    monkeypatch.setattr(files, "_KEPT_BYTES", 60_000)
     capture, writer = open_capture(0, Live(verbatim=True))
     os.write(writer, b"\xff\x00\x1b[1m\r\n10%\r20%\r\n" + b"x" * 20_000)
     assert capture.pass_through()
@@ -79,7 +79,7 @@ def test_what_is_printed_is_passed_on_byte_for_byte_and_never_held_for_ever(
 
 
 def test_a_rank_that_never_stops_printing_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_TURN_BYTES", 2 * output._PART_BYTES)
+    monkeypatch.setattr(files, "_TURN_BYTES", 2 * files._PART_BYTES)
     capture, writer = open_capture(0, Live(verbatim=True))
     reads: list[int] = []
 

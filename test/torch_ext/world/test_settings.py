@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_ext.world import fork_safety, zygote
+from torch_ext.world import child, zygote
 from torch_ext.world.channel import Channel, channel_pair
-from torch_ext.world.preparation import preparation_of_this_process
+from torch_ext.world.child import preparation_of_this_process
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_a_trial_fork_is_made_only_where_there_are_threads(
     if switch is not None:
         monkeypatch.setenv("TORCH_EXT_TRIAL_FORK", switch)
     calls: list[int] = []
-    monkeypatch.setattr(fork_safety, "_trial_fork", lambda: calls.append(1))
-    monkeypatch.setattr(fork_safety._os, "tasks", lambda: 1)
-    fork_safety.reason_not_to_fork()
+    monkeypatch.setattr(child, "_trial_fork", lambda: calls.append(1))
+    monkeypatch.setattr(child._os, "tasks", lambda: 1)
+    child.reason_not_to_fork()
     assert calls == []
-    monkeypatch.setattr(fork_safety._os, "tasks", lambda: 2)
-    assert "runs other threads" in fork_safety.reason_not_to_fork()
+    monkeypatch.setattr(child._os, "tasks", lambda: 2)
+    assert "runs other threads" in child.reason_not_to_fork()
     assert len(calls) == forks
 
 
@@ -66,7 +66,7 @@ def test_a_trial_fork_does_not_end_other_peoples_threads() -> None:
     thread = threading.Thread(target=done.wait, name="mine")
     thread.start()
     try:
-        assert "Python thread 'mine'" in fork_safety.reason_not_to_fork()
+        assert "Python thread 'mine'" in child.reason_not_to_fork()
     finally:
         done.set()
         thread.join()

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch_ext.world.hangs import Measures
 from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending
-from torch_ext.world.phrases import ranks_phrase
 from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Step, Watch
+from torch_ext.world.wording import ranks_phrase
 
 INF = float("inf")
 LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)

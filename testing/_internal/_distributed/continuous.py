@@ -29,7 +29,7 @@ from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import provider, scratch, settings, unjudged
+from torch_ext.world import files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.follow import RankProcess, World, ZygoteLostError
@@ -177,7 +177,7 @@ class MultiProcContinuousTest(TestCase):
 
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:
-        descriptor, cls.rdvz_file = tempfile.mkstemp(dir=scratch.folder())
+        descriptor, cls.rdvz_file = tempfile.mkstemp(dir=files.folder())
         os.close(descriptor)
         hosts = hosts_of(cls)
         arguments = (int(world_size), HostFile(cls.rdvz_file) if hosts > 1 else cls.rdvz_file, Inherited(0))
@@ -212,8 +212,8 @@ class MultiProcContinuousTest(TestCase):
     def _check_ranks(self) -> None:
         """Fail if the test ended without having waited for the ranks, which are dropped: they may still run it."""
         try:
-            unjudged.check()
-        except unjudged.UnjudgedRanksError:
+            verdict.check()
+        except verdict.UnjudgedRanksError:
             self._drop_ranks()
             raise
 

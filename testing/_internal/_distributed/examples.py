@@ -28,7 +28,7 @@ from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJE
 from torch_ext.testing._internal._distributed.example_report import Example, Found, report
 from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
 from torch_ext.testing._internal._distributed.timeouts import timeout_of
-from torch_ext.world import notices, provider, settings
+from torch_ext.world import provider, settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.limits import Limits
@@ -134,7 +134,7 @@ class ExampleRun:
         except DidNotReproduce:
             if self._last is not None or self._tried != 1:
                 raise
-            notices.announce(f"{self._case.id()}: the example of {EXAMPLE_VARIABLE} passes")
+            wording.announce(f"{self._case.id()}: the example of {EXAMPLE_VARIABLE} passes")
         self._end_ranks()
 
     @contextlib.contextmanager

@@ -20,8 +20,7 @@ from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
 from torch_ext.testing._internal._distributed.ports import reserved_port
 from torch_ext.world.calls import check_ran
-from torch_ext.world.notes import add_note
-from torch_ext.world.phrases import ranks_phrase
+from torch_ext.world.wording import add_note, ranks_phrase
 
 __all__ = [
     "captured_output",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from torch_ext.world import hosts, scratch
+from torch_ext.world import files, hosts
 from torch_ext.world.start import RankTask
 
 __all__ = ["meeting_point", "over_hosts"]
@@ -54,7 +54,7 @@ def _folder_of(host: int) -> dict[str, str]:
     """Where ranks of ``host`` make temporary files; host 0 is this one."""
     if not host:
         return {}
-    folder = os.path.join(scratch.folder(), f"h{host}")
+    folder = os.path.join(files.folder(), f"h{host}")
     os.makedirs(folder, exist_ok=True)
     return {"TMPDIR": folder}
 

@@ -24,7 +24,7 @@ from torch_ext.testing._internal._distributed.methods import (
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import notices, provider, scratch, settings, unjudged
+from torch_ext.world import files, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
@@ -32,11 +32,11 @@ from torch_ext.world.follow import RankProcess, World, ZygoteLostError
 from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
 from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.phrases import left_behind
 from torch_ext.world.protocol import Inherited, Said
 from torch_ext.world.render import WorldFailure
 from torch_ext.world.start import RankTask, start_world
 from torch_ext.world.verdict import Judgement, WorldReport, judge
+from torch_ext.world.wording import left_behind
 
 __unittest = True
 
@@ -80,7 +80,7 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
             provider.forget(zygote)
             raise
     if world.why_interpreter:
-        notices.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+        wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
     return world
 
 
@@ -208,7 +208,7 @@ class MultiProcessTestCase(TestCase):
         self.pid_to_pipe = {}
         self.rank = self.MAIN_PROCESS_RANK
         self._world: World | None = None
-        descriptor, self.file_name = tempfile.mkstemp(dir=scratch.folder())
+        descriptor, self.file_name = tempfile.mkstemp(dir=files.folder())
         os.close(descriptor)
         self.addCleanup(self._clean_up, self.file_name)
 
@@ -226,7 +226,7 @@ class MultiProcessTestCase(TestCase):
         if self._world is not None:
             self._world.close()
         self._world, self.processes, self.pid_to_pipe = None, [], {}
-        unjudged.check()
+        verdict.check()
 
     def _spawn_processes(self) -> None:
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
@@ -245,7 +245,7 @@ class MultiProcessTestCase(TestCase):
             self.id(),
             hosts,
         )
-        type(self).addClassCleanup(unjudged.check)  # for a run() that calls none of our own
+        type(self).addClassCleanup(verdict.check)  # for a run() that calls none of our own
         self.processes = self._world.processes
         self.pid_to_pipe = {
             process.pid: process.connections[0] for process in self.processes if process.pid is not None

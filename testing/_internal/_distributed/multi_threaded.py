@@ -24,7 +24,7 @@ from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, count_ranks, seconds_of, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
-from torch_ext.world import provider, settings, unjudged
+from torch_ext.world import provider, settings, verdict
 from torch_ext.world._os import monotonic
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.outcome import Outcome
@@ -99,7 +99,7 @@ class MultiThreadedTestCase(TestCase):
         check_fixtures(type(self))
         timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
-        self.addCleanup(unjudged.check)
+        self.addCleanup(verdict.check)
         self.rank = self.MAIN_THREAD_RANK
         self.threads = []
 
@@ -120,7 +120,7 @@ class MultiThreadedTestCase(TestCase):
         accelerator.request_devices(max(size, devices_asked_for(cls)))
         _install_world_of_threads()
         cls.global_store = c10d.HashStore()
-        cls.addClassCleanup(unjudged.check)  # for a run() that calls none of our own
+        cls.addClassCleanup(verdict.check)  # for a run() that calls none of our own
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
     @classmethod

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 
 from torch_ext import accelerator
-from torch_ext.world.preparation import load_first_uses
+from torch_ext.world.child import load_first_uses
 
 # Chosen and loaded here. Every rank would otherwise import the package of an out-of-tree device.
 accelerator.device_type()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from torch_ext import accelerator
-from torch_ext.world import notices
 from torch_ext.world import rank as world_rank
+from torch_ext.world import wording
 
 __unittest = True
 
@@ -20,11 +20,11 @@ def race_check() -> AbstractContextManager[None]:
     """
     rank = world_rank.current()
     if rank is None:
-        return accelerator.race_check("", notices.announce)
+        return accelerator.race_check("", wording.announce)
     return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.tell)
 
 
 def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
     """Begin the check of a test whose ranks are threads; None if the device has none."""
     rank = world_rank.current()
-    return accelerator.race_check_of_threads(notices.announce if rank is None else rank.tell)
+    return accelerator.race_check_of_threads(wording.announce if rank is None else rank.tell)

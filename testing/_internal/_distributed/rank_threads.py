@@ -16,14 +16,14 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import ThreadedWorld, prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.races import race_check_of_threads
-from torch_ext.world import frames, notices, operations, processes, provider, settings, unjudged
+from torch_ext.world import frames, operations, processes, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
+from torch_ext.world.exits import ThreadErrors, UnfinishedWorkError
 from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, Measures, silence_text
 from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said, Wait
-from torch_ext.world.settling import ThreadErrors, UnfinishedWorkError
 from torch_ext.world.threads import observe
 
 __unittest = True
@@ -161,7 +161,7 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
     operations.test_began()
     escapes = _Escapes()
-    unjudged.started(threads[0] if threads else None, len(threads))
+    verdict.started(threads[0] if threads else None, len(threads))
     for thread in threads:
         thread.escapes = escapes
         thread.start()
@@ -174,7 +174,7 @@ def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]
     An exception that ended a thread fails the rank that started it. A race that no rank was charged with fails the
     first rank that has passed.
     """
-    unjudged.asked(threads[0] if threads else None)
+    verdict.asked(threads[0] if threads else None)
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
@@ -215,7 +215,7 @@ def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome
         if found is Finding.HUNG:
             return [_outcome(thread, Ending.HUNG) for thread in threads]
         if found is Finding.SILENT:
-            notices.show(silence_text(watch.reasons, {_rank_of(thread): _stacks_of(thread) for thread in alive}))
+            wording.show(silence_text(watch.reasons, {_rank_of(thread): _stacks_of(thread) for thread in alive}))
     return [_outcome(thread, Ending.TIMED_OUT) for thread in threads]
 
 

@@ -31,7 +31,7 @@ from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan
-from torch_ext.world.notices import PREFIX
+from torch_ext.world.wording import PREFIX
 
 __all__ = ["ClusterExecutor"]
 

@@ -11,7 +11,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.results import RanksFailed, Status, TestResult
-from torch_ext.world.phrases import printable
+from torch_ext.world.wording import printable
 
 __all__ = ["write_page"]
 

@@ -28,7 +28,7 @@ from torch_ext.runner.reporters.base import ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending
-from torch_ext.world.phrases import printable
+from torch_ext.world.wording import printable
 
 __all__ = ["write_junit"]
 

@@ -14,7 +14,7 @@ from torch_ext.runner.reporters.base import Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.results import Began, OutputError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
-from torch_ext.world.phrases import printable
+from torch_ext.world.wording import printable
 
 __all__ = ["StyledWriter", "TextReporter", "is_live"]
 

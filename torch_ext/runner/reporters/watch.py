@@ -13,7 +13,7 @@ from typing import TextIO
 from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
-from torch_ext.world.phrases import LEFT_BEHIND, printable
+from torch_ext.world.wording import LEFT_BEHIND, printable
 
 __all__ = ["LiveWatch", "PlainWatch", "Running", "spell_s"]
 

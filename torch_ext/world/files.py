@@ -1,21 +1,23 @@
-"""Where a rank's stdout and stderr go: a file without a name, or a pipe that is passed on as it fills.
-
-Standard library only.
+"""Files of a run: its folder for short-lived ones, and those that take a rank's stdout and stderr (or a pipe, which is
+passed on as it fills). Standard library only.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO
 
 from torch_ext.world import _os
-from torch_ext.world.phrases import printable
+from torch_ext.world.wording import printable
 
-__all__ = ["Capture", "Live", "open_capture"]
+__all__ = ["Capture", "Live", "folder", "give_up", "open_capture", "restore", "use"]
 
 _TAIL_BYTES = 16 << 10
 # What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
@@ -129,3 +131,62 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     return Capture(rank, file, reader, how), writer
+
+
+class _Scratch:
+    """The folder of this process. A forked child does not own its parent's."""
+
+    def __init__(self) -> None:
+        self.owner = _os.getpid()
+        self.path = ""
+        self.made_here = False
+        self.temporary = ""  # the folder for everybody's short-lived files
+
+
+_scratch = _Scratch()
+
+
+def _mine() -> _Scratch:
+    global _scratch
+    if _scratch.owner != _os.getpid():
+        _scratch = _Scratch()
+    return _scratch
+
+
+def use(path: str) -> None:
+    """Use the folder ``path``, which another process made and removes."""
+    scratch = _mine()
+    scratch.path, scratch.temporary = path, tempfile.gettempdir()
+
+
+def restore() -> None:
+    """Make the folders for short-lived files anew that a test has removed."""
+    scratch = _mine()
+    for path in (scratch.temporary, scratch.path):
+        if path and not os.path.isdir(path):
+            with contextlib.suppress(OSError):  # who needs the folder says so
+                os.makedirs(path, 0o700)
+
+
+def folder() -> str:
+    """Return the folder. It is made on first use and removed when the process is gone, however that ends."""
+    scratch = _mine()
+    restore()  # a zygote that has ended removes it, and the next one does so again
+    if not scratch.path:
+        scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
+        scratch.made_here = True
+        atexit.register(_remove, scratch)
+    return scratch.path
+
+
+def give_up() -> None:
+    """Remove the folder if it was made here; the next use makes another. A zygote that ends removes its folder too."""
+    scratch = _mine()
+    _remove(scratch)
+    if scratch.made_here:
+        scratch.path, scratch.made_here = "", False
+
+
+def _remove(scratch: _Scratch) -> None:
+    if scratch.owner == _os.getpid() and scratch.made_here:
+        shutil.rmtree(scratch.path, ignore_errors=True)

@@ -1,11 +1,27 @@
-"""Words that several reports use. Pure functions."""
+"""Words for users: phrases of reports, and the lines that the harness itself prints. Standard library and own layer
+only."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
-__all__ = ["LEFT_BEHIND", "left_behind", "own_message", "printable", "ranks_phrase", "short_command", "without_ranks"]
+from torch_ext.world import _os
+
+__all__ = [
+    "LEFT_BEHIND",
+    "PREFIX",
+    "add_note",
+    "announce",
+    "left_behind",
+    "own_message",
+    "printable",
+    "ranks_phrase",
+    "short_command",
+    "show",
+    "without_ranks",
+]
 
 # What is said of a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
@@ -98,3 +114,35 @@ def without_ranks(text: str) -> str:
     True
     """
     return _RANK_DEPENDENT.sub("*", text)
+
+
+# Marks these lines among the output of a process, so that the runner can repeat them in its summary.
+PREFIX = "torch_ext: "
+
+_told: set[tuple[int, str]] = set()
+
+
+def announce(message: str) -> None:
+    """Print ``message`` on stderr, unless this process has done so before."""
+    key = (_os.getpid(), message)
+    if key not in _told:
+        _told.add(key)
+        print(f"{PREFIX}{printable(message)}", file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Print ``text``, of one or more lines, on stderr."""
+    print(f"{PREFIX}{printable(text)}", file=sys.stderr, flush=True)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add ``note`` to ``error``, if it is not there yet. Before Python 3.11 errors have no notes: nothing happens.
+
+    >>> error = ValueError("x")
+    >>> for _ in range(2):
+    ...     add_note(error, "in the subtest with a=1")
+    >>> getattr(error, "__notes__", [])[1:]
+    []
+    """
+    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
