@@ -9,8 +9,9 @@ A rank that waits is rarely the one at fault. In this order:
    else those whose body is over, if the others' is not: what they wait in is the harness's.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
    for its peer. These are the edges of a graph; a collective that raised an error has not ended in this sense. Those
-   that are waited for and wait for nobody are to blame. If there are none, the ranks are in a deadlock, and its cycle
-   is shown; in it, a rank whose body is over is to blame, or the few that wait in another collective than most.
+   that are waited for and wait for nobody are to blame; if their bodies are over, a collective that only a few have
+   called, which others wait for elsewhere, counts for nothing. If there are none, the ranks are in a deadlock, and its
+   cycle is shown; in it, a rank whose body is over is to blame, or the few that wait in another collective than most.
 4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
    when it ended has come, whatever it did then.
 5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
@@ -54,6 +55,7 @@ class _Edge:
     Attributes:
         call: what the user has called, and the line.
         group: the process group, if it is a collective that all of them call.
+        came: how many ranks have called it.
     """
 
     waiting: int
@@ -61,6 +63,7 @@ class _Edge:
     what: str
     call: tuple[str, str]
     group: str = ""
+    came: int = 1
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -172,13 +175,24 @@ def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks
 
 def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     edges = [*_collective_edges(outcomes, records), *_peer_edges(outcomes)]
-    waiting = {edge.waiting for edge in edges}
-    missing = sorted({rank for edge in edges for rank in edge.missing})
-    roots = tuple(rank for rank in missing if rank not in waiting)
+    roots = _roots(edges)
+    if roots and all(_is_over(outcomes, rank) for rank in roots):
+        awaited = {rank for edge in edges for rank in edge.missing}
+        edges = [edge for edge in edges if edge.came >= len(edge.missing) or edge.waiting not in awaited] or edges
+        roots = _roots(edges)
     if roots:
         return _of_roots(outcomes, edges, roots)
-    found = _cycle(edges) if missing else None
+    found = _cycle(edges) if edges else None
     return found and _for_those_that_are_over(found, outcomes, found.ranks)
+
+
+def _roots(edges: Sequence[_Edge]) -> tuple[int, ...]:
+    """Return the ranks that are waited for and wait for nobody."""
+    return tuple(sorted({rank for edge in edges for rank in edge.missing} - {edge.waiting for edge in edges}))
+
+
+def _is_over(outcomes: Sequence[Outcome], rank: int) -> bool:
+    return any(o.rank == rank and (o.ending is Ending.PASSED or any(wait.over for wait in o.waits)) for o in outcomes)
 
 
 def _of_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
@@ -210,7 +224,7 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
             absent = tuple(sorted(set(members) - came - unknown - {rank}))
             if absent:
                 call = each.name, _call_of(by_rank[rank])[1]
-                yield _Edge(rank, absent, str(each), call, each.group.partition(" ")[0])
+                yield _Edge(rank, absent, str(each), call, each.group.partition(" ")[0], len(members) - len(absent))
 
 
 def _failed_in_a_collective(outcome: Outcome) -> bool:

@@ -230,7 +230,7 @@ def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Pr
     text, made = source_of(random.Random(seed + kind), kind, number)
     with programs(folder, text) as suite:
         extra = {"TORCH_EXT_HANG_AFTER": "4", "TORCH_EXT_CACHE": str(cache.folder())}
-        limit = ("--timeout", str(round(20 * SLOWER)), "--slots", str(_SLOTS[kind]))
+        limit = ("--timeout", str(round((20 if number == _EACH else 60) * SLOWER)), "--slots", str(_SLOTS[kind]))
         process = suite.start_runner(*limit, "--device", "sim" if kind == "sim" else "cpu", extra=extra)
         return made, suite.finish(process, deadline_s=60 + 12 * number * SLOWER)
 

@@ -79,6 +79,14 @@ def test_the_few_are_to_blame_though_the_others_are_over() -> None:
     assert blame is not None and blame.ranks == (2,)
 
 
+def test_a_rank_that_took_another_group_is_to_blame_where_others_are_through() -> None:
+    """Ranks 1 and 3 got what rank 0 sends to all, which waits for rank 2 alone."""
+    groups = {"g1": [0, 1, 2, 3]}
+    through = [replace(hung(rank, entry("0", 1, over=True), **groups), ending=Ending.PASSED) for rank in (1, 3)]
+    blame = find_blame([hung(0, entry("0", 1), **groups), through[0], hung(2, entry("1", 1), **groups), through[1]])
+    assert blame is not None and blame.ranks == (2,)
+
+
 def test_of_a_deadlock_the_one_whose_body_is_over_is_to_blame() -> None:
     receives = (Wait("recv(peer 1)", (1,), transport=True),)
     blame = find_blame([hung(0, waits=receives), hung(1, entry("0", 1, "barrier"), waits=OVER)])
