@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +12,10 @@ import pytest
 
 from benchmarks.simulate import Span, lower_bound, makespan, simulate
 from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.places import Machine
 from torch_ext.runner.results import Needs, TestName
 from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan, slots_of
+from torch_ext.world.protocol import Devices
 
 # The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
 RECORDED = [
@@ -124,3 +129,25 @@ def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
     needs = {tests[0]: Needs(4, 4, 0), tests[1]: Needs(2, 2, 0, alone=True), tests[2]: Needs(4, 1, 0)}
     made = make_plan([file("a")], tests, needs, lambda test: 2.0)
     assert [(batch.need, batch.expected_s) for batch in made] == [(Need(4, True), 4.0), (Need(1), 2.0)]
+
+
+@pytest.mark.parametrize("length", [20, 55, 90])
+def test_two_classes_never_share_a_temporary_folder(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose path is too long for the address of a socket is reached by a shorter one."""
+    base = tempfile.mkdtemp(dir="/tmp", prefix="t")
+    try:
+        parent = os.path.join(base, "x" * (length - len(base) - 1))
+        os.mkdir(parent)
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        machine = Machine(os.path.join(parent, "torch_ext-12345678"), {}, Devices(0, ""))
+        places = [machine.place([slot], packed=True) for slot in (0, 1)]
+        folders = [place.environment["TMPDIR"] for place in places]
+        for name, folder in enumerate(folders):
+            Path(folder, str(name)).touch()
+        assert [os.listdir(folder) for folder in folders] == [["0"], ["1"]]
+        assert length > 73 or all(len(folder) <= 73 for folder in folders)
+        for place in places:
+            place.leave()
+        assert not any(os.path.exists(folder) for folder in folders)
+    finally:
+        shutil.rmtree(base)

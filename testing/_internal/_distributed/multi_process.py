@@ -24,7 +24,7 @@ from torch_ext.testing._internal._distributed.methods import (
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
 from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
-from torch_ext.world import files, provider, settings, verdict, wording
+from torch_ext.world import _os, files, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
@@ -96,6 +96,7 @@ def _start(zygote: Channel, ranks: Sequence[RankTask], test: str) -> World:
     )
 
 
+@_os.with_room
 def raise_verdict(
     outcomes: Sequence[Outcome], took_s: float, expected_exit: int | None = None, any_exit: bool = False
 ) -> None:
