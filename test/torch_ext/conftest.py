@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.torch_ext import parallel
+from test.torch_ext import parallel, tiers
 
 _SIM = Path(__file__).resolve().parent / "sim"
 
@@ -24,11 +25,15 @@ def _asked_for(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
+    parser.addoption("--tier", choices=tiers.TIERS, help="which tests run: see test/torch_ext/tiers.py")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
+    config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
+    config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")
+    tiers.watch_for_processes()
     # Tests run pytest and look at what it prints.
     os.environ.pop("PYTEST_ADDOPTS", None)
     # And expect each program to load torch itself.
@@ -56,15 +61,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # folders below add marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``long``, unless ``--long`` is given or a test is named by ``::``. Of the others, run the
-    slowest files last, or first where processes share the tests.
+    """Deselect what another tier runs, and tests marked ``long`` unless ``--long`` is given or a test is named by
+    ``::``. Of the others, run the slowest files last, or first where processes share the tests.
     """
-    if not (config.getoption("long") or any("::" in each for each in config.args)):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    tier, is_named = tiers.tier_of(config), any("::" in each for each in config.args)
+    wanted, left = [], []
+    for item in items:
+        too_long = item.get_closest_marker("long") and not (config.getoption("long") or is_named)
+        (left if too_long or not tiers.is_wanted(item, tier) else wanted).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = wanted
     direction = 1 if hasattr(config, "workerinput") else -1
     items.sort(key=lambda item: direction * parallel.place_in_queue(item.path.name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    tiers.refuse_processes(not tiers.may_start_processes(item))
+    try:
+        return (yield)
+    finally:
+        tiers.refuse_processes(False)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -73,4 +92,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "" if _asked_for(config) else "test/torch_ext/sim needs a process of its own: pytest test/torch_ext/sim"
+    tier = f"tier: {tiers.tier_of(config)} (--tier {', '.join(tiers.TIERS)}; test/torch_ext/tiers.py)"
+    sim = "test/torch_ext/sim needs a process of its own: pytest test/torch_ext/sim"
+    return tier if _asked_for(config) else f"{tier}; {sim}"

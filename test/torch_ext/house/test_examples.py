@@ -23,6 +23,7 @@ def test_there_are_examples() -> None:
     assert runner | world <= set(MODULES)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_are_true(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["example.py"])  # torch_ext.upstream.file prepares for the file that is run

@@ -69,6 +69,7 @@ def case(**methods: Callable[..., Any]) -> unittest.TestCase:
     return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forgotten: bool

@@ -58,6 +58,7 @@ def test_ignored_interrupts_stay_ignored(before: object) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.processes
 def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) -> None:
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM))
     child = os.fork()

@@ -6,6 +6,7 @@ import os
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as c10d
 
@@ -16,6 +17,8 @@ from torch_ext.testing._internal.common_distributed import (
     skip_if_lt_x_gpu,
     with_dist_debug_levels,
 )
+
+pytestmark = pytest.mark.processes
 
 
 class TestOnCpu(DistributedTestBase):

@@ -221,6 +221,7 @@ def test_cycles_are_measured_once_by_the_devices_own_events(
 # --- ranks that are threads -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() -> None:
     before = sys.getrecursionlimit()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.lint import problems
 from torch_ext.upstream.export.modules import Tree
 from torch_ext.upstream.export.write import text_of
+
+pytestmark = pytest.mark.processes  # ruff
 
 OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
 COMMON = f"{OURS}.common_fsdp"

@@ -217,6 +217,7 @@ def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent()
     other.close()
 
 
+@pytest.mark.processes
 def test_the_writer_of_junk_is_named_by_its_descriptor() -> None:
     one, other = channel_pair()
     peer = os.fork()

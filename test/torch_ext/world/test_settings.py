@@ -61,6 +61,7 @@ def test_a_trial_fork_is_made_only_where_there_are_threads(
     assert len(calls) == forks
 
 
+@pytest.mark.processes
 def test_a_trial_fork_does_not_end_other_peoples_threads() -> None:
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="mine")

@@ -1,0 +1,92 @@
+"""Which tests run when: by what a test's file imports and by marks, never by lists.
+
+==========  =============================================================  ============================
+tier        tests                                                          run by
+==========  =============================================================  ============================
+quick       those that start no process                                    ``pytest test/torch_ext``
+promises    quick, and those with ranks that are marked ``promise``        the README's second command
+rest        the others, but for those marked ``long``                      ``.ci/run``, after that command
+all         promises and rest
+==========  =============================================================  ============================
+
+A test may start processes if its file imports what starts them, or a helper of ours that does, or if it is marked
+``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+__all__ = ["TIERS", "is_wanted", "may_start_processes", "refuse_processes", "tier_of"]
+
+TIERS = ("quick", "promises", "rest", "all")
+
+_OURS = "torch_ext.testing._internal."
+_STARTERS = (
+    "multiprocessing", "pty", "subprocess", "torch_ext.program.run", "torch_ext.world.start",
+    *(_OURS + name for name in ("_distributed.continuous", "_distributed.multi_process", "_fsdp.cases")),
+)  # fmt: skip
+_EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
+_own_tests = __name__.rpartition(".")[0]
+_refused = False
+
+
+def tier_of(config: pytest.Config) -> str:
+    """Return the tier that was asked for. A file or a test that is named runs whatever its tier."""
+    named = any("::" in each or os.path.isfile(each) for each in config.args)
+    return config.getoption("tier") or ("all" if named or config.getoption("long") else "quick")
+
+
+def is_wanted(item: pytest.Item, tier: str) -> bool:
+    """Whether ``item`` belongs to ``tier``."""
+    is_quick = not may_start_processes(item)
+    is_promised = is_quick or item.get_closest_marker("promise") is not None
+    return {"quick": is_quick, "promises": is_promised, "rest": not is_promised, "all": True}[tier]
+
+
+def may_start_processes(item: pytest.Item) -> bool:
+    """Whether ``item`` is marked ``processes``, or its file imports what starts them."""
+    module = getattr(item, "module", None)
+    is_marked = item.get_closest_marker("processes") is not None
+    return is_marked or (module is not None and _imports_a_starter(module.__name__))
+
+
+@functools.cache
+def _imports_a_starter(name: str) -> bool:
+    seen, open_ = set[str](), [name]
+    while open_:
+        module = open_.pop()
+        if module.partition(".")[0] in _STARTERS or module in _STARTERS:
+            return True
+        if module not in seen and module.startswith(_own_tests) and module in sys.modules:
+            open_ += _imported_by(sys.modules[module])
+        seen.add(module)
+    return False
+
+
+def _imported_by(module: ModuleType) -> Iterator[str]:
+    for value in vars(module).values():
+        yield value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", "") or "")
+
+
+def refuse_processes(refused: bool) -> None:
+    """Have the test that runs now fail if it starts a process, or let it."""
+    global _refused
+    _refused = refused
+
+
+def watch_for_processes() -> None:
+    """Begin to look, once in a process."""
+    sys.addaudithook(_on_event)
+
+
+def _on_event(event: str, args: Any) -> None:
+    if _refused and event in _EVENTS:
+        raise AssertionError(f"{event}: this test is to be marked `processes`: see {__name__}")
