@@ -11,7 +11,7 @@ import pytest
 from torch_ext.upstream import drift
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.drift import Entry, compare
-from torch_ext.upstream.export.modules import Tree
+from torch_ext.upstream.export.modules import Module, Tree
 
 # What upstream's harness does inside, and ours does another way.
 _ENGINE = {
@@ -30,8 +30,8 @@ def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
     upstream = {f"torch.testing._internal.{name}": text for name, text in theirs.items()}
     either = {**mine, **upstream}
     return (
-        Tree(lambda name: (either[name], False) if name in either else None),
-        Tree(lambda name: (upstream[name], False) if name in upstream else None),
+        Tree(lambda name: Module(name, either[name]) if name in either else None),
+        Tree(lambda name: Module(name, upstream[name]) if name in upstream else None),
     )
 
 
@@ -132,7 +132,7 @@ def test_a_module_that_we_take_whole_is_compared_with_a_checkouts() -> None:
     assert Entry(name, "DTensorTestBase.init_pg", "through") in installed
 
     def tree(text: str) -> Tree:
-        return Tree(lambda module: (text, False) if module.endswith(name) else None)
+        return Tree(lambda module: Module(module, text) if module.endswith(name) else None)
 
     ours = tree("def gone(): ...\ndef f(a): ...\nclass C:\n    def m(self): ...")
     theirs = tree("def brand_new(): ...\ndef f(b): ...\nclass C:\n    def m(self): ...\n    def more(self): ...")

@@ -11,11 +11,12 @@ import pytest
 
 from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
 from torch_ext.upstream.__main__ import main
-from torch_ext.upstream.export import change, check, patch
-from torch_ext.upstream.export.command import Request, Result, export
+from torch_ext.upstream.export import check
+from torch_ext.upstream.export.command import Result, add, export
+from torch_ext.upstream.export.git import mailbox
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.trees import our_tree, tree_at
-from torch_ext.upstream.export.write import text_of
+from torch_ext.upstream.export.modules import our_tree, tree_at
+from torch_ext.upstream.export.targets import text_of
 from torch_ext.world import _os
 
 ANATOMY = "test/distributed/fsdp/test_fsdp_anatomy.py"
@@ -36,7 +37,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def anatomy(checkout: Path) -> Result:
-    result = export(Request([ANATOMY], checkout, tools=["a pencil"]))
+    result = export([ANATOMY], checkout, tools=["a pencil"])
     assert result.problems == []
     return result
 
@@ -114,7 +115,7 @@ def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
     checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
     for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():
         subprocess.run(["git", "-C", str(checkout), "config", key, value], check=True)
-    mail = patch.mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n", patch.author_of(checkout))
+    mail = mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n")
     copy = check.apply_to_copy(checkout, mail, tmp_path)
     assert (copy / THEIRS).read_text(encoding="utf-8") == "x = 1\n"
 
@@ -142,7 +143,7 @@ def test_without_a_person_there_is_no_patch(
     nobody = repository(tmp_path / "pytorch", {FSDP: "import torch\n"}, person=None)
     assert main(["export", ANATOMY, "--onto", str(nobody)]) == 2
     told = capsys.readouterr()
-    assert "git knows no user.name here. Upstream takes patches from people" in told.err
+    assert "git knows no author here" in told.err
     assert told.out == ""
 
 
@@ -178,7 +179,7 @@ def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list
     theirs = tree_at(repository(tmp_path / "pytorch", {THEIRS: upstream}))
     ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
-    change.add(linker, ["HEAD.."], root)
+    add(linker, ["HEAD.."], root)
     return {each.path: text_of(each, ours) for each in linker.targets.values()}, linker.problems
 
 
@@ -213,7 +214,7 @@ def test_what_lies_uncommitted_in_the_checkout_does_not_count(tmp_path: Path) ->
 
 @pytest.mark.long  # half a minute for the whole tree
 def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_path: Path) -> None:
-    result = export(Request(["test/distributed", "testing/_internal"], checkout))
+    result = export(["test/distributed", "testing/_internal"], checkout)
     assert result.problems == []
     assert len(result.files) > 40
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
@@ -225,7 +226,7 @@ def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_pat
 def test_suites_pass_under_torchs_own_harness(
     checkout: Path, tmp_path: Path, file: str, device: str, tests: tuple[str, ...]
 ) -> None:
-    result = export(Request([file], checkout))
+    result = export([file], checkout)
     assert result.problems == []
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
     run = check.run_in_copy(copy, file, device, tests)

@@ -15,10 +15,10 @@ import pytest
 from test.torch_ext.upstream_export.checkouts import commit, repository
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.drift import drift
-from torch_ext.upstream.export import change, check, command, patch
-from torch_ext.upstream.export.git import CheckoutError, commit_of
+from torch_ext.upstream.export import check, command
+from torch_ext.upstream.export.git import CheckoutError, commit_of, mailbox
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.trees import installed_tree, our_tree, upstream_at
+from torch_ext.upstream.export.modules import Module, installed_tree, our_tree, upstream_at
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SUITE = "test/distributed/test_suite.py"
@@ -35,8 +35,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with one suite, which is the one that is exported."""
     root = repository(tmp_path / "ours", {SUITE: TEST, "testing/_internal/ours.py": "x = 1\n", "README.md": "Hello\n"})
     monkeypatch.setattr(command, "project_root", lambda: root)
-    our = our_tree
-    monkeypatch.setattr(command, "our_tree", lambda theirs: our(theirs, root))
     monkeypatch.chdir(root)
     return root
 
@@ -198,7 +196,7 @@ def test_names_that_are_not_ascii_and_deletions_are_seen(root: Path, checkout: P
     (root / SUITE).unlink()
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
-    change.add(linker, ["HEAD.."], root)
+    command.add(linker, ["HEAD.."], root)
     assert [each.path for each in linker.targets.values() if each.whole] == ["test/distributed/test_ö.py"]
     assert len(linker.problems) == 1
     assert (
@@ -216,8 +214,7 @@ def test_what_a_person_has_set_does_not_spoil_it(
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # as in a hook
     monkeypatch.setenv("GIT_AUTHOR_NAME", "Jörg")
-    author = patch.author_of(checkout)
-    mail = patch.mailbox(checkout / "torch", {HELPERS: "x = 1\n"}, "Über\n", author)
+    mail = mailbox(checkout / "torch", {HELPERS: "x = 1\n"}, "Über\n")
     assert "Jörg".encode() in mail.encode() or "=?UTF-8?q?J=C3=B6rg?=" in mail
     copy = check.apply_to_copy(checkout / "torch", mail, tmp_path)
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
@@ -235,8 +232,6 @@ def test_drift_runs_in_a_checkout_and_says_which_modules_are_gone(
 
 
 def test_a_list_that_is_put_together_is_no_list() -> None:
-    from torch_ext.upstream.export.modules import Module
-
     assert Module("m", "__all__ = [*others, 'a']\n").all is None
 
 
