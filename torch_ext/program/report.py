@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ext.program.options import Options, Output
-from torch_ext.program.spec import Facts
+from torch_ext.program.usage import Facts
 from torch_ext.world.notices import PREFIX
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.phrases import left_behind, ranks_phrase
