@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.upstream_export.checkouts import repository
 from torch_ext.upstream import drift
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.drift import Entry, compare
@@ -112,13 +112,9 @@ def test_the_command_prints_what_differs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "torch" / "testing" / "_internal" / "dist_utils.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("def worker_name(rank): ...\ndef brand_new(): ...\n")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    file.write_text("")  # not committed
+    name = "torch/testing/_internal/dist_utils.py"
+    repository(tmp_path, {name: "def worker_name(rank): ...\ndef brand_new(): ...\n"})
+    (tmp_path / name).write_text("")  # not committed
     assert main(["drift", "--against", str(tmp_path)]) == 0
     assert "  missing brand_new" in capsys.readouterr().out
     assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
+from test.torch_ext.upstream_export.checkouts import PERSON, like_upstream, repository
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.export import check
 from torch_ext.upstream.export.command import Result, add, export
-from torch_ext.upstream.export.git import mailbox
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import our_tree, tree_at
 from torch_ext.upstream.export.targets import text_of
@@ -111,15 +110,6 @@ def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path: Path) -> 
     assert (run.passed, run.failed) == (1, 0), run.output
 
 
-def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
-    checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
-    for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():
-        subprocess.run(["git", "-C", str(checkout), "config", key, value], check=True)
-    mail = mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n")
-    copy = check.apply_to_copy(checkout, mail, tmp_path)
-    assert (copy / THEIRS).read_text(encoding="utf-8") == "x = 1\n"
-
-
 def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(checkout: Path, tmp_path: Path) -> None:
     def state() -> list[str]:
         commands = [["status", "--porcelain"], ["count-objects", "-v"], ["for-each-ref"]]
@@ -133,18 +123,6 @@ def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(che
     assert main([*asked, "--branch", "step-log"]) == 0
     shown = subprocess.check_output(["git", "-C", str(checkout), "log", "-1", "--format=%an %s", "step-log"], text=True)
     assert shown == f"{PERSON[0]} Add ThreeUnits, StepLog, layout_over_ranks to common_fsdp\n"
-
-
-def test_without_a_person_there_is_no_patch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
-    nobody = repository(tmp_path / "pytorch", {FSDP: "import torch\n"}, person=None)
-    assert main(["export", ANATOMY, "--onto", str(nobody)]) == 2
-    told = capsys.readouterr()
-    assert "git knows no author here" in told.err
-    assert told.out == ""
 
 
 @pytest.mark.parametrize(
@@ -200,16 +178,6 @@ def test_a_conflict_shows_three_sides_and_sends_nothing(tmp_path: Path) -> None:
     assert "changed changed here and differs upstream" in told[0]
     for side in ("<<<<<<< upstream\n    y = 4", "||||||| before\n    y = 2", "=======\n    y = 3\n>>>>>>> now"):
         assert side in told[0]
-
-
-def test_what_lies_uncommitted_in_the_checkout_does_not_count(tmp_path: Path) -> None:
-    checkout = repository(tmp_path / "pytorch", {THEIRS: "def mine(): ...\n"})
-    (checkout / THEIRS).write_text("def other(): ...\n", encoding="utf-8")
-    module = "torch.testing._internal.dist_utils"
-    assert tree_at(checkout).find(module, "mine") is not None
-    commit(checkout, {})
-    assert tree_at(checkout).find(module, "mine") is None
-    assert tree_at(checkout).find(module, "other") is not None
 
 
 @pytest.mark.long  # half a minute for the whole tree

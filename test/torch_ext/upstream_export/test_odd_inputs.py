@@ -183,6 +183,16 @@ def test_a_branch_that_is_there_or_has_no_name_for_one(
     assert subprocess.check_output(["git", "-C", str(checkout), "for-each-ref"]) == before
 
 
+def test_without_a_person_there_is_no_patch(
+    root: Path, tmp_path: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    nobody = repository(tmp_path / "nobody", {HELPERS: "import torch\n"}, person=None)
+    sentence = told("export", SUITE, "--onto", nobody, code=2)
+    assert "git knows no author here" in sentence and "PyTorch takes patches from people" in sentence
+
+
 def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, told: Callable[..., str]) -> None:
     for file in (tmp_path, tmp_path / "no" / "file", ""):
         assert "argument --output: got" in told("export", SUITE, "--onto", checkout, "--output", file, code=2)
@@ -210,7 +220,10 @@ def test_what_a_person_has_set_does_not_spoil_it(
     os.chmod(checkout / HELPERS, 0o755)
     commit(checkout, {})
     settings = tmp_path / "settings"
-    settings.write_text("[commit]\ngpgSign = true\n[gpg]\nprogram = false\n[i18n]\nlogOutputEncoding = latin1\n")
+    settings.write_text(
+        "[commit]\ngpgSign = true\n[gpg]\nprogram = false\n[i18n]\nlogOutputEncoding = latin1\n"
+        "[diff]\nnoprefix = true\n[format]\nattach = x\n[color]\nui = always\n"
+    )
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # as in a hook
     monkeypatch.setenv("GIT_AUTHOR_NAME", "Jörg")
