@@ -110,4 +110,4 @@ def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:
 
 
 def _name(options: Options) -> str:
-    return f"-m {options.target}" if options.is_module else options.target
+    return f"-m {options.program.target}" if options.program.is_module else options.program.target

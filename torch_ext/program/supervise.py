@@ -11,12 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
 from torch_ext import machine_memory
 from torch_ext.program import autoload, rank, report
-from torch_ext.program.main_module import Program
 from torch_ext.program.options import Hang, Options, Output, parse
 from torch_ext.program.usage import Facts, what_was_never_used
 from torch_ext.program.zygote import search_path, zygote_for
@@ -96,14 +96,14 @@ def _run(options: Options) -> int:
     autoload.hide()
     before = dict(os.environ)
     _set_environment(options)
-    with zygote_for(options.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
+    with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
         world = start_world(
             zygote.channel,
             _tasks(options, path, store.port),
             interpreter=settings.interpreter_wanted(),
             show=_LIVE[options.output],
             name="rank",
-            test=options.target,
+            test=options.program.target,
         )
         with world:
             if world.why_interpreter:
@@ -157,13 +157,13 @@ class _Store:
 
 def _set_environment(options: Options) -> None:
     """Set in this process what all ranks get, and what the processes get that they start."""
-    if options.simulated:
-        autoload.ask(autoload.ON_AS_CUDA if options.cuda_as_sim else autoload.ON, options.packages)
+    if options.program.simulated:
+        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON, options.program.packages)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # now, so that all processes of the run have the same
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if options.cuda_as_sim:
+    if options.program.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import environment_as_sim
 
         os.environ.update(environment_as_sim(os.environ))
@@ -172,21 +172,11 @@ def _set_environment(options: Options) -> None:
 
 
 def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
-    arguments = options.arguments
-    if options.cuda_as_sim:
+    program = replace(options.program, path=path)
+    if program.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import words_as_sim
 
-        arguments = tuple(words_as_sim(arguments))
-    program = Program(
-        options.target,
-        options.is_module,
-        arguments,
-        path,
-        options.simulated,
-        options.cuda_as_sim,
-        options.packages,
-        options.races,
-    )
+        program = replace(program, arguments=tuple(words_as_sim(program.arguments)))
     return [
         RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
         for number in range(options.ranks)
@@ -233,11 +223,11 @@ def _wait(world: World, options: Options, store: _Store) -> int:
 
 def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store) -> int:
     """See Note [Silent fakes]."""
-    if not options.simulated:
+    if not options.program.simulated:
         return 0
-    unused = what_was_never_used(facts, cuda_as_sim=options.cuda_as_sim)
+    unused = what_was_never_used(facts, cuda_as_sim=options.program.cuda_as_sim)
     if unused and not all(each and each.groups for each in facts) and store.was_used():
-        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.cuda_as_sim)
+        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
     for sentence in unused:
         notices.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0

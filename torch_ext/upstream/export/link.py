@@ -101,7 +101,7 @@ class Linker:
         members, key = definition.members(), (home.name, f"{into}.{name}")
         if key not in target.pieces:
             # The names of the class's body that the member's decorators and defaults use.
-            for each in {use.name for use in uses(members[name])} & members.keys() - {name}:
+            for each in sorted({use.name for use in uses(members[name])} & members.keys() - {name}):
                 self._add_member(target, home, definition, each, into)
             piece = target.pieces[key] = Piece(home, target, [members[name]], name, into)
             self._link(piece)
