@@ -36,17 +36,17 @@ frames.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and how its ranks run it.
+    """A program, and its settings in a rank.
 
     Attributes:
         target: a file, a folder or archive with a ``__main__``, or the name of a module.
         is_module: whether ``target`` names a module.
-        arguments: its own, behind its name in ``sys.argv``.
+        arguments: the program's ``sys.argv[1:]``.
         path: ``sys.path`` without the entry that belongs to the program.
-        simulated: it runs on the simulated accelerator.
-        cuda_as_sim: CUDA means the simulated accelerator in its files.
-        packages: and in these packages.
-        races: what becomes of races: ``error``, ``report`` or ``off``.
+        simulated: run on the simulated accelerator.
+        cuda_as_sim: in the program's files, CUDA means the simulated accelerator.
+        packages: packages in which CUDA means it, too.
+        races: the check for races: ``error``, ``report`` or ``off``.
     """
 
     target: str

@@ -158,7 +158,7 @@ def _cut(race: Any) -> Any:
 
 
 def _tell(error: BaseException | None) -> None:
-    """Tell of the error as Python would, where that is more than its traceback, which the report shows."""
+    """Print what Python would print of the error besides the traceback, which the report shows."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr, flush=True)
@@ -171,7 +171,7 @@ def _tell(error: BaseException | None) -> None:
 
 
 def _call_exit_functions() -> None:
-    """Call what the program has registered. One that passed has had that done before its receipt."""
+    """Call the program's ``atexit`` functions. For a program that passed, its receipt has called them already."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
 

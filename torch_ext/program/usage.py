@@ -5,8 +5,8 @@ Loads torch only if the program has.
 Note [Silent fakes]
 ~~~~~~~~~~~~~~~~~~~
 A program that chooses its device from a fixed list of vendors finds no GPU and computes on the host; one that makes a
-process group only on a GPU makes none. Either way N ranks each train alone, and all of them exit with code 0. Nothing
-has failed, and nothing of what was asked for has happened. So a job that passed on ``sim`` is asked what it has used.
+process group only on a GPU makes none. Either way N ranks each train alone, and all of them exit with code 0. So a job
+that passed on ``sim`` reports which devices and groups its ranks have used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["Facts", "groups_made", "report_at_end", "uses_of_device", "what_was_
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells when its program is over.
+    """A rank's report at the end of its program.
 
     Attributes:
-        exit_code: with which the program ends its process.
-        groups: how many process groups it has made.
-        uses: how often it has used a simulated device, see :func:`uses_of_device`.
+        exit_code: of the program.
+        groups: the number of process groups that the rank made.
+        uses: the number of uses of a simulated device, see :func:`uses_of_device`.
     """
 
     exit_code: int
@@ -40,20 +40,21 @@ class Facts:
     uses: int
 
 
-# Their pickled bytes and the numbers of these, as flight records call the types.
+# Dtypes of object collectives in flight records: the pickled bytes, and their lengths.
 _TYPES_OF_OBJECTS = frozenset({"Byte", "Long"})
 _SIDES = ("input_dtypes", "output_dtypes")
 
 
 def groups_made() -> int:
-    """Return how many process groups this process has made since the simulator was loaded."""
+    """Return the number of process groups that this process has made since it loaded the simulator."""
     collectives = sys.modules.get("torch_ext.sim._collectives")
     return collectives.groups_made() if collectives is not None else 0
 
 
 def uses_of_device() -> int:
-    """Return how often this process has used a simulated device: it allocated memory, or moved tensors between ranks,
-    be they empty. Moving objects between ranks counts where nothing but objects was moved there.
+    """Return the number of uses of a simulated device by this process: allocations, and collectives of tensors.
+
+    A process that moved nothing but objects between ranks has used its device as often as it moved one.
     """
     sim: Any = sys.modules.get("torch_ext.sim._module")
     if sim is None:
@@ -66,7 +67,7 @@ def uses_of_device() -> int:
 
 
 def _objects_alone() -> int:
-    """Return how many objects went between ranks; 0 if tensors of the host that stand for numbers did, too."""
+    """Return the number of objects moved between ranks; 0 if other tensors of the host moved, too."""
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
     entries = json.loads(flight_record.read() or "{}").get("entries", []) if moved else []
     types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
@@ -77,9 +78,9 @@ def what_was_never_used(facts: Sequence[Facts | None], *, met: bool = False, cud
     """Return a sentence for each thing that ranks have not used; none for a single rank.
 
     Args:
-        facts: of each rank; None where it ended without telling, which is held against nobody.
-        met: the ranks have met in the job's store, as those of RPC do without a group.
-        cuda_as_sim: CUDA meant the simulated accelerator already.
+        facts: of each rank; None for a rank that ended without a report, which counts as use.
+        met: the ranks used the job's store, as RPC does without a group.
+        cuda_as_sim: CUDA meant the simulated accelerator; leave out the hint of ``--cuda-as-sim``.
 
     >>> what_was_never_used([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
     'no tensor ever lay on the simulated device of rank 1: it computed on the host. If the program chooses a device by \
