@@ -99,7 +99,8 @@ def load() -> None:
     import torch_ext.sim  # noqa: F401  # registers the device
 
     is_worker = os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ
-    if is_worker and (is_program or (as_cuda and _main_name() == _AGAIN)) and not os.environ.get(_WORKER):
+    is_below_worker = bool(os.environ.get("TORCH_EXT_SIM_WORKER"))
+    if is_worker and not is_below_worker and (is_program or (as_cuda and _main_name() == _AGAIN)):
         import atexit
 
         from torch_ext.program.usage import report_at_end

@@ -283,6 +283,6 @@ def _fault(error: SyntaxError | ValueError, text: bytes) -> str:
     if not isinstance(error, SyntaxError):
         return f" is no Python ({error}); mend it first"
     line = f", line {error.lineno}" if error.lineno else ""
-    if (error.text or "").startswith(("<<<<<<< ", "||||||| ", "=======", ">>>>>>> ")):
+    if (error.text or "").startswith(tuple(mark * 7 for mark in "<|=>")):
         return f"{line}: a merge left a conflict here; resolve it first"
     return f"{line}: this is no Python ({error.msg}); mend it first"
