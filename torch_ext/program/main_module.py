@@ -1,21 +1,30 @@
-"""Runs a program as ``__main__``, as ``python SCRIPT`` and ``python -m MODULE`` would. The standard library only, until
-the program itself imports something.
+"""Runs a program as ``__main__``, as ``python SCRIPT`` and ``python -m MODULE`` would, and ends it as Python would.
+
+Loads the standard library only, until the program itself imports something.
+
+``python -m torch_ext.program.main_module SCRIPT|-m MODULE [ARGS]`` runs a program in whose files CUDA means the
+simulated accelerator. See Note [A program that has begun].
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import os
 import runpy
 import sys
+import threading
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
-from torch_ext.program.spec import Program
+from torch_ext.program.autoload import packages as packages_asked_for
 from torch_ext.world import frames
 
-__all__ = ["run_main"]
+__all__ = ["Program", "finalize", "run_main"]
 
 frames.hide(r"/torch_ext/program/main_module\.py")
 frames.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
@@ -23,6 +32,31 @@ frames.hide(r"/torch_ext/cuda_as_sim/loader\.py")
 frames.hide(r"/ast\.py", "parse")
 frames.hide(r"(?:<frozen runpy>|/runpy\.py)")
 frames.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and its settings in a rank.
+
+    Attributes:
+        target: a file, a folder or archive with a ``__main__``, or the name of a module.
+        is_module: whether ``target`` names a module.
+        arguments: the program's ``sys.argv[1:]``.
+        path: ``sys.path`` without the entry that belongs to the program.
+        simulated: run on the simulated accelerator.
+        cuda_as_sim: in the program's files, CUDA means the simulated accelerator.
+        packages: packages in which CUDA means it, too.
+        races: the check for races: ``error``, ``report`` or ``off``.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    simulated: bool = True
+    cuda_as_sim: bool = False
+    packages: tuple[str, ...] = ()
+    races: str = "off"
 
 
 def run_main(program: Program) -> None:
@@ -66,3 +100,56 @@ def _code_of(path: str, cuda_as_sim: bool) -> CodeType:
 def _put_in_front(folder: str) -> None:
     if not getattr(sys.flags, "safe_path", False):  # -P, PYTHONSAFEPATH
         sys.path.insert(0, folder)
+
+
+_FILES = frozenset((io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom))
+
+
+def finalize(harness_thread: str) -> None:
+    """Drop the globals of ``__main__`` and flush open files, as Python does at its end.
+
+    A rank is a fork of a process that has loaded torch, and leaves by ``os._exit()``: to finalize the interpreter would
+    cost half a second. Programs count on ``__del__`` of their globals, and on writes to files that they never close.
+
+    Where a daemon thread of the program still runs, the globals stay: Python has stopped such threads by then.
+
+    Args:
+        harness_thread: the name of a thread that uses no global.
+    """
+    main = sys.modules.get("__main__")
+    own = {threading.current_thread().name, harness_thread}
+    if main is not None and own.issuperset(thread.name for thread in threading.enumerate()):
+        names = vars(main)
+        # Those with one underscore in front go first, then all others.
+        for name in sorted((name for name in names if name != "__builtins__"), key=lambda name: not _is_private(name)):
+            names[name] = None
+    for found in gc.get_objects():
+        if type(found) in _FILES:  # isinstance() asks objects that warn of it
+            with contextlib.suppress(Exception):  # closed meanwhile, or nobody reads it any more
+                found.flush()
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _main(arguments: Sequence[str]) -> None:
+    """Run a program in whose files CUDA means the simulated accelerator. Raises what the program raises."""
+    from torch_ext.cuda_as_sim import loader, spawned, visible
+    from torch_ext.cuda_as_sim.words import environment_as_sim, words_as_sim
+
+    is_module = arguments[:1] == ["-m"]
+    target, *rest = arguments[1:] if is_module else arguments
+    packages = packages_asked_for()
+    root = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+    os.environ.update(environment_as_sim(os.environ))
+    visible.hide()
+    spawned.install([root], (loader.HELPERS, *packages))
+    import torch_ext.cuda_as_sim.runtime  # noqa: F401  # replaces Tensor.cuda and its like
+
+    path = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
+    run_main(Program(target, is_module, tuple(words_as_sim(rest)), tuple(path), cuda_as_sim=True, packages=packages))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

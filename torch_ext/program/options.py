@@ -1,4 +1,4 @@
-"""The command line of ``torch_ext run``. The standard library only."""
+"""The command line of ``torch_ext run``. Loads no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enum import Enum
 
 from torch_ext.cuda_as_sim.words import DEVICE
 from torch_ext.machine_memory import bytes_of
+from torch_ext.program.main_module import Program
 
 __all__ = ["HOST", "Hang", "Options", "Output", "parse"]
 
@@ -42,26 +43,15 @@ class Hang(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for; ``spec.Program`` says what the program's part means."""
+    """The command line. ``program`` has no ``path`` yet."""
 
-    target: str
-    is_module: bool
-    arguments: tuple[str, ...]
+    program: Program
     ranks: int
-    device: str
-    cuda_as_sim: bool
-    packages: tuple[str, ...]
     memory_bytes: int | None
-    races: str
     timeout_s: float | None
     hang: Hang
     output: Output
     strict: bool
-
-    @property
-    def simulated(self) -> bool:
-        """Whether it runs on the simulated accelerator."""
-        return self.device == DEVICE
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -90,15 +80,17 @@ def parse(arguments: Sequence[str]) -> Options:
     if not found.module and not os.path.exists(program[0]):
         parser.error(f"{program[0]}: no such file. A module's name goes behind -m")
     return Options(
-        program[0],
-        found.module,
-        tuple(program[1:]),
+        Program(
+            program[0],
+            found.module,
+            tuple(program[1:]),
+            simulated=on_sim,
+            cuda_as_sim=bool(found.cuda_as_sim or found.cuda_in),
+            packages=tuple(found.cuda_in),
+            races=found.races or os.environ.get("TORCH_EXT_RACES") or "off",
+        ),
         found.ranks,
-        device,
-        bool(found.cuda_as_sim or found.cuda_in),
-        tuple(found.cuda_in),
         found.memory,
-        found.races or os.environ.get("TORCH_EXT_RACES") or "off",
         found.timeout,
         Hang(found.hang),
         Output(found.output),

@@ -1,4 +1,4 @@
-"""What happens in a rank before a program runs and after it is over. Runs in ranks; touches torch only if it is loaded.
+"""What a rank does before its program and after it, and the store that the ranks meet at. Loads no torch itself.
 
 Note [A rank is an ordinary process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -19,24 +19,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.program import usage
-from torch_ext.program.ending import finalize
-from torch_ext.program.main_module import run_main
-from torch_ext.program.spec import Facts, Program
-from torch_ext.program.variables import mark_worker
+from torch_ext.program.autoload import mark_worker
+from torch_ext.program.main_module import Program, finalize, run_main
+from torch_ext.program.usage import Facts
 from torch_ext.world import frames, operations
 from torch_ext.world import rank as world_rank
+from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.threads import LISTENER
 from torch_ext.world.wording import add_note
 
-__all__ = ["run"]
+__all__ = ["STORE_HOST", "run", "serve_store"]
+
+STORE_HOST = "127.0.0.1"
+_STORE_ANSWER_S = 2.0
 
 frames.hide(r"/torch_ext/program/rank\.py")
 # Wait for their caller.
@@ -154,7 +158,7 @@ def _cut(race: Any) -> Any:
 
 
 def _tell(error: BaseException | None) -> None:
-    """Tell of the error as Python would, where that is more than its traceback, which the report shows."""
+    """Print what Python would print of the error besides the traceback, which the report shows."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr, flush=True)
@@ -167,6 +171,30 @@ def _tell(error: BaseException | None) -> None:
 
 
 def _call_exit_functions() -> None:
-    """Call what the program has registered. One that passed has had that done before its receipt."""
+    """Call the program's ``atexit`` functions. For a program that passed, its receipt has called them already."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
+
+
+def serve_store(port: int, descriptors: Sequence[int]) -> int:
+    """Serve the store that the ranks meet at, until the supervisor closes the channel. Descriptors: it, and the socket.
+
+    The store has a process of its own, as torchrun's agent has, and outlives the rank that ends first.
+    """
+    from torch.distributed import TCPStore
+
+    channel = Channel.from_descriptor(descriptors[0])
+    store = TCPStore(
+        STORE_HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_ANSWER_S),
+        master_listen_fd=descriptors[1],
+    )
+    before = store.num_keys()
+    with contextlib.suppress(ChannelClosedError):
+        while True:
+            channel.receive()
+            channel.send(store.num_keys() - before)
+    os._exit(0)  # the store's thread may be in the middle of an answer that nobody waits for

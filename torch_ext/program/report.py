@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ext.program.options import Options, Output
-from torch_ext.program.spec import Facts
+from torch_ext.program.usage import Facts
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.render import render
 from torch_ext.world.verdict import Verdict, WorldReport, judge
@@ -109,4 +109,4 @@ def remarks(outcomes: Sequence[Outcome], silent: Sequence[int]) -> list[str]:
 
 
 def _name(options: Options) -> str:
-    return f"-m {options.target}" if options.is_module else options.target
+    return f"-m {options.program.target}" if options.program.is_module else options.program.target

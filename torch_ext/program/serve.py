@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.program import variables
+from torch_ext.program import autoload
 from torch_ext.program.options import HOST
 from torch_ext.program.zygote import Welcome, is_own, key_of, listen, preparation, search_path
 from torch_ext.world import files, frames, wording
@@ -88,7 +88,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _serve_one(simulated: bool, idle_s: float) -> bool:
     """Serve with one zygote; return whether it has become stale."""
-    variables.hide()
+    autoload.hide()
     path = search_path()
     with contextlib.ExitStack() as held:
         listening = held.enter_context(listen(key_of(simulated, path, os.environ)))

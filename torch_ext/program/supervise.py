@@ -7,19 +7,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
 from torch_ext import machine_memory
-from torch_ext.program import fake, rank, report, variables
+from torch_ext.program import autoload, rank, report
 from torch_ext.program.options import Hang, Options, Output, parse
-from torch_ext.program.spec import Facts, Program
-from torch_ext.program.store import Store
+from torch_ext.program.usage import Facts, what_was_never_used
 from torch_ext.program.zygote import search_path, zygote_for
 from torch_ext.world import settings, wording
+from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.files import Live
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.hosts import launcher_variables
@@ -27,7 +29,7 @@ from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Inherited
 from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, judge
 from torch_ext.world.wording import own_message
 
@@ -39,6 +41,8 @@ _GRACE_S, _SIGNAL_S = 3.0, 10.0
 # A wait counts as endless if it ends by itself no sooner than after so many seconds. If a hang is only reported, an
 # operation of torch's, whose limit is an error, needs less.
 _ENDLESS_S, _RAISES_LATER_S = 240.0, 5.0
+# How long a query to the store may take, and how many ranks may wait for it to accept them.
+_STORE_S, _BACKLOG = 2.0, 1024
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -89,17 +93,17 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 
 def _run(options: Options) -> int:
     path = search_path()
-    variables.hide()
+    autoload.hide()
     before = dict(os.environ)
     _set_environment(options)
-    with zygote_for(options.simulated, path, before) as zygote, _store(zygote) as store:
+    with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
         world = start_world(
             zygote.channel,
             _tasks(options, path, store.port),
             interpreter=settings.interpreter_wanted(),
             show=_LIVE[options.output],
             name="rank",
-            test=options.target,
+            test=options.program.target,
         )
         with world:
             if world.why_interpreter:
@@ -114,24 +118,52 @@ _LIVE: dict[Output, bool | Live] = {
 }
 
 
-@contextlib.contextmanager
-def _store(zygote: ZygoteClient) -> Iterator[Store]:
-    store = Store(zygote, os.environ)
-    try:
-        yield store
-    finally:
-        store.close()
+class _Store:
+    """The store that the ranks meet at, in a process of its own. Its socket listens before the ranks start.
+
+    Raises:
+        ZygoteDiedError: the zygote is gone.
+    """
+
+    def __init__(self, zygote: ZygoteClient) -> None:
+        self._channel, theirs = channel_pair()
+        with socket.socket() as listening:
+            listening.bind((rank.STORE_HOST, 0))
+            listening.listen(_BACKLOG)
+            self.port: int = listening.getsockname()[1]
+            try:
+                self._process: Child = zygote.start(
+                    "torch_ext.program.rank:serve_store",
+                    self.port,
+                    [theirs.fileno(), listening.fileno()],
+                    os.environ,
+                )
+            finally:
+                theirs.close()
+
+    def was_used(self) -> bool:
+        """Whether a rank has ever set a key; False if that cannot be told."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self._channel.send("keys")
+            if self._channel.poll(_STORE_S):
+                return bool(self._channel.receive()[0])
+        return False
+
+    def close(self) -> None:
+        """End the process."""
+        self._channel.close()
+        self._process.close()
 
 
 def _set_environment(options: Options) -> None:
     """Set in this process what all ranks get, and what the processes get that they start."""
-    if options.simulated:
-        variables.ask(variables.ON_AS_CUDA if options.cuda_as_sim else variables.ON, options.packages)
+    if options.program.simulated:
+        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON, options.program.packages)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # now, so that all processes of the run have the same
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if options.cuda_as_sim:
+    if options.program.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import environment_as_sim
 
         os.environ.update(environment_as_sim(os.environ))
@@ -140,28 +172,18 @@ def _set_environment(options: Options) -> None:
 
 
 def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
-    arguments = options.arguments
-    if options.cuda_as_sim:
+    program = replace(options.program, path=path)
+    if program.cuda_as_sim:
         from torch_ext.cuda_as_sim.words import words_as_sim
 
-        arguments = tuple(words_as_sim(arguments))
-    program = Program(
-        options.target,
-        options.is_module,
-        arguments,
-        path,
-        options.simulated,
-        options.cuda_as_sim,
-        options.packages,
-        options.races,
-    )
+        program = replace(program, arguments=tuple(words_as_sim(program.arguments)))
     return [
         RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
         for number in range(options.ranks)
     ]
 
 
-def _wait(world: World, options: Options, store: Store) -> int:
+def _wait(world: World, options: Options, store: _Store) -> int:
     limits = Limits(
         test_s=options.timeout_s or float("inf"),
         grace_s=_GRACE_S,
@@ -199,13 +221,13 @@ def _wait(world: World, options: Options, store: Store) -> int:
     return code or int(bool(hangs))
 
 
-def _judge_usage(options: Options, facts: Sequence[Facts | None], store: Store) -> int:
+def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store) -> int:
     """See Note [Silent fakes]."""
-    if not options.simulated:
+    if not options.program.simulated:
         return 0
-    unused = fake.what_was_never_used(facts, cuda_as_sim=options.cuda_as_sim)
+    unused = what_was_never_used(facts, cuda_as_sim=options.program.cuda_as_sim)
     if unused and not all(each and each.groups for each in facts) and store.was_used():
-        unused = fake.what_was_never_used(facts, met=True, cuda_as_sim=options.cuda_as_sim)
+        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.upstream import drift
-from torch_ext.upstream.export.command import Request, export
+from torch_ext.upstream.export.command import export
 from torch_ext.upstream.export.git import CheckoutError
-from torch_ext.upstream.export.patch import NoAuthorError
 
 __all__ = ["main"]
 
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         return int(options.run(options))
-    except (CheckoutError, NoAuthorError) as error:
+    except CheckoutError as error:
         return _failed(str(error), 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -124,15 +123,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> int:
-    request = Request(
-        what=options.what,
-        onto=options.onto,
+    result = export(
+        options.what,
+        options.onto,
         branch=options.branch or "",
         subject=options.subject,
         tools=options.tool,
         devices=(options.device or ("cpu", "sim")) if options.check else (),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    result = export(request, say=lambda line: print(line, file=sys.stderr, flush=True))
     for problem in result.problems:
         print(f"error: {problem}", file=sys.stderr)
     if result.problems:

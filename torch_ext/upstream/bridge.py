@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import unittest
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from torch_ext import accelerator
 from torch_ext.compat.testing import keep_upstream, upstream_module
-from torch_ext.upstream import devices, later
+from torch_ext.upstream import devices
 
-__all__ = ["REPLACED"]
+__all__ = ["REPLACED", "HardwareClassification"]
 
 # In dependency order.
 REPLACED = ("common_distributed", "common_fsdp", "dist_utils")
@@ -51,8 +54,32 @@ def _resolve_through(ours: ModuleType, name: str) -> None:
     ours.__getattr__ = lookup  # type: ignore[method-assign]
 
 
+class HardwareClassification(Enum):
+    """What a test class is written for, as its ``hw_classification`` says. Jobs of upstream choose by it."""
+
+    GENERIC = "generic"
+    ACCELERATOR = "accelerator"
+    CPU = "cpu"
+    CUDA = "cuda"
+    MPS = "mps"
+    XPU = "xpu"
+
+
+def _add_later_names() -> None:
+    """Add names that are newer than the installed torch to its helpers: files of a newer checkout use them."""
+    for helper, name, value in (
+        ("common_utils", "HardwareClassification", HardwareClassification),
+        ("common_utils", "requires_gpu", unittest.skipUnless(accelerator.is_accelerator(), "requires an accelerator")),
+        # For `instantiate_device_type_tests(TestX, globals(), only_for=FSDP_DEVICES)`, which adds the one under test.
+        ("common_fsdp", "FSDP_DEVICES", ("cuda", "hpu", "xpu")),
+    ):
+        module = upstream_module(helper)
+        if not hasattr(module, name):
+            setattr(module, name, value)
+
+
 for _name in REPLACED:
     _replace(_name)
 
-later.install()
+_add_later_names()
 devices.install()

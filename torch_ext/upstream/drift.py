@@ -11,14 +11,25 @@ a checkout has changed them.
 from __future__ import annotations
 
 import ast
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch_ext.upstream.export.modules import Definition, Module, Tree, members_of, signature
-from torch_ext.upstream.export.trees import OURS, THEIRS, installed_tree, our_tree, project_root, upstream_at
+from torch_ext.upstream.export.modules import (
+    OURS,
+    THEIRS,
+    Definition,
+    Module,
+    Tree,
+    installed_tree,
+    members_of,
+    our_tree,
+    project_root,
+    upstream_at,
+)
 
 __all__ = ["Entry", "as_json", "as_text", "compare", "compare_whole", "counterparts", "drift"]
 
@@ -89,7 +100,7 @@ def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
     if mine is None or upstream is None:
         raise ValueError(f"only one side has {name}")
     missing = THROUGH if _resolves_through(mine) else MISSING
-    listed = [each for each in ours.public_names(our_name) if not each.startswith("__")]
+    listed = [each for each in _public_names(ours, our_name) if not each.startswith("__")]
     listed += [each for each in upstream.definitions if each not in listed and ours.find(our_name, each)]
     entries: list[Entry] = []
     for each in listed:
@@ -140,11 +151,43 @@ def _both(
             yield Entry(module, full, NEW if member in my_members else MISSING)
 
 
+def _public_names(tree: Tree, module: str) -> list[str]:
+    """Return the names that an import of ``*`` from ``module`` gives."""
+    here = tree.module(module)
+    if here is None:
+        return []
+    starred = [name for star in here.stars for name in _public_names(tree, star)]
+    return [*here.definitions, *starred] if here.all is None else here.all
+
+
 def _entry(module: str, name: str, mine: ast.stmt, upstream: ast.stmt, method: bool = False) -> Entry:
-    here, there = signature(mine, method), signature(upstream, method)
+    here, there = _signature(mine, method), _signature(upstream, method)
     if here == there:
         return Entry(module, name, SAME)
     return Entry(module, name, CHANGED, here, there)
+
+
+def _signature(node: ast.stmt, method: bool) -> str:
+    """Return the parameters of a function, without annotations and the values of defaults; empty for other statements.
+
+    Args:
+        node: the definition.
+        method: leave out ``self`` or ``cls``.
+
+    >>> _signature(ast.parse("def f(a: int, *, b=1, **c) -> None: ...").body[0], method=False)
+    'a, *, b=..., **c'
+    """
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return ""
+    arguments = copy.deepcopy(node.args)
+    for each in ast.walk(arguments):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    arguments.defaults = [ast.Constant(...) for _ in arguments.defaults]
+    arguments.kw_defaults = [each and ast.Constant(...) for each in arguments.kw_defaults]
+    if method and not any(ast.unparse(each) == "staticmethod" for each in node.decorator_list):
+        del (arguments.posonlyargs or arguments.args)[:1]
+    return ast.unparse(arguments)
 
 
 def _resolves_through(module: Module) -> bool:

@@ -1,21 +1,151 @@
-"""What a run of upstream's files makes of results: known differences, and names that the installed torch lacks.
+"""Judges the results of upstream's files: known differences, and names that the installed torch lacks.
 
-Made by the supervisor, which has no torch.
+The supervisor, which has no torch, makes the judge.
+
+Each entry of ``differences.json``, or of a file of the user's own, has:
+
+``test``    the address of a test as reports give it, from the file's name on; ``*`` stands for any text
+``when``    conditions that must hold, each optional: ``device``, ``cuda_as_sim``, ``torch`` (``"2.13"``: that release)
+``do``      ``"fail"``: the test runs and is expected to fail; ``"skip"``: it does not run, because it would hang or die
+``reason``  why, in one sentence
+``link``    an issue or a page; may be empty
+
+An entry whose tests all ran, and none failed, fails the run: the list can only shrink.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import SetupError, Status, TestName, TestResult
-from torch_ext.upstream.differences import BUILT_IN, Differences, read
-from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, advised, told
-from torch_ext.upstream.releases import Releases
+from torch_ext.runner.results import Remark, SetupError, Status, TestName, TestResult
+from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, Releases, advised, told
 
-__all__ = ["Judge"]
+__all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
+
+BUILT_IN = Path(__file__).with_name("differences.json")
+
+_KEYS = {"test", "when", "do", "reason", "link"}
+_CONDITIONS = {"device", "cuda_as_sim", "torch"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry; see the module."""
+
+    test: str
+    reason: str
+    link: str = ""
+    do: str = "fail"
+    when: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def told(self) -> str:
+        return f"known difference: {self.reason}{f' ({self.link})' if self.link else ''}"
+
+    def holds(self, surroundings: Mapping[str, str]) -> bool:
+        """Whether all its conditions hold; a release ``2.13`` holds for ``2.13.0+cpu``."""
+        return all(
+            re.match(rf"{re.escape(wanted)}(?![\w])", surroundings.get(name, "")) is not None
+            for name, wanted in self.when
+        )
+
+    def means(self, test: TestName) -> bool:
+        """Whether ``test`` is meant; folders before the file's name may be left out, here and there.
+
+        >>> entry = Difference("fsdp/test_a.py::TestA::test_*", "no")
+        >>> entry.means(TestName("distributed/fsdp/test_a.py", "TestA", "test_b"))
+        True
+        >>> entry.means(TestName("test_a.py", "TestA", "test_b")), entry.means(TestName("test_a.py", "TestB", "test_b"))
+        (True, False)
+        """
+        file, _, names = self.test.partition("::")
+        ours, theirs = file.split("/"), test.file.split("/")
+        shared = min(len(ours), len(theirs))
+        pattern = "".join(".*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", names))
+        return ours[-shared:] == theirs[-shared:] and re.fullmatch(pattern, f"{test.cls}::{test.method}") is not None
+
+
+def read(path: Path) -> tuple[Difference, ...]:
+    """Return the entries of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such list; the message names the entry and what is wrong with it.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON in UTF-8: {error}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: expected a list of entries")
+    return tuple(_entry(each, f"{path}, entry {number}") for number, each in enumerate(entries, 1))
+
+
+def _entry(given: object, where: str) -> Difference:
+    if not isinstance(given, dict) or not {"test", "reason"} <= set(given) <= _KEYS:
+        raise ValueError(f"{where}: expected an object with test and reason, and perhaps when, do and link")
+    when = given.get("when", {})
+    if not isinstance(when, dict) or not set(when) <= _CONDITIONS:
+        raise ValueError(f"{where}: got the conditions {when!r}, expected some of {', '.join(sorted(_CONDITIONS))}")
+    do = given.get("do", "fail")
+    if do not in ("fail", "skip"):
+        raise ValueError(f"{where}: got do={do!r}, expected 'fail' or 'skip'")
+    conditions = tuple((name, str(value)) for name, value in when.items())
+    return Difference(str(given["test"]), str(given["reason"]), str(given.get("link", "")), do, conditions)
+
+
+class Differences:
+    """What the known differences make of one run's results.
+
+    Args:
+        entries: all that are known.
+        surroundings: the values that conditions ask for.
+    """
+
+    def __init__(self, entries: Iterable[Difference], surroundings: Mapping[str, str]) -> None:
+        self._entries = tuple(entry for entry in entries if entry.holds(surroundings))
+        self._ran: dict[Difference, bool] = {}  # whether one of its tests failed
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        return next((entry.told for entry in self._entries if entry.do == "skip" and entry.means(test)), "")
+
+    def known(self, test: TestName) -> str:
+        """Return what is known of ``test``, whether it must not run or is expected to fail; empty if nothing is."""
+        return next((entry.told for entry in self._entries if entry.means(test)), "")
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return ``result``, or an expected failure if the test is known to fail."""
+        for entry in self._entries:
+            if entry.do == "fail" and entry.means(result.test) and result.status in (Status.PASSED, Status.FAILED):
+                failed = result.status is Status.FAILED
+                self._ran[entry] = self._ran.get(entry, False) or failed
+                if failed:
+                    return replace(result, status=Status.XFAIL, reason=entry.told, problems=(), output="")
+        return result
+
+    def out_of_date(self, planned: Sequence[TestName], whole: bool) -> list[TestResult]:
+        """Return a failure for each entry none of whose tests failed.
+
+        Args:
+            planned: the tests of the run.
+            whole: whether the run left out no test of its files; otherwise only entries without ``*`` are judged.
+        """
+        stale = [entry for entry, failed in self._ran.items() if not failed and (whole or "*" not in entry.test)]
+        return [
+            TestResult(
+                TestName(next(test.file for test in planned if entry.means(test))),
+                Status.FAILED,
+                0.0,
+                (Remark(f"The known difference {entry.test!r} no longer fails: take its entry away."),),
+            )
+            for entry in stale
+        ]
 
 
 class Judge:

@@ -1,12 +1,27 @@
-"""Failures that say by themselves why a test cannot run here: an error, and its sentence. Without torch."""
+"""Why a test cannot run here, by its error or its skip: it needs CUDA, Triton, or another release of torch.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
-from torch_ext.runner.results import WITHOUT_TESTS, Problem, Raised, RanksFailed
+from torch_ext.runner.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = ["ASKS_BY_NAME", "WITH_THE_OPTION", "advised", "errors", "reason_of", "told"]
+__all__ = [
+    "ASKS_BY_NAME",
+    "WITH_THE_OPTION",
+    "Releases",
+    "advised",
+    "reason_of",
+    "release_of_checkout",
+    "told",
+]
 
 ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
@@ -98,7 +113,7 @@ def advised(skip: str, source: str) -> str:
     return skip
 
 
-def errors(problem: Problem) -> list[str]:
+def _errors(problem: Problem) -> list[str]:
     """Return the first line of each exception that ``problem`` is; an empty text for what is no exception."""
     if isinstance(problem, Raised):
         return [problem.error]
@@ -112,3 +127,113 @@ def errors(problem: Problem) -> list[str]:
         ]
         return own or [""]
     return [""]
+
+
+# Characters within which a file names its owners.
+_HEAD = 4096
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+# What Python says of a name of torch's that is not there.
+_MISSING = (
+    # A module of ours that stands in for torch's answers names that it lacks with torch's: torch lacks it as well.
+    re.compile(
+        r"ImportError: cannot import name '(?P<name>\w+)' from "
+        r"'(?P<where>torch_ext\.testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))'"
+    ),
+    re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(?P<where>torch(?:\.\w+)*)'"),
+    re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
+    re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
+)
+# Names that a build without CUDA lacks.
+_CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
+_BUILD = re.compile(r"ImportError|AttributeError")
+_BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
+# What this project adds to torch; a name that it lacks is a failure of ours.
+_OURS = re.compile(r"torch\.sim(?:\.|$)")
+# Upstream's linter wants this line in each of its test files.
+_OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
+
+
+def release_of_checkout(path: Path) -> str:
+    """Return the version of the PyTorch checkout in which ``path`` lies, as its ``version.txt`` has it; else empty."""
+    for folder in path.parents:
+        file = folder / "version.txt"
+        if file.is_file() and (folder / "torch").is_dir():
+            return file.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def _outside_a_checkout(path: Path) -> bool:
+    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, of which nothing tells the release."""
+    if release_of_checkout(path) or not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _OWNERS.search(file.read(_HEAD)) is not None
+
+
+def _key(version: str) -> tuple[int, int]:
+    found = _VERSION.match(version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+class Releases:
+    """Compares a checkout with the installed torch.
+
+    A file of PyTorch's that lies outside of any checkout is of an unknown release: a name that it imports, and the
+    installed torch lacks, says that it is another one.
+
+    Args:
+        paths: the files of the run.
+        cuda_as_sim: whether CUDA means the simulated accelerator in them.
+
+    Attributes:
+        told: a sentence to begin with if the checkout is newer; else empty.
+    """
+
+    def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
+        self._cuda_as_sim = cuda_as_sim
+        try:
+            self._installed = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            self._installed = ""
+        files = list(paths)
+        checkouts = sorted({release_of_checkout(path) for path in files}, key=_key)
+        self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
+        self._checkout = checkouts[-1] if checkouts else ""
+        self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
+        self.told = ""
+        if self._newer:
+            self.told = (
+                f"the checkout is of torch {self._checkout}, and {self._installed} is installed: "
+                "tests that need a name which it lacks are skipped"
+            )
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return ``result``, or a skip if it failed only for what torch or this machine lacks."""
+        if result.status is not Status.FAILED:
+            return result
+        reasons = {self._reason(error, result.test.file) for problem in result.problems for error in _errors(problem)}
+        if len(reasons) != 1 or not (reason := reasons.pop()):
+            return result
+        return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
+
+    def _reason(self, error: str, file: str) -> str:
+        if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
+            return reason
+        found = next((found for pattern in _MISSING if (found := pattern.search(error))), None)
+        if found is None:
+            return ""
+        parts = found.groupdict()
+        where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
+        if _OURS.match(where):
+            return ""
+        name = f"{where}.{parts['name']}" if where else parts["name"]
+        if _BUILD.match(error) and _CUDAS.search(parts["name"]):
+            return f"needs a build of torch with {name}, which this one does not have"
+        if any(path.endswith(f"/{file}") for path in self._of_unknown_release) and _BUILD_OR_MODULE.match(error):
+            return f"needs another release of torch: {self._installed} has no {name}"
+        if not self._newer:
+            return ""
+        major, minor = _key(self._checkout)
+        return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"

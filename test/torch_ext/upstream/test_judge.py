@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
-from torch_ext.upstream import differences, releases
-from torch_ext.upstream.differences import Difference, Differences
-from torch_ext.upstream.judge import Judge
+from torch_ext.upstream.judge import BUILT_IN, Difference, Differences, Judge, read
+from torch_ext.upstream.reasons import Releases
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.verdict import WorldReport, judge
@@ -74,7 +73,7 @@ def test_a_list_that_is_none_is_told(text: str, told: str, tmp_path: Path) -> No
 
 
 def test_our_own_list_can_be_read() -> None:
-    for known in differences.read(differences.BUILT_IN):
+    for known in read(BUILT_IN):
         assert known.reason
 
 
@@ -100,7 +99,7 @@ def failing_with(error: str) -> TestResult:
     ],
 )
 def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_path: Path) -> None:
-    newer = releases.Releases([checkout(tmp_path, "9.9.0a0")])
+    newer = Releases([checkout(tmp_path, "9.9.0a0")])
     assert newer.told.startswith("the checkout is of torch 9.9.0a0, and ")
     judged = newer.judged(failing_with(error))
     assert judged.status is Status.SKIPPED
@@ -120,18 +119,18 @@ def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_pat
 def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
     file = checkout(tmp_path, "9.9.0a0")
     failed = failing_with(error)
-    assert releases.Releases([file]).judged(failed) is failed
+    assert Releases([file]).judged(failed) is failed
     (file.parents[1] / "version.txt").write_text("1.0\n")
     same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
-    assert releases.Releases([file]).judged(same) is same
+    assert Releases([file]).judged(same) is same
 
 
 def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) -> None:
     missing = failing_with("ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)")
-    judged = releases.Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
+    judged = Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
     assert judged.status is Status.SKIPPED
     assert judged.reason.endswith("has no torch.testing._internal.common_fsdp.new")
-    assert releases.Releases([]).judged(missing) is missing
+    assert Releases([]).judged(missing) is missing
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
     upstreams.parent.mkdir()
     upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n')
     users.write_text("import torch\n")
-    judge_of = releases.Releases([upstreams, users])
+    judge_of = Releases([upstreams, users])
     assert judge_of.told == ""
     judged = judge_of.judged(failing_with(error))
     assert (judged.status is Status.SKIPPED) is skipped
@@ -173,7 +172,7 @@ def test_the_option_is_not_advised_where_it_does_not_help(tmp_path: Path) -> Non
 
 
 def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:
-    anywhere = releases.Releases([])
+    anywhere = Releases([])
     assert anywhere.told == ""
     lacks = failing_with("AttributeError: module 'torch._C' has no attribute '_cuda_getDevice'")
     assert anywhere.judged(lacks).reason == (
@@ -185,21 +184,21 @@ def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> No
 
 def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
     names_cuda = failing_with("AssertionError: Torch not compiled with CUDA enabled")
-    told = releases.Releases([]).judged(names_cuda)
+    told = Releases([]).judged(names_cuda)
     assert told.status is Status.SKIPPED and "--cuda-as-sim" in told.reason
-    assert releases.Releases([], cuda_as_sim=True).judged(names_cuda) is names_cuda
+    assert Releases([], cuda_as_sim=True).judged(names_cuda) is names_cuda
     needs_triton = failing_with("ModuleNotFoundError: No module named 'triton'")
-    assert releases.Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
+    assert Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
     maps_peers = failing_with(
         "NotImplementedError: The operator 'symm_mem::memset32_' is not implemented for the device sim:0"
     )
-    assert releases.Releases([], cuda_as_sim=True).judged(maps_peers).reason.startswith("needs symmetric memory")
+    assert Releases([], cuda_as_sim=True).judged(maps_peers).reason.startswith("needs symmetric memory")
     has_no_kernel = failing_with(
         "NotImplementedError: The operator 'aten::eig' is not implemented for the device sim:0"
     )
-    assert releases.Releases([], cuda_as_sim=True).judged(has_no_kernel) is has_no_kernel
+    assert Releases([], cuda_as_sim=True).judged(has_no_kernel) is has_no_kernel
     said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
-    assert releases.Releases([]).judged(said_elsewhere) is said_elsewhere
+    assert Releases([]).judged(said_elsewhere) is said_elsewhere
 
 
 def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
@@ -221,7 +220,7 @@ def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: st
     # Both are raised by what connects ranks, or in C++, so that they look like the end of a peer.
     closed = ("RuntimeError: Connection closed by peer", True)
     for errors in ([(error, True), (error, True)], [(error, True), closed]):
-        assert "--cuda-as-sim" in releases.Releases([]).judged(ranks_failing_with(*errors)).reason
+        assert "--cuda-as-sim" in Releases([]).judged(ranks_failing_with(*errors)).reason
     for others in ([closed, closed], [(error, True), ("ValueError: no", False)]):
         failed = ranks_failing_with(*others)
-        assert releases.Releases([]).judged(failed) is failed
+        assert Releases([]).judged(failed) is failed

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from torch_ext.runner.cli import main
-from torch_ext.upstream.differences import read
 from torch_ext.upstream.harness import UPSTREAM
-from torch_ext.upstream.releases import release_of_checkout
+from torch_ext.upstream.judge import Judge, read
+from torch_ext.upstream.reasons import release_of_checkout
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PASSES = (
@@ -97,7 +97,6 @@ def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
 
 def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
     from torch_ext.runner.results import Status, TestName, TestResult
-    from torch_ext.upstream.judge import Judge
 
     no_ranks = "no rank was started, because the test's world_size is 0"
     counts, constant = tmp_path / "test_counts.py", tmp_path / "test_constant.py"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.upstream_export.checkouts import repository
 from torch_ext.upstream import drift
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.drift import Entry, compare
-from torch_ext.upstream.export.modules import Tree
+from torch_ext.upstream.export.modules import Module, Tree
 
 # What upstream's harness does inside, and ours does another way.
 _ENGINE = {
@@ -30,8 +30,8 @@ def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
     upstream = {f"torch.testing._internal.{name}": text for name, text in theirs.items()}
     either = {**mine, **upstream}
     return (
-        Tree(lambda name: (either[name], False) if name in either else None),
-        Tree(lambda name: (upstream[name], False) if name in upstream else None),
+        Tree(lambda name: Module(name, either[name]) if name in either else None),
+        Tree(lambda name: Module(name, upstream[name]) if name in upstream else None),
     )
 
 
@@ -112,13 +112,9 @@ def test_the_command_prints_what_differs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "torch" / "testing" / "_internal" / "dist_utils.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("def worker_name(rank): ...\ndef brand_new(): ...\n")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    file.write_text("")  # not committed
+    name = "torch/testing/_internal/dist_utils.py"
+    repository(tmp_path, {name: "def worker_name(rank): ...\ndef brand_new(): ...\n"})
+    (tmp_path / name).write_text("")  # not committed
     assert main(["drift", "--against", str(tmp_path)]) == 0
     assert "  missing brand_new" in capsys.readouterr().out
     assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2
@@ -132,7 +128,7 @@ def test_a_module_that_we_take_whole_is_compared_with_a_checkouts() -> None:
     assert Entry(name, "DTensorTestBase.init_pg", "through") in installed
 
     def tree(text: str) -> Tree:
-        return Tree(lambda module: (text, False) if module.endswith(name) else None)
+        return Tree(lambda module: Module(module, text) if module.endswith(name) else None)
 
     ours = tree("def gone(): ...\ndef f(a): ...\nclass C:\n    def m(self): ...")
     theirs = tree("def brand_new(): ...\ndef f(b): ...\nclass C:\n    def m(self): ...\n    def more(self): ...")

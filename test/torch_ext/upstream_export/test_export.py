@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.upstream_export.checkouts import PERSON, commit, like_upstream, repository
+from test.torch_ext.upstream_export.checkouts import PERSON, like_upstream, repository
 from torch_ext.upstream.__main__ import main
-from torch_ext.upstream.export import change, check, patch
-from torch_ext.upstream.export.command import Request, Result, export
+from torch_ext.upstream.export import check
+from torch_ext.upstream.export.command import Result, add, export
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.trees import our_tree, tree_at
-from torch_ext.upstream.export.write import text_of
+from torch_ext.upstream.export.modules import our_tree, tree_at
+from torch_ext.upstream.export.targets import text_of
 from torch_ext.world import _os
 
 ANATOMY = "test/distributed/fsdp/test_fsdp_anatomy.py"
@@ -36,7 +36,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def anatomy(checkout: Path) -> Result:
-    result = export(Request([ANATOMY], checkout, tools=["a pencil"]))
+    result = export([ANATOMY], checkout, tools=["a pencil"])
     assert result.problems == []
     return result
 
@@ -110,15 +110,6 @@ def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path: Path) -> 
     assert (run.passed, run.failed) == (1, 0), run.output
 
 
-def test_settings_of_a_person_do_not_spoil_the_mail(tmp_path: Path) -> None:
-    checkout = repository(tmp_path / "pytorch", {THEIRS: BEFORE})
-    for key, value in {"diff.noprefix": "true", "format.attach": "x", "color.ui": "always"}.items():
-        subprocess.run(["git", "-C", str(checkout), "config", key, value], check=True)
-    mail = patch.mailbox(checkout, {THEIRS: "x = 1\n"}, "Change\n", patch.author_of(checkout))
-    copy = check.apply_to_copy(checkout, mail, tmp_path)
-    assert (copy / THEIRS).read_text(encoding="utf-8") == "x = 1\n"
-
-
 def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(checkout: Path, tmp_path: Path) -> None:
     def state() -> list[str]:
         commands = [["status", "--porcelain"], ["count-objects", "-v"], ["for-each-ref"]]
@@ -132,18 +123,6 @@ def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(che
     assert main([*asked, "--branch", "step-log"]) == 0
     shown = subprocess.check_output(["git", "-C", str(checkout), "log", "-1", "--format=%an %s", "step-log"], text=True)
     assert shown == f"{PERSON[0]} Add ThreeUnits, StepLog, layout_over_ranks to common_fsdp\n"
-
-
-def test_without_a_person_there_is_no_patch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
-    nobody = repository(tmp_path / "pytorch", {FSDP: "import torch\n"}, person=None)
-    assert main(["export", ANATOMY, "--onto", str(nobody)]) == 2
-    told = capsys.readouterr()
-    assert "git knows no user.name here. Upstream takes patches from people" in told.err
-    assert told.out == ""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +157,7 @@ def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list
     theirs = tree_at(repository(tmp_path / "pytorch", {THEIRS: upstream}))
     ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
-    change.add(linker, ["HEAD.."], root)
+    add(linker, ["HEAD.."], root)
     return {each.path: text_of(each, ours) for each in linker.targets.values()}, linker.problems
 
 
@@ -201,19 +180,9 @@ def test_a_conflict_shows_three_sides_and_sends_nothing(tmp_path: Path) -> None:
         assert side in told[0]
 
 
-def test_what_lies_uncommitted_in_the_checkout_does_not_count(tmp_path: Path) -> None:
-    checkout = repository(tmp_path / "pytorch", {THEIRS: "def mine(): ...\n"})
-    (checkout / THEIRS).write_text("def other(): ...\n", encoding="utf-8")
-    module = "torch.testing._internal.dist_utils"
-    assert tree_at(checkout).find(module, "mine") is not None
-    commit(checkout, {})
-    assert tree_at(checkout).find(module, "mine") is None
-    assert tree_at(checkout).find(module, "other") is not None
-
-
 @pytest.mark.long  # half a minute for the whole tree
 def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_path: Path) -> None:
-    result = export(Request(["test/distributed", "testing/_internal"], checkout))
+    result = export(["test/distributed", "testing/_internal"], checkout)
     assert result.problems == []
     assert len(result.files) > 40
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
@@ -225,7 +194,7 @@ def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_pat
 def test_suites_pass_under_torchs_own_harness(
     checkout: Path, tmp_path: Path, file: str, device: str, tests: tuple[str, ...]
 ) -> None:
-    result = export(Request([file], checkout))
+    result = export([file], checkout)
     assert result.problems == []
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
     run = check.run_in_copy(copy, file, device, tests)

@@ -6,8 +6,8 @@ import pytest
 
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.lint import problems
-from torch_ext.upstream.export.modules import Tree
-from torch_ext.upstream.export.write import text_of
+from torch_ext.upstream.export.modules import Module, Tree
+from torch_ext.upstream.export.targets import text_of
 
 pytestmark = pytest.mark.processes  # ruff
 
@@ -17,7 +17,7 @@ FRONT = f"from {OURS}._fsdp.rooms import *\n"
 
 
 def tree(texts: dict[str, str]) -> Tree:
-    return Tree(lambda name: (texts[name], False) if name in texts else None)
+    return Tree(lambda name: Module(name, texts[name]) if name in texts else None)
 
 
 def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -40,7 +40,7 @@ def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
     assert told == []
     assert files == {
         "test.distributed.test_a": '# Owner(s): ["oncall: distributed"]\n\n'
-        f"from {THEIRS}.common_fsdp import helper\n\nhelper()\n"
+        f"from {THEIRS}.common_fsdp import helper\n\n\nhelper()\n"
     }
 
 
@@ -179,14 +179,14 @@ def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
     assert problems({"test/test_a.py": owned + "x = 1\n"}, {}) == []
     for text, told in {
         "x = 1\n": "no line # Owner(s)",
-        owned + "x = 1 \n": "trailing white space",
-        owned + "x = 1": "does not end with one newline",
+        owned + "x = 1 \n": "W291",
+        owned + "x = 1": "W292",
         owned + "if True:\n\tx = 1\n": "a tab",
         owned + "import torch_ext.world\n": "names this project",
         owned + "x = 'TORCH_EXT_DEVICE'\n": "names this project",
-        owned + "def f():\n    return nothing\n": "undefined name nothing",
+        owned + "def f():\n    return nothing\n": "F821",
         owned + "import os\n": "F401",
-        owned + "def f(:\n": "no Python",
+        owned + "def f(:\n": "invalid-syntax",
     }.items():
         assert any(told in each for each in problems({"test/test_a.py": text}, {})), told
     assert problems({"a.py": "import os\ny = 1\n"}, {"a.py": "import os\n"}) == []

@@ -15,10 +15,10 @@ import pytest
 from test.torch_ext.upstream_export.checkouts import commit, repository
 from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.drift import drift
-from torch_ext.upstream.export import change, check, command, patch
-from torch_ext.upstream.export.git import CheckoutError, commit_of
+from torch_ext.upstream.export import check, command
+from torch_ext.upstream.export.git import CheckoutError, commit_of, mailbox
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.trees import installed_tree, our_tree, upstream_at
+from torch_ext.upstream.export.modules import Module, installed_tree, our_tree, upstream_at
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SUITE = "test/distributed/test_suite.py"
@@ -35,8 +35,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with one suite, which is the one that is exported."""
     root = repository(tmp_path / "ours", {SUITE: TEST, "testing/_internal/ours.py": "x = 1\n", "README.md": "Hello\n"})
     monkeypatch.setattr(command, "project_root", lambda: root)
-    our = our_tree
-    monkeypatch.setattr(command, "our_tree", lambda theirs: our(theirs, root))
     monkeypatch.chdir(root)
     return root
 
@@ -185,6 +183,16 @@ def test_a_branch_that_is_there_or_has_no_name_for_one(
     assert subprocess.check_output(["git", "-C", str(checkout), "for-each-ref"]) == before
 
 
+def test_without_a_person_there_is_no_patch(
+    root: Path, tmp_path: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    nobody = repository(tmp_path / "nobody", {HELPERS: "import torch\n"}, person=None)
+    sentence = told("export", SUITE, "--onto", nobody, code=2)
+    assert "git knows no author here" in sentence and "PyTorch takes patches from people" in sentence
+
+
 def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, told: Callable[..., str]) -> None:
     for file in (tmp_path, tmp_path / "no" / "file", ""):
         assert "argument --output: got" in told("export", SUITE, "--onto", checkout, "--output", file, code=2)
@@ -198,7 +206,7 @@ def test_names_that_are_not_ascii_and_deletions_are_seen(root: Path, checkout: P
     (root / SUITE).unlink()
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
-    change.add(linker, ["HEAD.."], root)
+    command.add(linker, ["HEAD.."], root)
     assert [each.path for each in linker.targets.values() if each.whole] == ["test/distributed/test_ö.py"]
     assert len(linker.problems) == 1
     assert (
@@ -212,12 +220,14 @@ def test_what_a_person_has_set_does_not_spoil_it(
     os.chmod(checkout / HELPERS, 0o755)
     commit(checkout, {})
     settings = tmp_path / "settings"
-    settings.write_text("[commit]\ngpgSign = true\n[gpg]\nprogram = false\n[i18n]\nlogOutputEncoding = latin1\n")
+    settings.write_text(
+        "[commit]\ngpgSign = true\n[gpg]\nprogram = false\n[i18n]\nlogOutputEncoding = latin1\n"
+        "[diff]\nnoprefix = true\n[format]\nattach = x\n[color]\nui = always\n"
+    )
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # as in a hook
     monkeypatch.setenv("GIT_AUTHOR_NAME", "Jörg")
-    author = patch.author_of(checkout)
-    mail = patch.mailbox(checkout / "torch", {HELPERS: "x = 1\n"}, "Über\n", author)
+    mail = mailbox(checkout / "torch", {HELPERS: "x = 1\n"}, "Über\n")
     assert "Jörg".encode() in mail.encode() or "=?UTF-8?q?J=C3=B6rg?=" in mail
     copy = check.apply_to_copy(checkout / "torch", mail, tmp_path)
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
@@ -235,8 +245,6 @@ def test_drift_runs_in_a_checkout_and_says_which_modules_are_gone(
 
 
 def test_a_list_that_is_put_together_is_no_list() -> None:
-    from torch_ext.upstream.export.modules import Module
-
     assert Module("m", "__all__ = [*others, 'a']\n").all is None
 
 

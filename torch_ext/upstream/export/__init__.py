@@ -1,10 +1,11 @@
-"""Sends work of this tree to PyTorch: what changed, in upstream's files and words, as a patch that a person mails.
+"""Sends work of this tree to PyTorch: the changes, in upstream's files and words, as a patch that a person mails.
 
 ::
 
-    command                               what the command line asks for
-      -> change, cover, lint, check       what is to go; its words; whether it is right; whether it runs there
-        -> write, patch                   texts of files; a commit or a mail
-          -> link                         what a change needs upstream
-            -> spelled, references, edits, modules, trees, ruff
+    command                    one export: the texts, the check, the message, the patch
+      -> change                the arguments: files, names, revisions
+        -> link, spelled       what goes along, and upstream's names for it
+          -> modules, scopes   Python files as data
+      -> write, lint           the new texts, as upstream formats them
+      -> check, git            a run on plain torch; a commit or a mail
 """

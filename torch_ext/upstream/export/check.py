@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ext.upstream.export.git import git, root_of
-from torch_ext.upstream.export.trees import project_root
+from torch_ext.upstream.export.modules import project_root
 
 __all__ = ["Run", "apply_to_copy", "import_in_copy", "run_in_copy"]
 
@@ -72,7 +72,7 @@ if os.environ.get("EXPORT_CHECK_DEVICE"):
 
 @dataclass(frozen=True)
 class Run:
-    """What became of one test file on one device: how many of its tests ended how, and the end of what it printed."""
+    """One test file on one device: the counts of its tests, and the end of the output."""
 
     file: str
     device: str
@@ -107,75 +107,67 @@ def apply_to_copy(checkout: Path, mail: str, folder: Path) -> Path:
 
 def run_in_copy(copy: Path, file: str, device: str, tests: Sequence[str] = (), timeout_s: float = 1800) -> Run:
     """Run test file ``file`` of ``copy`` on ``cpu`` or ``sim``, all of it or the tests named ``Class.test``."""
-    done = _python(copy, [str(copy / file), *tests], device, timeout_s)
-    text = done.stdout + done.stderr
+    code, text = _python(copy, [str(copy / file), *tests], device, timeout_s)
     count = re.search(r"^Ran (\d+) tests?", text, re.MULTILINE)
     told = dict(re.findall(r"(failures|errors|skipped|unexpected successes)=(\d+)", text.split("\nRan ")[-1]))
-    skipped = int(told.get("skipped", 0))
-    bad = sum(int(told.get(kind, 0)) for kind in ("failures", "errors", "unexpected successes"))
-    total = int(count[1]) if count else 0
-    if not count or (done.returncode and not bad):
-        bad = max(bad, 1)  # it died, or never started
-    return Run(file, device, max(total - skipped - bad, 0), bad, skipped, text[-8000:])
+    total, skipped = int(count[1]) if count else 0, int(told.pop("skipped", 0))
+    failed = sum(map(int, told.values()))
+    if not count or (code and not failed):
+        failed = 1  # the process died, or never started
+    return Run(file, device, max(total - skipped - failed, 0), failed, skipped, text[-8000:])
+
+
+# Imports modules by name, and test files by path. Fails if that imported this project.
+_IMPORT = """
+import importlib, runpy, sys
+for name in sys.argv[1:]:
+    runpy.run_path(name, run_name="imported") if name.endswith(".py") else importlib.import_module(name)
+sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] == "torch_ext"))
+"""
 
 
 def import_in_copy(copy: Path, modules: Iterable[str], timeout_s: float = 600) -> str:
-    """Import ``modules`` in one process on plain torch and return what went wrong, or an empty string.
+    """Import ``modules`` in one process on plain torch, and return the traceback of the first that fails.
 
-    A file of tests is imported by its path. A process that loaded anything of this project is wrong, too.
+    Returns:
+        An empty string if all imports passed. The names of this project's modules, if any was imported.
     """
-    program = (
-        "import importlib, importlib.util, sys, traceback\n"
-        "for name in sys.argv[1:]:\n"
-        "    try:\n"
-        "        if name.endswith('.py'):\n"
-        "            spec = importlib.util.spec_from_file_location(name.split('/')[-1][:-3], name)\n"
-        "            spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
-        "        else:\n"
-        "            importlib.import_module(name)\n"
-        "    except BaseException:\n"
-        "        print(name, traceback.format_exc())\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'torch_ext'] or '')\n"
-    )
-    done = _python(copy, ["-c", program, *modules], "cpu", timeout_s)
-    return done.stdout.strip() or (done.stderr.strip() if done.returncode else "")
+    code, text = _python(copy, ["-c", _IMPORT, *modules], _HOST, timeout_s)
+    return text.strip() if code else ""
 
 
-def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -> tuple[int, str]:
+    """Run Python on plain torch over ``copy``; return its exit code and output."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(_SITE, encoding="utf-8")
-        environment = {
-            key: value for key, value in os.environ.items() if key in _KEPT or not key.startswith("TORCH_EXT_")
-        }
-        environment.update(PYTHONPATH=folder, EXPORT_CHECK_COPY=str(copy), EXPORT_CHECK_PROVIDER=str(project_root()))
-        # torch imports what installed packages register as its backends, and so this project.
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        environment["EXPORT_CHECK_DEVICE"] = "" if device == _HOST else device
-        pipe = subprocess.PIPE
+        ours = {key for key in os.environ if key.startswith("TORCH_EXT_")} - {"TORCH_EXT_CACHE"}
         child = subprocess.Popen(
             [sys.executable, *command],
             cwd=folder,
-            env=environment,
-            stdout=pipe,
-            stderr=pipe,
+            env={
+                **{key: value for key, value in os.environ.items() if key not in ours},
+                "PYTHONPATH": folder,
+                "EXPORT_CHECK_COPY": str(copy),
+                "EXPORT_CHECK_PROVIDER": str(project_root()),
+                "EXPORT_CHECK_DEVICE": "" if device == _HOST else device,
+                # Torch imports the packages that are installed as its backends, this project among them.
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # its ranks, which outlive it, end with its session
+            start_new_session=True,  # for killpg, which also ends the ranks
         )
         try:
-            stdout, stderr = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            text = child.communicate(timeout=timeout_s)[0]
+            return child.returncode, text
+        except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)
-            stdout, stderr = child.communicate()
-            stderr += f"\nnot done after {timeout_s:g} s"
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            raise
-        return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
+            text = child.communicate()[0]
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return 1, f"{text}\nnot done after {timeout_s:g} s"
 
 
 _HOST = "cpu"
-
-# Of our own variables: where the simulated device was built.
-_KEPT = ("TORCH_EXT_CACHE",)

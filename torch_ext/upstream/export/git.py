@@ -1,15 +1,27 @@
-"""Runs git in a repository, and says in one sentence why it would not."""
+"""Git: reads a repository, and writes a change as a mail or a branch without touching the working tree or index."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-__all__ = ["CheckoutError", "commit_of", "git", "ran", "root_of"]
+__all__ = [
+    "CheckoutError",
+    "check_author",
+    "check_branch",
+    "commit_of",
+    "commit_on_branch",
+    "git",
+    "mailbox",
+    "root_of",
+    "shown",
+]
 
-# Git sets these for its hooks. They would have another repository be meant than the one that is named.
+# Git sets these variables for its hooks. They take precedence over the folder that a command names.
 _OF_A_HOOK = (
     "GIT_ALTERNATE_OBJECT_DIRECTORIES",
     "GIT_COMMON_DIR",
@@ -22,23 +34,12 @@ _OF_A_HOOK = (
 
 
 class CheckoutError(ValueError):
-    """A folder, a file or a revision is not what it should be: of a git checkout of PyTorch, or of this project."""
+    """A checkout, a path, a revision or a tool is not as the command needs it."""
 
 
-def ran(
+def _ran(
     where: Path, *command: str, text: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in the folder ``where`` and return what came of it.
-
-    Args:
-        where: a folder of the repository.
-        command: what git is to do.
-        text: for its stdin.
-        environment: besides that of this process.
-
-    Raises:
-        CheckoutError: there is no git.
-    """
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
     try:
         return subprocess.run(
@@ -52,12 +53,12 @@ def ran(
 
 
 def git(where: Path, *command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """Run git as :func:`ran` does and return what it printed.
+    """Run git in the folder ``where``, with ``text`` as stdin, and return its stdout.
 
     Raises:
-        CheckoutError: git failed; the message has its words.
+        CheckoutError: git failed, or there is no git.
     """
-    done = ran(where, *command, text=text, environment=environment)
+    done = _ran(where, *command, text=text, environment=environment)
     if done.returncode:
         raise CheckoutError(f"git {' '.join(command[:2])} failed in {where}: {_words(done)}")
     return done.stdout.decode(errors="replace")
@@ -69,38 +70,104 @@ def _words(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def root_of(checkout: Path) -> Path:
-    """Return the top folder of the repository that ``checkout`` lies in, or ``checkout`` itself if it is bare.
+    """Return the top folder of the repository around ``checkout``, or ``checkout`` itself if the repository is bare.
 
     Raises:
         CheckoutError: there is no such folder, or git does not read it.
     """
     if not checkout.is_dir():
         raise CheckoutError(f"{checkout} is no folder; give a git checkout of PyTorch")
-    done = ran(checkout, "rev-parse", "--is-bare-repository", "--is-inside-work-tree", "--show-cdup")
+    done = _ran(checkout, "rev-parse", "--is-inside-work-tree", "--show-cdup")
     if done.returncode:
         if b"not a git repository" in done.stderr:
             raise CheckoutError(f"{checkout} is no git repository; give a git checkout of PyTorch")
         raise CheckoutError(f"git does not read {checkout}: {_words(done)}")
-    bare, inside, *up = done.stdout.decode().splitlines()
-    if bare == "true" or inside == "false":
-        return checkout
-    return (checkout / up[0] if up else checkout).resolve()
+    inside, *up = done.stdout.decode().splitlines()
+    return checkout if inside == "false" else (checkout / "".join(up)).resolve()
 
 
 def commit_of(checkout: Path, revision: str = "HEAD") -> str:
-    """Return the name of the commit that ``revision`` is.
+    """Return the name of the commit that ``revision`` names.
 
     Raises:
         CheckoutError: there is no such repository or revision.
     """
     root_of(checkout)
-    known = None
-    if revision and not revision.startswith("-"):
-        known = ran(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    if known is not None and not known.returncode:
-        return known.stdout.decode().strip()
+    command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    if revision and not (found := _ran(checkout, *command)).returncode:
+        return found.stdout.decode().strip()
     if revision == "HEAD":
         raise CheckoutError(f"{checkout} has no commit yet; check one out, or commit first")
-    shallow = ran(checkout, "rev-parse", "--is-shallow-repository").stdout.strip() == b"true"
+    shallow = _ran(checkout, "rev-parse", "--is-shallow-repository").stdout.strip() == b"true"
     more = ", which it may lack as a shallow clone: git fetch --unshallow brings the rest" if shallow else ""
     raise CheckoutError(f"{checkout} has no revision {revision!r}{more or '; git log shows which there are'}")
+
+
+@cache
+def shown(checkout: Path, path: str, commit: str) -> bytes | None:
+    """Return the bytes of ``path`` in ``commit``; None if ``commit`` has no such path."""
+    done = _ran(checkout, "show", f"{commit}:{path}")
+    return None if done.returncode else done.stdout
+
+
+def check_author(checkout: Path) -> None:
+    """Raise a :class:`CheckoutError` unless git knows a name and an address: PyTorch takes patches from people."""
+    for identity in ("GIT_AUTHOR_IDENT", "GIT_COMMITTER_IDENT"):
+        done = _ran(checkout, *_NO_GUESS, "var", identity)
+        if done.returncode:
+            raise CheckoutError(
+                f"git knows no author here ({_words(done).splitlines()[-1]}). PyTorch takes patches from people: set "
+                "git config user.name and user.email, and read what you send before you send it."
+            )
+
+
+def check_branch(checkout: Path, branch: str) -> None:
+    """Raise a :class:`CheckoutError` unless ``branch`` can be made in ``checkout``."""
+    if branch.startswith("-") or _ran(checkout, "check-ref-format", f"refs/heads/{branch}").returncode:
+        raise CheckoutError(f"got --branch {branch}, which git does not take for a name; give another one")
+    if not _ran(checkout, "show-ref", "--verify", "--quiet", f"refs/heads/{branch}").returncode:
+        raise CheckoutError(
+            f"{checkout} has a branch {branch} already; give another name, or delete it with git branch -D {branch}"
+        )
+
+
+def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
+    """Return a change of ``HEAD`` as a mail for ``git am``. The repository gets no new object.
+
+    Args:
+        checkout: the repository.
+        files: new texts, by path.
+        message: the subject, an empty line and the body.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        objects = git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
+        environment = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}
+        commit = _commit(checkout, files, message, environment)
+        # Against the user's own settings: git am would refuse some of them.
+        options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
+        options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
+        return git(checkout, *_UTF8, "format-patch", "-1", *options, commit, environment=environment)
+
+
+def commit_on_branch(checkout: Path, files: Mapping[str, str], message: str, branch: str) -> str:
+    """Commit a change of ``HEAD`` on the new branch ``branch``, and return the commit."""
+    commit = _commit(checkout, files, message, {})
+    git(checkout, "update-ref", f"refs/heads/{branch}", commit, "")  # "": fail if there is such a branch
+    return commit
+
+
+_NO_GUESS = ("-c", "user.useConfigOnly=true")
+_UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8")
+
+
+def _commit(checkout: Path, files: Mapping[str, str], message: str, environment: dict[str, str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**environment, "GIT_INDEX_FILE": str(Path(folder, "index"))}
+        git(checkout, "read-tree", "HEAD", environment=environment)
+        for path, text in files.items():
+            blob = git(checkout, "hash-object", "-w", "--stdin", text=text, environment=environment).strip()
+            mode = git(checkout, "ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0] or "100644"
+            git(checkout, "update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}", environment=environment)
+        tree = git(checkout, "write-tree", environment=environment).strip()
+        command = (*_NO_GUESS, *_UTF8, "commit-tree", tree, "-p", "HEAD")
+        return git(checkout, *command, text=message, environment=environment).strip()

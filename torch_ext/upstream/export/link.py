@@ -13,202 +13,352 @@ class.
 from __future__ import annotations
 
 import ast
+import builtins
+from collections.abc import Sequence
 
 from torch_ext.upstream.export import spelled
-from torch_ext.upstream.export.edits import Edit, renamed, without
-from torch_ext.upstream.export.modules import Definition, Module, Tree, members_of
-from torch_ext.upstream.export.pieces import Piece, Target
-from torch_ext.upstream.export.places import Places, is_ours, lineage
-from torch_ext.upstream.export.references import bound_anywhere, own_attributes, uses
-from torch_ext.upstream.export.trees import path_of
-from torch_ext.upstream.export.words import Passage, Words
+from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, Module, Tree, members_of, path_of, span
+from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, renamed, replace_lines, replace_node, uses
+from torch_ext.upstream.export.targets import Piece, Target
 
 __all__ = ["Linker"]
 
+_COMPAT, _FSDP_ROOMS = "torch_ext.compat", f"{OURS}._fsdp."
+
+
+def _is_ours(dotted: str) -> bool:
+    return dotted.split(".")[0] == "torch_ext"
+
 
 class Linker:
-    """Collects targets. ``problems`` says what cannot go upstream, a line each."""
+    """Collects ``targets``, by upstream's module, and ``problems``, a line for each thing that cannot go upstream."""
 
     def __init__(self, ours: Tree, theirs: Tree) -> None:
         self.ours, self.theirs = ours, theirs
-        self.places = Places(ours, theirs)
         self.targets: dict[str, Target] = {}
         self.problems: list[str] = []
-        self.used: set[str] = set()  # upstream's names that stand in for ours
-        self._words = Words(self.places, self)
 
-    # What is to go.
+    # What goes.
 
     def add_file(self, name: str) -> None:
-        """Export module ``name``: as a file, or, if upstream has that file, what upstream's lacks."""
+        """Export module ``name``: as a file or, if upstream has that file, the names that upstream's lacks."""
         module = self.ours.module(name)
         if module is None:
             self.problems.append(f"{name}: there is no such module")
-            return
-        if replaced := [each for each in module.all or () if f"{name}.{each}" in spelled.STAND_INS]:
-            for each in replaced:
-                stand_in, _, stands = spelled.STAND_INS[f"{name}.{each}"].partition(":")
-                self._words.stand_in(stand_in, stands, self.places.place(name), self.target_at(self.places.place(name)))
-            return
-        if advice := spelled.advice_for(name):
+        elif stand_ins := [each for each in module.all or () if f"{name}.{each}" in spelled.STAND_INS]:
+            for each in stand_ins:
+                self._stand_in(f"{name}.{each}", self.place(name))
+        elif advice := spelled.advice_for(name):
             self.problems.append(f"{path_of(name)}.py: {advice}")
-            return
-        target = self.target_for(name)
-        if target.whole is not None:
-            return
-        shared = [each for each in module.definitions if self.places.has(target.module, each)]
-        for each, definition in module.definitions.items():
-            if each in shared:
-                self._add_tests(target, module, definition)
-            elif each in module.all if module.all is not None else not each.startswith("_"):
-                self.add_name(name, each)
+        elif (target := self._target_for(name)).whole is None:
+            for each, definition in module.definitions.items():
+                if self._has(target.module, each):
+                    self._add_tests(target, module, definition)
+                elif each in module.all if module.all is not None else not each.startswith("_"):
+                    self.add_name(name, each)
 
-    def add_name(self, module: str, name: str) -> str:
-        """Export a definition, unless upstream has it, and return what it is called upstream."""
+    def add_name(self, module: str, name: str) -> None:
+        """Export a definition, unless upstream has it."""
         found = self.ours.find(module, name)
         if found is None:
             self.problems.append(f"{module} has no {name}")
-            return name
-        home, definition = found
-        target = self.target_for(home.name)
-        if target.whole is not None:
-            return name
-        return self.add_piece(target, home, definition)
-
-    def _add_tests(self, target: Target, module: Module, definition: Definition) -> None:
-        theirs = self.theirs.find(target.module, definition.name)
-        if theirs is None or not (definition.is_class and theirs[1].is_class):
-            return
-        known = members_of(self.theirs, *theirs)
-        for name, statement in definition.members().items():
-            if name.startswith("test_") and name not in known:
-                self._add_member(target, module, definition, name, statement, into=definition.name)
-
-    def changed(self, module: Module, definition: Definition, member: ast.stmt | None = None) -> tuple[Target, Piece]:
-        """Return a definition, or a member of a class, in upstream's words, although upstream has one of its name."""
-        target = self.target_for(module.name)
-        piece = Piece(module, definition, definition.name, member)
-        self._link_piece(piece, target)
-        return target, piece
+        elif (target := self._target_for(found[0].name)).whole is None:
+            self._add_definition(target, *found)
 
     def add_member(self, module: Module, definition: Definition, name: str) -> None:
         """Export one member of a class that upstream has, into that class."""
-        target = self.target_for(module.name)
-        self._add_member(target, module, definition, name, definition.members()[name], into=definition.name)
+        self._add_member(self._target_for(module.name), module, definition, name, definition.name)
 
-    # Where it goes, and how it is said there.
+    def changed(self, module: Module, definition: Definition, member: str = "") -> Piece:
+        """Return a definition, or one member of a class, in upstream's words, although upstream has that name."""
+        target = self._target_for(module.name)
+        statements = [definition.members()[member]] if member else [definition.node, *definition.trailers]
+        piece = Piece(module, target, statements, member or definition.name, definition.name if member else "")
+        self._link(piece)
+        return piece
 
-    def target_for(self, ours: str) -> Target:
-        name = self.places.place(ours)
-        if name not in self.targets:
-            existing = self.theirs.module(name)
-            target = self.targets[name] = Target(name, existing)
-            if existing is None:
-                target.whole = self.ours.module(ours)
-                self._link_whole(target)
-        return self.targets[name]
+    def _add_tests(self, target: Target, module: Module, definition: Definition) -> None:
+        theirs = self.theirs.find(target.module, definition.name)
+        if theirs is not None and definition.is_class and theirs[1].is_class:
+            known = members_of(self.theirs, *theirs)
+            for name in definition.members():
+                if name.startswith("test_") and name not in known:
+                    self._add_member(target, module, definition, name, definition.name)
 
-    def _link_whole(self, target: Target) -> None:
-        module = target.whole
-        if module is None:
-            raise AssertionError(f"{target.module} is no new file")
-        top = [each for each in module.tree.body if not isinstance(each, (ast.Import, ast.ImportFrom))]
-        taken = bound_anywhere(module.tree.body) | set(module.imports)
-        for statement in top:
-            if isinstance(statement, ast.ClassDef):
-                self._need_members(module, Definition(statement.name, statement))
-        for statement in module.tree.body:
-            if isinstance(statement, ast.ImportFrom):
-                if is_ours(module.absolute(statement)):
-                    target.edits.append(without(statement))
-            elif isinstance(statement, ast.Import):
-                if any(is_ours(alias.name) for alias in statement.names):
-                    target.edits.append(without(statement))
-            else:
-                edits: list[Edit] = []
-                self._words.link(statement, Passage(module, target, taken, edits))
-                target.edits += edits
-
-    def add_piece(self, target: Target, home: Module, definition: Definition) -> str:
+    def _add_definition(self, target: Target, home: Module, definition: Definition) -> str:
+        """Have a definition go along, and return its name upstream."""
         key = (home.name, definition.name)
-        if key in target.pieces:
-            return target.pieces[key].name
-        piece = Piece(home, definition, self._free_name(target, home, definition.name))
-        target.pieces[key] = piece
-        if piece.name != definition.name:
-            piece.edits += renamed(definition, piece.name)
-        self._link_piece(piece, target)
-        if definition.is_class:
-            self._need_members(home, definition)
-        return piece.name
-
-    def _add_member(
-        self, target: Target, home: Module, definition: Definition, name: str, statement: ast.stmt, into: str
-    ) -> None:
-        key = (home.name, f"{into}.{name}")
         if key not in target.pieces:
-            # What the class's body defines for its decorators and defaults.
-            beside = definition.members()
-            for each in {use.name for use in uses(statement)} & beside.keys() - {name}:
-                self._add_member(target, home, definition, each, beside[each], into)
-            piece = target.pieces[key] = Piece(home, definition, name, member=statement, into=into)
-            self._link_piece(piece, target)
-            self._need_members(home, definition, only=statement)
+            name = self._free_name(target, home, definition.name)
+            piece = target.pieces[key] = Piece(home, target, [definition.node, *definition.trailers], name)
+            if name != definition.name:
+                piece.edits.append(renamed(definition.node, definition.name, name))
+            self._link(piece)
+            self._need_members(home, definition, definition.node)
+        return target.pieces[key].name
+
+    def _add_member(self, target: Target, home: Module, definition: Definition, name: str, into: str) -> None:
+        members, key = definition.members(), (home.name, f"{into}.{name}")
+        if key not in target.pieces:
+            # The names of the class's body that the member's decorators and defaults use.
+            for each in sorted({use.name for use in uses(members[name])} & members.keys() - {name}):
+                self._add_member(target, home, definition, each, into)
+            piece = target.pieces[key] = Piece(home, target, [members[name]], name, into)
+            self._link(piece)
+            self._need_members(home, definition, members[name])
 
     def _free_name(self, target: Target, home: Module, name: str) -> str:
-        """Return ``name``, or another one if upstream's file, or what else goes there, uses it for something else."""
-        others = {piece.name for key, piece in target.pieces.items() if key[0] != home.name and not piece.member}
-        if name not in others and not self.places.has(target.module, name):
-            return name
-        room = home.name.rpartition(".")[2]
-        return f"{name}_of_{room}"
+        """Return ``name``, or a new name if the file has that name for something else."""
+        others = {piece.name for key, piece in target.pieces.items() if key[0] != home.name and not piece.into}
+        taken = name in others or self._has(target.module, name)
+        return f"{name}_of_{home.name.rpartition('.')[2]}" if taken else name
 
-    def _link_piece(self, piece: Piece, target: Target) -> None:
-        taken = bound_anywhere(piece.statements)
-        for statement in piece.statements:
-            self._words.link(statement, Passage(piece.module, target, taken, piece.edits, piece.inside))
-
-    # What a class is expected to have.
-
-    def _need_members(self, module: Module, definition: Definition, only: ast.stmt | None = None) -> None:
-        """Export the methods that a class calls on itself and that upstream's class of that name lacks."""
-        mine = members_of(self.ours, module, definition)
-        lines = list(lineage(self.ours, module, definition))
-        for name in sorted(own_attributes(only or definition.node)):
-            if name not in mine or name.startswith("__"):
+    def _need_members(self, module: Module, definition: Definition, node: ast.stmt) -> None:
+        """Export the methods that ``node`` calls on ``self`` and that upstream's class of that name lacks."""
+        if not definition.is_class:
+            return
+        mine, lines = members_of(self.ours, module, definition), list(self.ours.lineage(module, definition))
+        for name in sorted(own_attributes(node)):
+            if name not in mine or name.startswith("__") or not _is_ours(mine[name][0].name):
                 continue
             home, statement = mine[name]
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
                 continue  # set on the instance, by upstream's class too
-            shared = next(
-                (each for each in lines if self.places.shared(*each) and name in members_of(self.ours, *each)), None
-            )
-            if shared is None or not is_ours(home.name):
-                continue
-            place = self.places.place(shared[0].name)
-            theirs = self.theirs.find(place, shared[1].name)
-            if theirs is None or name in members_of(self.theirs, *theirs):
-                continue
-            # A class below, which goes along, may define it itself.
-            if any(name in each.members() for _, each in lines[: lines.index(shared)]):
-                continue
-            self._member_for(name, home, statement, self.target_at(theirs[0].name), shared[1].name)
+            for place, (below, each) in enumerate(lines):
+                if self._is_shared(below, each) and name in members_of(self.ours, below, each):
+                    theirs = self.theirs.find(self.place(below.name), each.name)
+                    # A class below, which goes along, may define the method.
+                    defined = any(name in lower.members() for _, lower in lines[:place])
+                    if theirs is not None and name not in members_of(self.theirs, *theirs) and not defined:
+                        self._add_needed(name, home, statement, self._target_at(theirs[0].name), each.name)
+                    break
 
-    def _member_for(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
-        if stand_in := spelled.MEMBERS.get(name):
-            module, _, owner = stand_in.partition(":")
-            there = self.ours.module(module)
-            if there is None:
-                raise AssertionError(f"{module} is no module")
-            definition = there.definitions[owner]
-            self._add_member(target, there, definition, name, definition.members()[name], into)
+    def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
+        if name in spelled.MEMBERS:
+            there, owner = self._definition(spelled.MEMBERS[name])
+            self._add_member(target, there, owner, name, into)
         elif advice := spelled.advice_for(home.name):
             self.problems.append(f"{into}.{name}, which a test calls, is not in upstream's class: {advice}")
         else:
-            owner_definition = next(
-                each for each in home.definitions.values() if statement in getattr(each.node, "body", ())
-            )
-            self._add_member(target, home, owner_definition, name, statement, into)
+            owner = next(each for each in home.definitions.values() if statement in each.members().values())
+            self._add_member(target, home, owner, name, into)
 
-    def target_at(self, theirs: str) -> Target:
+    # Where it goes.
+
+    def place(self, module: str) -> str:
+        """Return upstream's name for a module of ours, whether or not upstream has it."""
+        for rooms, front in (("_fsdp", "common_fsdp"), ("_distributed", "common_distributed")):
+            if f"{module}.".startswith(f"{OURS}.{rooms}."):
+                return f"{THEIRS}.{front}"
+        return module.replace(OURS, THEIRS, 1) if module.startswith(OURS) else module
+
+    def _has(self, module: str, name: str) -> bool:
+        """Whether upstream's ``module`` defines or imports ``name``."""
+        there = self.theirs.module(module)
+        return there is not None and (name in there.imports or self.theirs.find(module, name) is not None)
+
+    def _is_shared(self, module: Module, definition: Definition) -> bool:
+        return _is_ours(module.name) and self._has(self.place(module.name), definition.name)
+
+    def _target_for(self, ours: str) -> Target:
+        name = self.place(ours)
+        if name not in self.targets and self._target_at(name).existing is None:
+            self._add_whole(self.targets[name], self.ours.module(ours))
+        return self.targets[name]
+
+    def _target_at(self, theirs: str) -> Target:
         return self.targets.setdefault(theirs, Target(theirs, self.theirs.module(theirs)))
+
+    def _add_whole(self, target: Target, module: Module | None) -> None:
+        if module is None:
+            return
+        piece = target.whole = Piece(module, target, module.tree.body)
+        for statement in module.tree.body:
+            if isinstance(statement, ast.ClassDef):
+                self._need_members(module, Definition(statement.name, statement), statement)
+        self._link(piece)
+
+    # What it says there.
+
+    def _link(self, piece: Piece) -> None:
+        """Add to ``piece`` the edits that turn our words into upstream's."""
+        for statement in piece.statements:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.ImportFrom) and _is_ours(piece.module.absolute(node)):
+                    top = node is statement
+                    piece.edits.append(replace_lines(*span(node)) if top else self._nested(node, statement, piece))
+                elif isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
+                    piece.edits.append(replace_lines(*span(node)))
+            if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+                for use in uses(statement):
+                    self._link_use(use, piece)
+
+    def _link_use(self, use: Use, piece: Piece) -> None:
+        module, target, name, spine = piece.module, piece.target, use.name, use.spine
+        origin = module.imports.get(name)
+        if name in module.definitions:
+            if target.whole is not None and target.whole.module is module:
+                return
+            home, called = module.name, name
+        elif origin is None:
+            if hasattr(builtins, name) or not any(self.ours.find(star, name) for star in module.stars):
+                return
+            home, called = module.name, name
+        elif not _is_ours(origin.dotted):
+            if not piece.is_whole and (text := target.import_name(name, origin)) != name:
+                piece.edits.append(replace_node(spine[0], text))
+            return
+        elif not origin.attribute or self.ours.module(origin.dotted) is not None:
+            self._link_attribute(use, origin.dotted, piece)
+            return
+        else:
+            home, called = origin.module, origin.attribute
+        if edit := self._spelled(home, called, spine, target):
+            piece.edits.append(edit)
+        elif (text := self._named(home, called, name, piece, use.line)) != name:
+            piece.edits.append(replace_node(spine[0], text))
+
+    def _link_attribute(self, use: Use, home: str, piece: Piece) -> None:
+        """Link an attribute of our module ``home``, which is what ``use`` names."""
+        attribute = use.spine[1] if len(use.spine) > 1 else None
+        if not isinstance(attribute, ast.Attribute):
+            where = f"{path_of(piece.module.name)}.py:{use.line}"
+            self.problems.append(f"{where}: {use.name} is a module of this project, used as a value")
+            return
+        name, target = attribute.attr, piece.target
+        if edit := self._spelled(home, name, use.spine[1:], target):
+            piece.edits.append(edit)
+            return
+        package, _, last = self.place(home).rpartition(".")
+        # Upstream has a module of that name: keep the attribute of the module.
+        kept = home.startswith(OURS) and home.endswith(f".{last}") and f"{package}.{last}" != target.module
+        text = self._through_compat(home, name, use.name, target)
+        text = text or self._named(home, name, name, piece, use.line, through=kept)
+        if kept and text == name:
+            target.import_name(use.name, Import(package, last))
+        else:
+            piece.edits.append(replace_node(attribute, text))
+
+    def _spelled(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
+        """Return the edit to upstream's own words, for what upstream does not have as a name."""
+        words, best = self._site(module, name), None
+        for place, node in enumerate(spine):
+            if place:
+                words += f".{node.attr}" if isinstance(node, ast.Attribute) else "()"
+            best = (words, node) if words in spelled.EXPRESSIONS else best
+        if best is None:
+            return None
+        text, needed = spelled.EXPRESSIONS[best[0]]
+        home, _, attribute = needed.partition(":")
+        if home and home != target.module:
+            target.import_name(attribute or home, Import(home, attribute))
+        arguments = best[1].args if isinstance(best[1], ast.Call) else ()
+        return replace_node(best[1], text.format(*map(ast.unparse, arguments)) if arguments else text)
+
+    def _site(self, module: str, name: str) -> str:
+        """Return the dotted name of the definition of our ``module.name``."""
+        found = self.ours.find(module, name)
+        return f"{found[0].name if found else module}.{name}"
+
+    def _definition(self, place: str) -> tuple[Module, Definition]:
+        module, _, name = place.partition(":")
+        found = self.ours.find(module, name)
+        if found is None:
+            raise AssertionError(f"there is no {place}")
+        return found
+
+    def _stand_in(self, site: str, place: str) -> str:
+        """Have the stand-in for one of our helpers go to ``place``, and return its name."""
+        return self._add_definition(self._target_at(place), *self._definition(spelled.STAND_INS[site]))
+
+    def _named(self, module: str, name: str, local: str, piece: Piece, line: int, through: bool = False) -> str:
+        """Return upstream's name for our ``module.name``, which we call ``local``, and import it into the file."""
+        target, where = piece.target, f"{path_of(piece.module.name)}.py:{line}"
+        if f"{module}.".startswith(f"{_COMPAT}."):
+            return self._private(module, name, local, piece, where)
+        if (site := self._site(module, name)) in spelled.STAND_INS:
+            place = self.place(module)
+            return self._reach(target, place, self._stand_in(site, place), name)
+        found = self.ours.find(module, name)
+        home = found[0] if found and _is_ours(found[0].name) else None
+        # A name that a module does not list is its own, although upstream may have one like it.
+        private = found is not None and name not in (found[0].all or ())
+        if found is not None and not found[0].name.startswith(_FSDP_ROOMS):
+            private = private and name.startswith("_") and not through
+        for front in (self.place(module), self.place(home.name if home else module)):
+            if self._has(front, name) and not private:
+                return local if through else self._reach(target, front, name, local)
+        if found is None or home is None:
+            here = self.ours.module(module)
+            if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):
+                return target.import_name(local, origin)
+            self.problems.append(f"{where}: upstream has no {name} ({self.place(module)}), and neither has this tree")
+            return local
+        if advice := spelled.advice_for(home.name):
+            self.problems.append(f"{where} uses {name}, which upstream has not: {advice}")
+            return local
+        going, called = self._target_for(home.name), name
+        if going.whole is None:
+            if going is target:
+                piece.inside.append((home.name, name))
+            called = self._add_definition(going, *found)
+        if through:
+            return local if called == name else called
+        return self._reach(target, going.module, called, local if called == name else called)
+
+    def _reach(self, target: Target, module: str, name: str, local: str) -> str:
+        return name if module == target.module else target.import_name(local, Import(module, name))
+
+    def _private(self, module: str, name: str, local: str, piece: Piece, where: str) -> str:
+        """Import a private name of torch from its place in torch."""
+        places = self._places(module, name)
+        if not places:
+            self.problems.append(f"{where}: {module}.{name} is no name of torch; {spelled.advice_for(_COMPAT)}")
+            return local
+        home, _, attribute = places[0].partition(":")
+        first, dot, rest = attribute.partition(".")
+        wanted = first if local == name else local
+        # A local variable may have torch's name.
+        if wanted in piece.taken and wanted not in piece.target.imports and wanted != local:
+            wanted = f"_{first.lstrip('_')}"
+        return piece.target.import_name(wanted, Import(home, first)) + dot + rest
+
+    def _through_compat(self, module: str, name: str, alias: str, target: Target) -> str:
+        """Return ``alias.name`` for a name of compat if ``alias``, as ours, contains the name of torch's module."""
+        if not module.startswith(f"{_COMPAT}."):
+            return ""
+        home, _, attribute = (*self._places(module, name), ":")[0].partition(":")
+        package, _, last = home.rpartition(".")
+        if not last or last not in alias.split("_") or "." in attribute:
+            return ""
+        return f"{target.import_name(alias, Import(package, last))}.{attribute}"
+
+    def _places(self, module: str, name: str) -> list[str]:
+        """Return torch's places of a private name, those that upstream has first: compat has a table of them."""
+        here = self.ours.module(module)
+        if here is None:
+            return []
+        texts = {each: getattr(definition.node, "value", None) for each, definition in here.definitions.items()}
+        constants = {each: node.value for each, node in texts.items() if isinstance(node, ast.Constant)}
+        for node in ast.walk(here.tree):
+            for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Tuple):
+                    places = [str(eval(ast.unparse(each), {}, constants)) for each in value.elts]
+                    return sorted(places, key=lambda each: self.theirs.find(*each.split(":")) is None)
+        return []
+
+    def _nested(self, node: ast.ImportFrom, around: ast.stmt, piece: Piece) -> Edit:
+        """An import inside a function: from upstream's module, or none if the file has the name already."""
+        home = piece.module.absolute(node)
+        kept: dict[str, list[str]] = {}
+        for alias in node.names:
+            local = alias.asname or alias.name
+            text = self._named(home, alias.name, local, piece, node.lineno)
+            if imported := piece.target.imports.pop(text, None):
+                name = imported.attribute + (f" as {local}" if local != imported.attribute else "")
+                kept.setdefault(imported.module, []).append(name)
+        lines = [f"from {origin} import {', '.join(names)}" for origin, names in kept.items()]
+        bodies = (getattr(each, part, ()) for each in ast.walk(around) for part in ("body", "orelse"))
+        if not lines and any(isinstance(body, list) and node in body and len(body) > 1 for body in bodies):
+            return replace_lines(*span(node))
+        return replace_node(node, ("\n" + " " * node.col_offset).join(lines) or "pass")

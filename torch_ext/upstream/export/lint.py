@@ -1,75 +1,110 @@
-"""What upstream's offline linters would say about a change, and whether it stands without this project."""
+"""Upstream's style: formats with ruff as PyTorch does, and finds the complaints that a change would bring."""
 
 from __future__ import annotations
 
-import ast
-import builtins
+import json
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from torch_ext.upstream.export import ruff
-from torch_ext.upstream.export.modules import Module, bound_names
-from torch_ext.upstream.export.references import uses
+from torch_ext.upstream.export.git import CheckoutError
 
-__all__ = ["problems"]
+__all__ = ["formatted", "problems", "sorted_imports", "version"]
+
+_WIDTH = 88
+_ISORT = 'lint.isort={known-first-party=["torch"], order-by-type=false, combine-as-imports=true, lines-after-imports=2}'
+# Undefined names and white space, whatever the checkout selects; and the rules for a checkout without settings.
+_ALWAYS = "--extend-select=F821,W191,W291,W292,W293"
+_ISOLATED = ("--isolated", "--select=E4,E7,E9,F,W,B002,B006,B008,PIE790,PLE,UP006,UP007")
+# Complaints that ruff does not have, by pattern of a line.
+_LINES = {
+    "a tab": re.compile(r"\t"),
+    "names this project": re.compile(r"(?<![a-z])torch_ext(?![a-z])", re.IGNORECASE),
+}
+_OWNERS = re.compile(r'^# Owner\(s\): \[".+"\]$', re.MULTILINE)
+
+
+def _ruff(*command: str, text: str = "", folder: str | None = None) -> subprocess.CompletedProcess[str]:
+    beside = Path(sys.executable).parent / "ruff"
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("ruff")
+    if path is None:
+        raise CheckoutError("there is no ruff, with which PyTorch formats; pip install ruff")
+    return subprocess.run([path, *command], input=text, capture_output=True, text=True, cwd=folder)
+
+
+def version() -> str:
+    return _ruff("--version").stdout.strip()
+
+
+def formatted(text: str) -> str:
+    """Return ``text`` as upstream formats it.
+
+    Raises:
+        ValueError: the text is no Python.
+    """
+    return _through("format", "--line-length", str(_WIDTH), text=text)
+
+
+def sorted_imports(text: str, rules: str = "I") -> str:
+    """Return ``text`` with its imports in upstream's order; with ``rules="I,F401"``, also without unused ones."""
+    settings = ("--config", f"line-length={_WIDTH}", "--config", _ISORT, "--stdin-filename", "x.py")
+    return _through("check", "--select", rules, "--fix", "--exit-zero", *settings, text=text)
+
+
+def _through(*command: str, text: str) -> str:
+    done = _ruff(*command, "--isolated", "--quiet", "-", text=text)
+    if done.returncode:
+        raise ValueError(f"ruff cannot read what was made:\n{done.stderr}\n{text}")
+    return done.stdout
 
 
 def problems(files: Mapping[str, str], before: Mapping[str, str], config: str | None = None) -> list[str]:
-    """Return a line for each thing that is wrong with ``files`` and was not so ``before`` the change.
+    """Return a line for each fault of ``files`` that the files did not have ``before`` the change.
 
     Args:
-        files: the changed files' texts, by path.
-        before: what upstream has of them.
-        config: the checkout's ``pyproject.toml``, for ruff.
+        files: the texts after the change, by path.
+        before: the texts of those that upstream has.
+        config: the checkout's ``pyproject.toml``, for ruff; None for a few rules that upstream has.
     """
+    old = Counter((path, told) for path, _, told in _complaints(before, config))
+    found = []
+    for path, line, told in _complaints(files, config):
+        old[path, told] -= 1
+        if old[path, told] < 0:
+            found.append(f"{path}:{line}: {told}")
+    return found
+
+
+def _complaints(files: Mapping[str, str], config: str | None) -> list[tuple[str, int, str]]:
     found = []
     for path, text in files.items():
-        old = set(_of_one(path, before[path])) if path in before else set()
-        found += [f"{path}:{line}: {what}" for line, what in _of_one(path, text) if not _known(what, line, old)]
-    return [*found, *ruff.complaints(files, before, config)]
+        if re.search(r"(^|/)test_\w+\.py$", path) and not _OWNERS.search(text):
+            found.append((path, 1, "no line # Owner(s)"))
+        for number, line in enumerate(text.split("\n"), 1):
+            found += [(path, number, f"{told}: {line.strip()}") for told, each in _LINES.items() if each.search(line)]
+    if not files:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in {**files, **({} if config is None else {"pyproject.toml": config})}.items():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_text(text, encoding="utf-8")
+        done = _check(_ISOLATED if config is None else ("--config", "pyproject.toml"), files, folder)
+        if done.returncode and config is not None:  # the settings of another release of ruff
+            done = _check(_ISOLATED, files, folder)
+        if done.returncode:
+            raise ValueError(f"ruff failed: {done.stderr}")
+        for each in json.loads(done.stdout or "[]"):
+            path = str(Path(each["filename"]).resolve().relative_to(Path(folder).resolve()))
+            found.append((path, each["location"]["row"], f"{each['code']} {each['message']}"))
+    return found
 
 
-def _known(what: str, line: int, old: set[tuple[int, str]]) -> bool:
-    return any(what == each for _, each in old)
-
-
-def _of_one(path: str, text: str) -> list[tuple[int, str]]:
-    lines = text.split("\n")
-    found = [(number, "trailing white space") for number, line in enumerate(lines, 1) if line != line.rstrip()]
-    found += [(number, "a tab") for number, line in enumerate(lines, 1) if "\t" in line]
-    found += [(number, "a Windows line end") for number, line in enumerate(lines, 1) if line.endswith("\r")]
-    if not text.endswith("\n") or text.endswith("\n\n"):
-        found.append((len(lines), "the file does not end with one newline"))
-    if re.search(r"(^|/)test_\w+\.py$", path) and not re.search(r'^# Owner\(s\): \[".+"\]$', text, re.MULTILINE):
-        found.append((1, "no line # Owner(s)"))
-    found += [
-        (number, f"names this project: {line.strip()}") for number, line in enumerate(lines, 1) if _OURS.search(line)
-    ]
-    try:
-        module = Module(path, text)
-    except SyntaxError as error:
-        return [*found, (error.lineno or 1, f"no Python: {error.msg}")]
-    return found + _undefined(module)
-
-
-_OURS = re.compile(r"(?<![a-z])torch_ext(?![a-z])", re.IGNORECASE)
-
-
-def _undefined(module: Module) -> list[tuple[int, str]]:
-    """Return names that nothing defines. A file with ``import *`` may have any name."""
-    if module.stars:
-        return []
-    known = {*module.definitions, *module.imports, *vars(builtins), "__file__", "__name__", "__doc__", "__class__"}
-    for statement in module.tree.body:
-        known.update(bound_names(statement))
-        for node in ast.walk(statement):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                known.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
-            elif isinstance(node, ast.Global):
-                known.update(node.names)
-    return [
-        (use.node.lineno, f"undefined name {use.name}")
-        for statement in module.tree.body
-        for use in uses(statement)
-        if use.name not in known and isinstance(use.node.ctx, ast.Load)
-    ]
+def _check(rules: Sequence[str], files: Mapping[str, str], folder: str) -> subprocess.CompletedProcess[str]:
+    options = ("--quiet", "--no-cache", "--exit-zero", "--output-format=json", _ALWAYS)
+    return _ruff("check", *options, *rules, *sorted(files), folder=folder)

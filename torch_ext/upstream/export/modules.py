@@ -1,31 +1,47 @@
-"""Python files as data: what a module defines, what it imports, and which of its lines say so. Runs nothing of them."""
+"""Python files as data: the names that a module defines and imports, and where each file is read. Runs no file."""
 
 from __future__ import annotations
 
 import ast
+import importlib.machinery
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TypeGuard
 
-from torch_ext.upstream.export.git import CheckoutError
+from torch_ext.upstream.export.git import CheckoutError, commit_of, shown
+from torch_ext.upstream.export.scopes import bound_names
 
-__all__ = ["Definition", "Import", "Module", "Tree", "bound_names", "is_typing_block", "members_of", "signature"]
+__all__ = [
+    "OURS",
+    "THEIRS",
+    "Definition",
+    "Import",
+    "Module",
+    "Tree",
+    "installed_tree",
+    "members_of",
+    "our_tree",
+    "path_of",
+    "project_root",
+    "span",
+    "tree_at",
+    "upstream_at",
+]
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
 
 
 @dataclass(frozen=True)
 class Import:
-    """A name that a module takes from another one: ``attribute`` of ``module``, or ``module`` itself if that is empty.
-
-    Attributes:
-        typing_only: it stands under ``if TYPE_CHECKING``, so that it is there for annotations alone.
-    """
+    """An imported name: ``attribute`` of ``module``, or ``module`` itself if ``attribute`` is empty."""
 
     module: str
     attribute: str
-    typing_only: bool = False
 
     @property
     def dotted(self) -> str:
@@ -34,11 +50,11 @@ class Import:
 
 @dataclass(frozen=True)
 class Definition:
-    """A top-level name and the statements that make it: usually one, and more if its attributes are set later."""
+    """A top-level name, the statement that binds it, and the later statements that set its attributes."""
 
     name: str
     node: ast.stmt
-    trailers: tuple[ast.stmt, ...] = ()
+    trailers: list[ast.stmt] = field(default_factory=list)
 
     @property
     def is_class(self) -> bool:
@@ -47,22 +63,15 @@ class Definition:
     def members(self) -> dict[str, ast.stmt]:
         """Return the statements of a class's body that bind a name, by name."""
         found: dict[str, ast.stmt] = {}
-        if isinstance(self.node, ast.ClassDef):
-            for statement in self.node.body:
-                for name in () if is_typing_block(statement) else bound_names(statement):
-                    found.setdefault(name, statement)
+        for statement in self.node.body if isinstance(self.node, ast.ClassDef) else ():
+            for name in () if _is_typing_block(statement) else bound_names(statement):
+                found.setdefault(name, statement)
         return found
 
 
 @dataclass
 class Module:
-    """The source of one module.
-
-    Attributes:
-        name: dotted.
-        text: its source.
-        package: whether it is a package's ``__init__``.
-    """
+    """The source ``text`` of the module with the dotted ``name``. ``package``: the file is an ``__init__.py``."""
 
     name: str
     text: str
@@ -72,24 +81,26 @@ class Module:
     stars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        attached: dict[str, list[ast.stmt]] = {}
         for statement in self.tree.body:
-            if isinstance(statement, (ast.Import, ast.ImportFrom)):
-                self._add_import(statement, typing_only=False)
-            elif is_typing_block(statement) and not statement.orelse:
-                for inner in statement.body:
-                    if isinstance(inner, (ast.Import, ast.ImportFrom)):
-                        self._add_import(inner, typing_only=True)
-                    else:
-                        self._define(inner)
-            elif owner := _attribute_owner(statement):
-                attached.setdefault(owner, []).append(statement)
-            else:
-                self._define(statement)
-        for owner, statements in attached.items():
-            if owner in self.definitions:
-                known = self.definitions[owner]
-                self.definitions[owner] = Definition(owner, known.node, (*known.trailers, *statements))
+            for each in statement.body if _is_typing_block(statement) and not statement.orelse else [statement]:
+                self._add(each)
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                whole = alias.name if alias.asname else alias.name.split(".")[0]
+                self.imports[alias.asname or whole] = Import(whole, "")
+        elif isinstance(statement, ast.ImportFrom):
+            home = self.absolute(statement)
+            for alias in statement.names:
+                if alias.name == "*":
+                    self.stars.append(home)
+                else:
+                    self.imports[alias.asname or alias.name] = Import(home, alias.name)
+        elif (owner := _attribute_owner(statement)) in self.definitions:
+            self.definitions[owner].trailers.append(statement)
+        else:
+            self.definitions.update({name: Definition(name, statement) for name in bound_names(statement)})
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -101,32 +112,15 @@ class Module:
 
     @cached_property
     def all(self) -> list[str] | None:
-        """What ``__all__`` lists, or None."""
+        """The names in ``__all__``; None if the module has no such list, or computes it."""
         listed = self.definitions.get("__all__")
-        value = getattr(listed.node, "value", None) if listed else None
-        if not isinstance(value, (ast.List, ast.Tuple)):
-            return None
         try:
-            return list(ast.literal_eval(value))
-        except ValueError:  # put together out of other lists
+            return [str(each) for each in ast.literal_eval(listed.node.value)]  # type: ignore[union-attr]
+        except (AttributeError, ValueError):
             return None
-
-    def _define(self, statement: ast.stmt) -> None:
-        for name in bound_names(statement):
-            self.definitions[name] = Definition(name, statement)
-
-    def _add_import(self, statement: ast.Import | ast.ImportFrom, typing_only: bool) -> None:
-        for alias in statement.names:
-            if isinstance(statement, ast.Import):
-                whole = alias.name if alias.asname else alias.name.split(".")[0]
-                self.imports[alias.asname or whole] = Import(whole, "", typing_only)
-            elif alias.name == "*":
-                self.stars.append(self.absolute(statement))
-            else:
-                self.imports[alias.asname or alias.name] = Import(self.absolute(statement), alias.name, typing_only)
 
     def absolute(self, statement: ast.ImportFrom) -> str:
-        """Return the module that ``statement`` imports from, dotted and absolute."""
+        """Return the absolute dotted name of the module that ``statement`` imports from."""
         if not statement.level:
             return statement.module or ""
         parents = self.name.split(".")
@@ -134,44 +128,21 @@ class Module:
         return ".".join([*kept, *([statement.module] if statement.module else [])])
 
     def first_line(self, statement: ast.stmt) -> int:
-        """Return the number (from 1) of the first line that belongs to ``statement``: decorators and the comment."""
-        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
+        """Return the number of the first line of ``statement`` with its decorators and the comment above."""
+        first = span(statement)[0]
         while first > 1 and self.lines[first - 2].strip().startswith("#"):
             first -= 1
         return first
 
 
 class Tree:
-    """Modules by their names, read when they are asked for.
+    """Modules by name, each read on first use with ``read``, which returns None for a name that is no module."""
 
-    Args:
-        read: returns the text of a module and whether it is a package, or None if there is no such module.
-        called: returns what a module's file is called in a message.
-    """
-
-    def __init__(
-        self, read: Callable[[str], tuple[str, bool] | None], called: Callable[[str], str] = lambda name: name
-    ) -> None:
-        self.read = read
-        self.called = called
-        self._modules: dict[str, Module | None] = {}
-
-    def module(self, name: str) -> Module | None:
-        """Return the module ``name``, or None if it is not in this tree.
-
-        Raises:
-            CheckoutError: its file is no Python.
-        """
-        if name not in self._modules:
-            found = self.read(name)
-            try:
-                self._modules[name] = Module(name, *found) if found else None
-            except (SyntaxError, ValueError) as error:
-                raise CheckoutError(f"{self.called(name)}{_what_is_wrong(error)}") from None
-        return self._modules[name]
+    def __init__(self, read: Callable[[str], Module | None]) -> None:
+        self.module = cache(read)
 
     def find(self, module: str, name: str) -> tuple[Module, Definition] | None:
-        """Return where ``module.name`` is defined, through re-exports, or None if that is not in this tree."""
+        """Return the definition of ``module.name``, through re-exports; None if the tree does not define the name."""
         here = self.module(module)
         if here is None:
             return None
@@ -185,94 +156,133 @@ class Tree:
                 return found
         return None
 
-    def public_names(self, module: str) -> list[str]:
-        """Return what importing ``*`` of ``module`` gives, if it says so; else the names that it defines."""
-        here = self.module(module)
-        if here is None:
-            return []
-        if here.all is not None:
-            return list(here.all)
-        starred = [name for star in here.stars for name in self.public_names(star)]
-        return [*here.definitions, *starred]
+    def lineage(self, module: Module, definition: Definition) -> Iterator[tuple[Module, Definition]]:
+        """Yield a class and its bases, as far as the tree has them, nearest first."""
+        yield module, definition
+        for base in getattr(definition.node, "bases", ()):
+            if isinstance(base, ast.Name) and (home := self.find(module.name, base.id)) and home[1] is not definition:
+                yield from self.lineage(*home)
 
 
-def _what_is_wrong(error: SyntaxError | ValueError) -> str:
-    if not isinstance(error, SyntaxError):
-        return f" is no Python ({error}); mend it first"
-    line = f", line {error.lineno}" if error.lineno else ""
-    if (error.text or "").startswith(("<<<<<<< ", "||||||| ", "=======", ">>>>>>> ")):
-        return f"{line}: a merge left a conflict here; resolve it first"
-    return f"{line}: this is no Python ({error.msg}); mend it first"
+def members_of(tree: Tree, module: Module, definition: Definition) -> dict[str, tuple[Module, ast.stmt]]:
+    """Return the members of a class, and those that it inherits from classes of ``tree``."""
+    found: dict[str, tuple[Module, ast.stmt]] = {}
+    for home, each in reversed(list(tree.lineage(module, definition))):
+        found.update({name: (home, statement) for name, statement in each.members().items()})
+    return found
 
 
-def bound_names(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement binds where it stands, in order, without those of imports."""
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-        return [statement.name]
-    found: list[str] = []
-    for node in _own_scope(statement):
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            found.append(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
-    return list(dict.fromkeys(found))
+def span(statement: ast.stmt) -> tuple[int, int]:
+    """Return the first and the last line of a statement, decorators included."""
+    decorators = getattr(statement, "decorator_list", ())
+    return min([statement.lineno, *(each.lineno for each in decorators)]), statement.end_lineno or statement.lineno
 
 
-def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, (*_FUNCTIONS, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp)):
-            yield from _own_scope(child)
-
-
-def is_typing_block(statement: ast.stmt) -> TypeGuard[ast.If]:
+def _is_typing_block(statement: ast.stmt) -> TypeGuard[ast.If]:
     return isinstance(statement, ast.If) and ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def _attribute_owner(statement: ast.stmt) -> str:
     """Return ``x`` for ``x.attribute = ...``, else an empty string."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            return target.value.id
-    return ""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    return target.value.id if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) else ""
 
 
-def members_of(tree: Tree, module: Module, definition: Definition) -> dict[str, tuple[Module, ast.stmt]]:
-    """Return the members of a class, inherited ones included as far as its bases are in ``tree``."""
-    found: dict[str, tuple[Module, ast.stmt]] = {}
-    if isinstance(definition.node, ast.ClassDef):
-        for base in reversed(definition.node.bases):
-            if isinstance(base, ast.Name) and (home := tree.find(module.name, base.id)) and home[1] != definition:
-                found.update(members_of(tree, *home))
-    found.update({name: (module, statement) for name, statement in definition.members().items()})
-    return found
+# Where files are read.
 
 
-def signature(node: ast.AST, method: bool = False) -> str:
-    """Return how a function is called: parameter names, kinds and whether they have defaults. Annotations do not count.
+def path_of(module: str) -> str:
+    """Return the path of a module inside its repository, without ``.py`` or ``/__init__.py``."""
+    if f"{module}.".startswith("torch_ext.testing."):
+        module = module.removeprefix("torch_ext.")
+    return module.replace(".", "/")
 
-    Args:
-        node: what is not a function has no signature.
-        method: leave out the parameter that the call itself fills, if there is one.
 
-    >>> signature(ast.parse("def f(a: int, *, b=1, **c) -> None: ...").body[0])
-    'a, *, b=, **c'
+def project_root() -> Path:
+    """Return the checkout of this project that is imported.
+
+    Raises:
+        CheckoutError: the project was installed without its tests.
     """
-    if not isinstance(node, _FUNCTIONS):
-        return ""
-    arguments = node.args
-    plain = [*arguments.posonlyargs, *arguments.args]
-    optional = len(plain) - len(arguments.defaults)
-    parts = [each.arg + "=" * (place >= optional) for place, each in enumerate(plain)]
-    if method and parts and not any(ast.unparse(each) == "staticmethod" for each in node.decorator_list):
-        del parts[0]
-    if arguments.posonlyargs:
-        parts.insert(len(arguments.posonlyargs), "/")
-    if arguments.vararg or arguments.kwonlyargs:
-        parts.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
-    parts += [
-        each.arg + "=" * (default is not None)
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    return ", ".join([*parts, *([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])])
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "testing" / "_internal").is_dir():
+        raise CheckoutError(f"{root} holds no testing/_internal: run this from a clone of the project")
+    return root
+
+
+def our_tree(theirs: Tree, root: Path | None = None, revision: str = "") -> Tree:
+    """Return the modules of this project, on disk or in ``revision``, and those of torch from ``theirs``."""
+    root = root or project_root()
+    ours = tree_at(root, revision) if revision else _disk_tree(root)
+    return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
+
+
+def installed_tree() -> Tree:
+    """Return the modules of the installed torch, without an import of torch."""
+    # Skip the current folder, which comes first on the path and may be a checkout of PyTorch.
+    here = os.getcwd()
+    elsewhere = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    found = importlib.machinery.PathFinder.find_spec("torch", elsewhere) or importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise CheckoutError("torch is not installed")
+    return _disk_tree(Path(found.origin).parents[1])
+
+
+def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
+    """Return the modules of a git repository in ``revision``, without uncommitted changes.
+
+    Raises:
+        CheckoutError: there is no such repository or revision.
+    """
+    commit = commit_of(checkout, revision)
+    return _tree(lambda path: shown(checkout, path, commit), lambda path: f"{path} of {checkout} in {revision}")
+
+
+def upstream_at(checkout: Path) -> Tree:
+    """Return the modules of a PyTorch checkout at its ``HEAD``.
+
+    Raises:
+        CheckoutError: the folder is no checkout of PyTorch.
+    """
+    tree = tree_at(checkout)
+    if shown(checkout, path_of(THEIRS), commit_of(checkout)) is None:
+        raise CheckoutError(f"{checkout} has no {path_of(THEIRS)} in its HEAD; give a git checkout of PyTorch")
+    return tree
+
+
+def _disk_tree(root: Path) -> Tree:
+    def source(path: str) -> bytes | None:
+        file = root / path
+        try:
+            return file.read_bytes().replace(b"\r\n", b"\n") if file.is_file() else None
+        except OSError as error:
+            raise CheckoutError(f"{file} cannot be read: {error.strerror}") from None
+
+    return _tree(source, lambda path: str(root / path))
+
+
+def _tree(source: Callable[[str], bytes | None], called: Callable[[str], str]) -> Tree:
+    def read(name: str) -> Module | None:
+        for path, package in ((f"{path_of(name)}.py", False), (f"{path_of(name)}/__init__.py", True)):
+            text = source(path)
+            if text is not None:
+                try:
+                    return Module(name, text.decode(), package)
+                except (SyntaxError, ValueError) as error:
+                    raise CheckoutError(f"{called(path)}{_fault(error, text)}") from None
+        return None
+
+    return Tree(read)
+
+
+def _fault(error: SyntaxError | ValueError, text: bytes) -> str:
+    """Return what is wrong with a file of ``text``, with the line, and the remedy."""
+    if isinstance(error, UnicodeDecodeError):
+        number = text[: error.start].count(b"\n") + 1
+        return f", line {number}: this is no UTF-8 text; save the file as UTF-8"
+    if not isinstance(error, SyntaxError):
+        return f" is no Python ({error}); mend it first"
+    line = f", line {error.lineno}" if error.lineno else ""
+    if (error.text or "").startswith(tuple(mark * 7 for mark in "<|=>")):
+        return f"{line}: a merge left a conflict here; resolve it first"
+    return f"{line}: this is no Python ({error.msg}); mend it first"

@@ -1,70 +1,46 @@
-"""How upstream says what our helpers say in their own words: expressions, stand-ins, and what never goes upstream."""
+"""Tables of the export: upstream's expressions for our helpers, stand-ins, and what never goes upstream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-__all__ = ["ADVICE", "EXPRESSIONS", "MEMBERS", "STAND_INS", "Expression", "advice_for"]
+__all__ = ["ADVICE", "EXPRESSIONS", "MEMBERS", "STAND_INS", "advice_for"]
 
 _FSDP = "torch.testing._internal.common_fsdp"
 _OURS = "torch_ext.testing._internal"
 
 
-@dataclass(frozen=True)
-class Expression:
-    """What upstream writes for a call of ours. ``{0}`` is the call's first argument.
+_TYPE = '(torch.accelerator.current_accelerator() or torch.device("cpu")).type'
+_DEVICE, _ACCELERATOR = f"{_OURS}._fsdp.device", "torch_ext.accelerator"
 
-    Attributes:
-        text: the expression.
-        names: what it needs, each as ``module:name``.
-    """
-
-    text: str
-    names: tuple[str, ...] = ()
-
-
-_DEVICE = Expression("DEVICE_TYPE", (f"{_FSDP}:DEVICE_TYPE",))
-_TORCH = ("torch:",)
-
-# By where the function that is called is defined. A value that is not called has no "()".
-EXPRESSIONS: dict[str, Expression] = {
-    f"{_OURS}._fsdp.device.device_type()": _DEVICE,
-    f"{_OURS}._fsdp.device.device_count()": Expression("DEVICE_COUNT", (f"{_FSDP}:DEVICE_COUNT",)),
-    f"{_OURS}._fsdp.device.distributed_backend()": Expression("DISTRIBUTED_BACKEND", (f"{_FSDP}:DISTRIBUTED_BACKEND",)),
-    f"{_OURS}._fsdp.device.is_accelerator()": Expression('(get_devtype().type != "cpu")', (f"{_FSDP}:get_devtype",)),
-    "torch_ext.accelerator.HOST": Expression('"cpu"'),
-    "torch_ext.accelerator.is_accelerator()": Expression("torch.accelerator.is_available()", _TORCH),
-    "torch_ext.accelerator.device_type()": Expression(
-        '(torch.accelerator.current_accelerator() or torch.device("cpu")).type', _TORCH
-    ),
-    "torch_ext.accelerator.device_count()": Expression("max(torch.accelerator.device_count(), 1)", _TORCH),
-    "torch_ext.accelerator.backend()": Expression(
-        "torch.distributed.get_default_backend_for_device("
-        '(torch.accelerator.current_accelerator() or torch.device("cpu")).type)',
-        _TORCH,
-    ),
-    "torch_ext.accelerator.current_device()": Expression(
-        'torch.device((torch.accelerator.current_accelerator() or torch.device("cpu")).type, {0})', _TORCH
-    ),
-    "torch_ext.accelerator.set_device_index()": Expression("torch.accelerator.set_device_index({0})", _TORCH),
-    "torch_ext.accelerator.capabilities().device_sleep": Expression(
-        'hasattr(torch.get_device_module(), "_sleep")', _TORCH
-    ),
+# By the place where the name is defined: upstream's expression, in which "{0}" is the first argument of a call, and
+# the "module:name" that it needs.
+EXPRESSIONS: dict[str, tuple[str, str]] = {
+    f"{_DEVICE}.device_type()": ("DEVICE_TYPE", f"{_FSDP}:DEVICE_TYPE"),
+    f"{_DEVICE}.device_count()": ("DEVICE_COUNT", f"{_FSDP}:DEVICE_COUNT"),
+    f"{_DEVICE}.distributed_backend()": ("DISTRIBUTED_BACKEND", f"{_FSDP}:DISTRIBUTED_BACKEND"),
+    f"{_DEVICE}.is_accelerator()": ('(get_devtype().type != "cpu")', f"{_FSDP}:get_devtype"),
+    f"{_ACCELERATOR}.HOST": ('"cpu"', ""),
+    f"{_ACCELERATOR}.is_accelerator()": ("torch.accelerator.is_available()", "torch"),
+    f"{_ACCELERATOR}.device_type()": (_TYPE, "torch"),
+    f"{_ACCELERATOR}.device_count()": ("max(torch.accelerator.device_count(), 1)", "torch"),
+    f"{_ACCELERATOR}.backend()": (f"torch.distributed.get_default_backend_for_device({_TYPE})", "torch"),
+    f"{_ACCELERATOR}.current_device()": (f"torch.device({_TYPE}, {{0}})", "torch"),
+    f"{_ACCELERATOR}.set_device_index()": ("torch.accelerator.set_device_index({0})", "torch"),
+    f"{_ACCELERATOR}.capabilities().device_sleep": ('hasattr(torch.get_device_module(), "_sleep")', "torch"),
 }
 
 _STAND_INS = "torch_ext.upstream.export.stand_ins"
 
-# Where ours is made of the engine: a definition in its place, of the module on the right.
+# Definitions that go in place of ours, which need the engine.
 STAND_INS: dict[str, str] = {
     f"{_OURS}.hypothesis_utils.across_ranks": f"{_STAND_INS}:across_ranks",
 }
 
-# The same for a method that upstream's class of the same name does not have.
+# The same for methods that upstream's class of the same name lacks.
 MEMBERS: dict[str, str] = {
     "skip_check": f"{_STAND_INS}:Subtests",
 }
 
-# What stays here, by module, and what to do instead.
+# Modules that stay here, and what to do instead.
 ADVICE: dict[str, str] = {
     f"{_OURS}._distributed": "the engine's half of common_distributed stays here: write against upstream's "
     "common_distributed, or change upstream's file by hand in a patch of its own",

@@ -1,0 +1,229 @@
+"""Upstream's files with our pieces in them: a file that upstream has gets as few new lines as the change allows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch_ext.upstream.export.lint import formatted, sorted_imports
+from torch_ext.upstream.export.modules import Import, Module, Tree, path_of, span
+from torch_ext.upstream.export.scopes import Edit, apply, bound_anywhere, replace_lines, replace_node, uses
+
+__all__ = ["Piece", "Target", "formatted_piece", "text_of"]
+
+_OWNERS = '# Owner(s): ["oncall: distributed"]\n'
+
+
+@dataclass
+class Piece:
+    """Statements of ours on their way upstream, with the edits that their new place needs.
+
+    Attributes:
+        module: our module.
+        target: the file of upstream's.
+        statements: a definition and its trailers, one member of a class, or the whole module.
+        name: the name upstream.
+        into: upstream's class, for a member.
+        inside: the definitions of ours that the statements use and that go to the same file, in the order of use.
+    """
+
+    module: Module
+    target: Target
+    statements: Sequence[ast.stmt]
+    name: str = ""
+    into: str = ""
+    edits: list[Edit] = field(default_factory=list)
+    inside: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.target.whole is self
+
+    @cached_property
+    def taken(self) -> set[str]:
+        """The names that the statements bind."""
+        return bound_anywhere(self.statements) | (self.module.imports.keys() if self.is_whole else set())
+
+
+@dataclass
+class Target:
+    """A file of upstream's that a change touches.
+
+    Attributes:
+        module: the dotted name, such as ``torch.testing._internal.common_fsdp`` or ``test.distributed.fsdp.test_x``.
+        existing: upstream's module, if there is one.
+        whole: our module as the new file, if upstream has none.
+        pieces: what goes into the file, by our module and name, in the order in which the linker found it.
+        imports: what the file must import, by local name.
+        replaced: statements of upstream's, and their new text.
+    """
+
+    module: str
+    existing: Module | None
+    whole: Piece | None = None
+    pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
+    imports: dict[str, Import] = field(default_factory=dict)
+    replaced: list[tuple[ast.stmt, str]] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        module = self.whole.module if self.whole else self.existing
+        return path_of(self.module) + ("/__init__.py" if module and module.package else ".py")
+
+    def import_name(self, local: str, origin: Import) -> str:
+        """Import ``origin`` into the file, and return its local name there."""
+        known = {**(self.existing.imports if self.existing else {}), **self.imports}
+        for bound in (local, origin.attribute):
+            if bound in known and _alike(known[bound], origin):
+                if self.existing is None or bound not in self.existing.imports:
+                    self.imports[bound] = known[bound]
+                return bound
+        for bound, each in self.existing.imports.items() if self.existing and origin.attribute else ():
+            if _alike(each, origin):
+                return bound
+        clash = local in known or (self.existing is not None and local in self.existing.definitions)
+        bound = f"_{local.lstrip('_')}_" if clash else local
+        self.imports[bound] = origin
+        return bound
+
+
+def _alike(one: Import, other: Import) -> bool:
+    """Whether two imports give the same object. A package re-exports names of its own modules."""
+    same_package = bool(one.attribute) and one.module.split(".")[0] == other.module.split(".")[0]
+    return one.dotted == other.dotted or (one.attribute == other.attribute and same_package)
+
+
+def text_of(target: Target, ours: Tree) -> str:
+    """Return the whole text of the file ``target`` after the change."""
+    return _new_file(target) if target.existing is None else _merged(target, target.existing, ours)
+
+
+def _new_file(target: Target) -> str:
+    if target.whole is not None:
+        text = apply(target.whole.module.text, target.whole.edits)
+    else:
+        text = "\n\n".join(formatted_piece(piece) for piece in target.pieces.values())
+    text = _with_imports(text, target.imports)
+    if target.module.split(".")[0] == "test" and not text.startswith(_OWNERS):
+        text = text.lstrip("\n")
+        text = _OWNERS + ("" if text.startswith(('"""', "#")) else "\n") + text
+    return formatted(sorted_imports(text, "I,F401"))
+
+
+def _merged(target: Target, existing: Module, ours: Tree) -> str:
+    pieces = _in_order(target.pieces.values(), ours)
+    names = [piece.name for piece in pieces if not piece.into]
+    ahead = _ahead(pieces)
+    deferred = Import("__future__", "annotations") in existing.imports.values()
+    at_end: list[str] = []
+    edits = [
+        replace_lines(existing.first_line(statement), span(statement)[1], text.strip("\n") + "\n")
+        for statement, text in target.replaced
+    ]
+    for piece in pieces:
+        late = names if piece.into else names[names.index(piece.name) :]
+        text = formatted_piece(piece, () if deferred else late)
+        if piece.into:
+            last = span(existing.definitions[piece.into].node)[1]
+            edits.append(replace_lines(last + 1, last, f"\n{text}"))
+        elif piece.name in ahead:
+            first = existing.first_line(existing.definitions[ahead[piece.name]].node)
+            edits.append(replace_lines(first, first - 1, f"{text}\n\n"))
+        else:
+            at_end.append(f"\n\n{text}")
+    text = _with_imports(apply(existing.text, edits), target.imports)
+    if sorted_imports(existing.text) == existing.text:
+        text = sorted_imports(text)
+    return "".join([text.rstrip("\n"), "\n", *at_end]) if at_end else text
+
+
+def _ahead(pieces: Iterable[Piece]) -> dict[str, str]:
+    """Return upstream's classes by the names that must stand before them: new members need those at once."""
+    by_key = {(piece.module.name, piece.name): piece for piece in pieces if not piece.into}
+    found: dict[str, str] = {}
+
+    def move(key: tuple[str, str], into: str) -> None:
+        if key in by_key and by_key[key].name not in found:
+            found[by_key[key].name] = into
+            for each in by_key[key].inside:
+                move(each, into)
+
+    for piece in pieces:
+        if piece.into:
+            at_once = {use.name for statement in piece.statements for use in uses(_header(statement))}
+            for key in piece.inside:
+                if key[1] in at_once:
+                    move(key, piece.into)
+    return found
+
+
+def _header(statement: ast.stmt) -> ast.AST:
+    """Return the part that runs when a class's body reaches ``statement``: of a function, decorators and defaults."""
+    if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return statement
+    defaults = [*statement.args.defaults, *(each for each in statement.args.kw_defaults if each is not None)]
+    return ast.Tuple([*statement.decorator_list, *defaults], ast.Load())
+
+
+def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:
+    """Return a piece as upstream formats it. Quotes annotations with names of ``late``, which do not exist yet."""
+    parts = []
+    for statement in piece.statements:
+        first, last = piece.module.first_line(statement), span(statement)[1]
+        parts.append(apply(piece.module.text, piece.edits, first, last).strip("\n") + "\n")
+    text = ("class _:\n" if piece.into else "") + "".join(parts)
+    quotes = [
+        replace_node(annotation, f'"{ast.unparse(annotation)}"')
+        for annotation in _annotations(text if late else "")
+        if any(isinstance(each, ast.Name) and each.id in late for each in ast.walk(annotation))
+    ]
+    text = formatted(apply(text, quotes)).strip("\n") + "\n"
+    return text.split("\n", 1)[1].lstrip("\n") if piece.into else text
+
+
+def _annotations(text: str) -> list[ast.expr]:
+    nodes = ast.walk(ast.parse(text))
+    found = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
+    return [each for each in found if each is not None]
+
+
+def _in_order(pieces: Iterable[Piece], ours: Tree) -> list[Piece]:
+    """Return ``pieces`` in the order in which Python would define them here: modules as they import each other."""
+    modules: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        module = ours.module(name) if name.split(".")[0] in ("torch_ext", "test") else None
+        if module is None or name in modules or name in path:
+            return
+        for each in module.imports.values():
+            visit(each.dotted, (*path, name))
+            visit(each.module, (*path, name))
+        modules.append(name)
+
+    pieces = list(pieces)
+    for piece in pieces:
+        visit(piece.module.name, ())
+    # A statement that defines several names goes once.
+    unique: dict[tuple[int, int], Piece] = {}
+    for piece in pieces:
+        unique.setdefault((modules.index(piece.module.name), piece.statements[0].lineno), piece)
+    return [unique[key] for key in sorted(unique)]
+
+
+def _with_imports(text: str, imports: Mapping[str, Import]) -> str:
+    """Add imports: each below the first import from its module, or else below the first import of all."""
+    body = ast.parse(text).body
+    head = [each for each in body[:1] if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
+    top = [each for each in body if isinstance(each, (ast.Import, ast.ImportFrom))]
+    first = next((each for each in top if getattr(each, "module", "") != "__future__"), (top or head or [None])[0])
+    edits = []
+    for local, origin in imports.items():
+        line = f"import {origin.module}" if not origin.attribute else f"from {origin.module} import {origin.attribute}"
+        line += f" as {local}" if local != (origin.attribute or origin.module.split(".")[0]) else ""
+        alike = [each for each in top if isinstance(each, ast.ImportFrom) and each.module == origin.module]
+        place = alike[0] if alike and origin.attribute else first
+        last = span(place)[1] if place is not None else 0
+        edits.append(replace_lines(last + 1, last, f"{line}\n"))
+    return apply(text, edits)
