@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["folder", "make", "why_not_trusted"]
+__all__ = ["folder", "make", "why_not_trusted", "write"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -57,6 +59,24 @@ def make(path: Path) -> None:
     for each in reversed(list(_upwards(path))):
         if not each.is_dir():
             os.makedirs(each, mode=0o700, exist_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that a reader sees all of it or none; make its folder.
+
+    Raises:
+        OSError: the system refuses; nothing is left behind.
+    """
+    make(path.parent)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
 
 
 def _upwards(path: Path) -> Iterator[Path]:

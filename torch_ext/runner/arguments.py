@@ -29,7 +29,7 @@ examples:
   {command} --last-failed -v --show-output
   {command} --changed=origin/main --junit report.xml
   {command} --shard 2/4 --reruns 1 --json events.jsonl
-  {command} TestInput.test_input_type_dict --until-failure
+  {command} TestInput.test_input_type_dict --repeat 1000 -f
 
 Options also come from [tool.torch_ext] of pyproject.toml, by their long names (reruns = 1), and from the environment
 (TORCH_EXT_OPTIONS="--reruns 1"). Flags win over the environment, and that over the file: see --show-config.
@@ -273,8 +273,6 @@ def _value(settings: Mapping[str, Setting], field: str, default: object) -> obje
 
 def _options(settings: Mapping[str, Setting], **places: Any) -> RunOptions:
     values = {field: one.value for field, one in settings.items() if one.typed is None}
-    if values.get("until_failure") and "repeat" not in values:
-        values["repeat"] = 0
     if values.get("random_order") == -1:
         values["random_order"] = int.from_bytes(os.urandom(3), "big")
     options = RunOptions(**{**values, **places, "command": _command()})

@@ -25,7 +25,6 @@ import json
 import os
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -105,7 +104,8 @@ class History:
                         known.pop(above, None)
             for test, rounds in of_test.items():
                 known.setdefault(test.id, []).append(self._record(rounds))
-            _write(self._path, _bounded(known))
+            rows = {test: [astuple(one) for one in records] for test, records in _bounded(known).items()}
+            cache.write(self._path, json.dumps({"tests": rows}))
             _drop_old_roots(self._path.parent)
 
     def _record(self, rounds: Sequence[TestResult]) -> RunRecord:
@@ -151,19 +151,6 @@ def _drop_old_roots(folder: Path) -> None:
     for path in files[:-_ROOTS]:
         for each in (path, path.with_suffix(".lock")):
             each.unlink(missing_ok=True)
-
-
-def _write(path: Path, known: Mapping[str, list[RunRecord]]) -> None:
-    rows = {test: [astuple(one) for one in records] for test, records in known.items()}
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump({"tests": rows}, stream)
-        os.replace(aside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(aside)
-        raise
 
 
 def narrow(

@@ -29,7 +29,6 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import OutputError, SetupError, Status
 from torch_ext.runner.selection import SelectionError
 from torch_ext.runner.steps import Chosen, FoundFiles, choose, find, import_files, name, resolve, schedule
-from torch_ext.world.wording import printable
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
@@ -149,6 +148,8 @@ def _silence_stdout() -> None:
 def _complain(text: str) -> None:
     """Print on stderr, unless that is closed."""
     if sys.stderr is not None:
+        from torch_ext.world.wording import printable  # on use: importing the command loads nothing of the world
+
         print(printable(text), file=sys.stderr)
 
 
@@ -195,6 +196,8 @@ def _list(chosen: Chosen) -> int:
         file.write("".join(json.dumps(describe_test(test, chosen.needs.get(test))) + "\n" for test in tests))
         file.close()
     else:
+        from torch_ext.world.wording import printable
+
         write_out("".join(f"{printable(test.id)}\n" for test in tests))
     for failure in chosen.failures:
         from torch_ext.runner.reporters.failure import describe_failure  # on use: most lists have none to describe

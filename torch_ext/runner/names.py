@@ -19,12 +19,10 @@ import hashlib
 import json
 import os
 import platform
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -105,8 +103,11 @@ class NameCache:
         """Return the cached answer for ``file``; None unless it is keyed by the code that now lies there."""
         if self._folder is None:
             return None
+        path = self._entry_path(self._folder, file)
+        if cache.why_not_trusted(path):
+            return None
         try:
-            entry = json.loads(_read_own(self._entry_path(self._folder, file)))
+            entry = json.loads(path.read_bytes())
             if entry["surroundings"] != self._surroundings or str(file.path) not in entry["digests"]:
                 return None
             if any(self._digest(path) != digest for path, digest in entry["digests"].items()):
@@ -130,9 +131,9 @@ class NameCache:
                 "surroundings": self._surroundings,
                 "digests": {path: self._digest(path) for path in sorted(code)},
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [_counts(each) for each in collected.needs],
+                "needs": [tuple(map(int, astuple(each))) for each in collected.needs],
             }
-            _write_aside(self._entry_path(self._folder, collected.file), json.dumps(entry))
+            cache.write(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
     def told(self, number: int) -> str:
         """Return the end of a sentence about a list of tests of which ``number`` files were not imported for it."""
@@ -154,18 +155,6 @@ class NameCache:
         return self._digests[path]
 
 
-def _read_own(path: Path) -> bytes:
-    """Return the content of a file of the user's.
-
-    Raises:
-        OSError: it cannot be read, or somebody else could have written it.
-    """
-    found = os.stat(path)
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write {path}")
-    return path.read_bytes()
-
-
 def _test_name(file: TestFile, pair: Any) -> TestName:
     cls, method = pair
     if not (isinstance(cls, str) and isinstance(method, str)):
@@ -178,24 +167,6 @@ def _needs(counts: Any) -> Needs:
         raise TypeError(f"got {counts!r}, expected numbers")
     world_size, processes, devices, alone, hosts = counts
     return Needs(world_size, processes, devices, bool(alone), hosts)
-
-
-def _counts(needs: Needs) -> tuple[int, ...]:
-    """The form in which needs are stored."""
-    return needs.world_size, needs.processes, needs.devices, int(needs.alone), needs.hosts
-
-
-def _write_aside(path: Path, text: str) -> None:
-    cache.make(path.parent)
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(aside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(aside)
-        raise
 
 
 def collect_names(

@@ -24,45 +24,18 @@ __all__ = ["REMOVED", "TABLE", "Row", "RunOptions", "default_root"]
 class RunOptions:
     """What the user asked for. Everything below the command line takes its orders from here.
 
+    The row of :data:`TABLE` that sets a field says what it means. An empty or absent value leaves the matter to the
+    environment, the tests or the machine. Beyond that:
+
     Attributes:
-        root: absolute folder that holds the suites.
-        include: patterns of what to run; none: everything.
-        exclude: patterns of ``-x``.
-        keywords: expressions of ``-k``; a test that fits one of them is selected.
-        changed: git revision; only tests whose code differs from it are selected. Empty: all.
-        last_failed: select what failed in the last run that had it.
-        shard: ``(I, N)``: the I-th of N parts, from 1; None: everything.
-        times: file with the times by which parts are divided, as ``--json`` writes it; empty: all count alike.
-        random_order: seed of a random order; None: the order of the files.
+        root: absolute folder that holds the suites; ``typed_root`` is the argument of ``--root``, if it was given.
+        shard: ``(I, N)``: the I-th of N parts, from 1.
+        random_order: the seed; None: the order of the files.
         verbosity: -1 quiet, 0 one line a class, 1 one line a test.
-        failfast: stop after the first failure.
-        reruns: how often a failed test runs again in a fresh world.
-        fail_on_flaky: a flaky test fails the command.
-        repeat: how often everything runs; 0: until a failure.
-        until_failure: end after the first round with a failure.
-        list_only: print the selected tests and run none.
-        durations: how many of the slowest tests the summary names.
-        github: print annotations of GitHub's on stdout too.
-        junit, json, html, trace: files of reports; empty: none. ``-`` is stdout, for ``json`` alone.
-        show_config: show where each value comes from, and run nothing.
-        device: device type that was asked for; empty: ``TORCH_EXT_DEVICE`` or the machine decides.
-        timeout_s: time limit of one test in seconds, in place of what the tests themselves say; None: theirs.
-        races: what becomes of races on the simulated device, ``error``, ``report`` or ``off``; empty: as
-            ``TORCH_EXT_RACES`` says.
-        schedule: when results on the simulated device are seen, ``early``, ``late`` or ``random:SEED``; empty: as
-            ``TORCH_EXT_SCHEDULE`` says.
-        memory_bytes: of each simulated device; None: as much as it has by default.
-        start_method: ``"fork"`` ranks from a warm process, or start each as a fresh ``"interpreter"``.
-        show_output: pass the output of ranks through as it comes, behind a rank prefix.
+        json: a file; ``-`` is stdout.
         jobs: the most classes that run at a time; 0: as many as there are slots for; None: likewise, or one where
             output is shown as it comes or files are not ours.
-        slots: how many ranks run at a time; None: the machine decides.
-        cluster: where classes run: ``local:N`` or the address of a Ray cluster; empty: on this machine.
-        typed_root: the argument of ``--root`` as typed; empty if it was not given.
-        upstream: the files and folders of ``--upstream`` as typed, which run with our harness in the place of torch's.
         harness: with ``upstream``, modules that a zygote loads before each file, the first one in the root too.
-        cuda_as_sim: in the files of ``upstream`` CUDA and NCCL mean the simulated accelerator and its backend.
-        differences: lists of known differences, besides our own.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
     """
@@ -81,7 +54,6 @@ class RunOptions:
     reruns: int = 0
     fail_on_flaky: bool = False
     repeat: int = 1
-    until_failure: bool = False
     list_only: bool = False
     durations: int = 0
     junit: str = ""
@@ -280,6 +252,7 @@ REMOVED = {
     "failed-first": "was removed; run --last-failed, then everything",
     "history": "was removed; keep what --json writes of each run (docs/events.md)",
     "seed": "was removed; write --schedule random:SEED",
+    "until-failure": "was removed; write --repeat N --failfast",
 }
 
 _WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
@@ -328,9 +301,7 @@ TABLE: tuple[Row, ...] = (
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),
     Row("fail_on_flaky", ("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"),
-    Row("repeat", ("--repeat",), _HOW, "run everything N times", "N", _count(1), key="-"),
-    Row("until_failure", ("--until-failure",), _HOW, "run everything again until a round has a failure; with --repeat, "
-        "N times at most", key="-"),
+    Row("repeat", ("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N", _count(1), key="-"),
     Row("random_order", ("--random-order",), _HOW, "run files, their classes and their tests in a random order; the "
         "report begins with its SEED", "SEED", _count(0), const=-1),
     Row("verbosity", ("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),

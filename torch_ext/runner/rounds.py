@@ -92,7 +92,7 @@ class Rounds:
             self._one_round(runner)
             failed = not self.progress.passed
             enough = self._round == self._options.repeat
-            if enough or (failed and (self._options.until_failure or self._options.failfast)):
+            if enough or (failed and self._options.failfast):
                 return
             self._round += 1
             self._earlier.clear()

@@ -195,16 +195,16 @@ def _collector(
 
 @dataclass(frozen=True)
 class Chosen:
-    """What runs.
+    """The tests that run, and what the user should know of the choice.
 
     Attributes:
-        tests: the tests, in the order of their files.
+        tests: in the order of their files.
         failures: results of files that cannot be imported.
         needs: what tests ask for, as far as it is known.
-        note: how they were chosen, in a sentence for the report; empty if there is nothing to say.
+        note: a sentence for the report about a part of the tests; empty if all run.
         warnings: what was asked for and does not run, in sentences.
         device: the device type that the files test, as far as it is known.
-        cached: how many files were not imported for it.
+        cached: how many files have cached names.
     """
 
     request: Asked

@@ -45,6 +45,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -193,9 +194,10 @@ def load(preparation: Preparation) -> None:
 
 
 def load_first_uses() -> None:
-    """In a zygote: import the parts of torch that ranks would each import at first use."""
-    with uncollected():
-        for name in _FIRST_USES:
+    """In a zygote that has loaded torch: import the parts of it that ranks would each import at first use."""
+    with uncollected(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # filters of a test that make errors of warnings would break off the import
+        for name in _FIRST_USES if "torch" in sys.modules else ():
             with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
                 importlib.import_module(name)
 

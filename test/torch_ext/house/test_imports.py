@@ -63,7 +63,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),
-    "test.torch_ext": frozenset({"torch_ext", "test"}),
+    "test.torch_ext": frozenset({"torch_ext", "test", "benchmarks.simulate"}),
     "test.programs": frozenset({"test.torch_ext"}),
     "test": frozenset(),
     "benchmarks": frozenset({"torch_ext"}),

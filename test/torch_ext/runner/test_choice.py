@@ -375,7 +375,7 @@ def test_repeat_runs_everything_and_counts_every_round(
     assert out.splitlines()[-1] == "5 passed, 1 failed, 0 skipped"
 
 
-def test_until_failure_ends_with_the_round_that_fails(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failfast_ends_with_the_round_that_fails(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     class Later(Flaky):
         def _run_all(self, tests, options, sink):  # type: ignore[no-untyped-def]
             self.failures = {A2: 1} if len(self.ran) >= 4 else {}
@@ -383,9 +383,8 @@ def test_until_failure_ends_with_the_round_that_fails(command: Command, monkeypa
 
     later = Later({})
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", later)
-    assert command("TestA", "--until-failure") == 1
+    assert command("TestA", "--repeat", "9", "-f") == 1
     assert later.ran == [A1, A2] * 3
-    assert command("TestB", "--until-failure", "--repeat", "2") == 0
 
 
 def test_every_report_misses_what_a_later_round_did_not_run(

@@ -196,6 +196,7 @@ def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, add
     ) as runner:  # fmt: skip
         try:
             raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
+            _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine takes it along
             for pid in (int(raylet), *_os.children_of(int(raylet))):  # Ray's workers too, as when a machine dies
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -277,9 +278,10 @@ def _await_end(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _await(note: Path, runner: subprocess.Popen[str]) -> str:
+def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str:
+    """Wait until ``pattern`` fits what is in ``note``, and return that."""
     end_s = time.monotonic() + DEADLINE_S
-    while not note.exists() or not note.read_text():
+    while not note.exists() or not re.search(pattern, note.read_text()):
         assert runner.poll() is None, runner.communicate()
         assert time.monotonic() < end_s, "no machine began the class"
         time.sleep(0.1)

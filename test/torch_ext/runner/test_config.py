@@ -77,6 +77,7 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--history", "TestA"], "--history was removed; keep what --json writes of each run"),
         (["--failed-first"], "--failed-first was removed; run --last-failed, then everything"),
         (["--completion", "bash"], "--completion was removed; evaluate what register-python-argcomplete torch_ext"),
+        (["--until-failure"], "--until-failure was removed; write --repeat N --failfast"),
         (["--seed=7"], "--seed was removed; write --schedule random:SEED"),
         (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
         (["--json", "a", "--junit", "./a"], "--json and --junit both name ./a; give each report a file of its own"),

@@ -134,7 +134,7 @@ from torch_ext.runner.results import TestResult
 run, told = execute.RunExecutor.run, set()
 
 
-def interrupted(self, plan, sink, renew):
+def interrupted(self, plan, sink):
     def take(event):
         sink(event)
         if isinstance(event, TestResult):
@@ -142,7 +142,7 @@ def interrupted(self, plan, sink, renew):
         if told == {"TestB", "TestC"}:
             raise KeyboardInterrupt
 
-    run(self, plan, take, renew)
+    run(self, plan, take)
 
 
 execute.RunExecutor.run = interrupted

@@ -13,6 +13,7 @@ so that no test fails for it. What its other machines still say counts for nothi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import sys
@@ -24,8 +25,8 @@ from typing import Any
 
 import torch_ext
 from torch_ext.runner.cluster.link import on_our_clock
-from torch_ext.runner.cluster.machines import Machines, Placement, bundle, said_in_a_line
-from torch_ext.runner.cluster.messages import HostLost, Listening, Peer, RunClass, Told
+from torch_ext.runner.cluster.machines import Machines, Placement, said_in_a_line
+from torch_ext.runner.cluster.messages import Event, HostLost, Listening, Peer, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
@@ -58,10 +59,10 @@ class _Job:
         over: nothing that is still said of it counts.
     """
 
-    number: int
     batch: Batch
     left: list[TestName]
     lost: int = 0
+    number: int = field(default_factory=itertools.count(1).__next__)
     place: Placement | None = None
     nodes: tuple[str, ...] = ()
     ports: dict[int, int] = field(default_factory=dict)
@@ -71,10 +72,6 @@ class _Job:
     @property
     def cls(self) -> TestName:
         return TestName(self.batch.file.name, self.batch.cls)
-
-
-# What a machine tells of a class, and which of its hosts it is.
-_Streams = dict[Any, tuple[_Job, int]]
 
 
 class ClusterExecutor:
@@ -97,7 +94,6 @@ class ClusterExecutor:
         self._close_local = close
         self._options = options
         self._machines = Machines(options)
-        self._numbers = 0
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See the Protocol."""
@@ -106,184 +102,170 @@ class ClusterExecutor:
         folder = _folder_of(self._options.root, [batch.file for batch in plan])
         self._machines.connect(_runtime_environment(folder))
         in_order = self._options.random_order is not None
-        waiting = [self._job(batch) for batch in Packed(1, in_order=in_order).order(plan.batches)]
-        placed: list[_Job] = []
-        running: _Streams = {}
-        done = False
+        batches = Packed(1, in_order=in_order).order(plan.batches)
+        _ClusterRun(self._options, self._machines, folder, sink).run(batches)
+
+    def close(self) -> None:
+        """Let go of the cluster, and end it if it is our own. Idempotent."""
+        self._machines.close()
+        self._close_local()
+
+
+class _ClusterRun:
+    """Classes that wait, those that Ray is placing, and the streams of what machines tell of those that run, each with
+    the host of the class that it comes from.
+    """
+
+    def __init__(self, options: RunOptions, machines: Machines, folder: Path, sink: Sink) -> None:
+        self._options, self._machines, self._folder, self._sink = options, machines, folder, sink
+        self._waiting: list[_Job] = []
+        self._placed: list[_Job] = []
+        self._running: dict[Any, tuple[_Job, int]] = {}
+
+    def run(self, batches: Iterable[Batch]) -> None:
+        """Run each of ``batches``, or until the first failure if that is enough."""
+        self._waiting = [_Job(batch, list(batch.tests)) for batch in batches]
         try:
-            while (waiting or placed or running) and not done:
-                at_once = len(placed) + len({job.number for job, _ in running.values()})
-                while waiting and len(placed) < _AHEAD and at_once < self._most:
-                    job = waiting.pop(0)
-                    if self._has_machines_for(job, sink):
-                        job.place = self._placement(job)
-                        placed.append(job)
-                        at_once += 1
-                for job in [job for job in placed if self._begins(job, folder, running)]:
-                    placed.remove(job)
-                done, again = self._take(running, folder, sink)
-                waiting = [*again, *waiting]
-                sink(Tick())
+            while self._waiting or self._placed or self._running:
+                self._place_more()
+                self._placed = [job for job in self._placed if not self._begins(job)]
+                if self._take():
+                    return
+                self._sink(Tick())
         finally:
-            for job in [*placed, *(job for job, _ in running.values())]:
+            for job in [*self._placed, *(job for job, _ in self._running.values())]:
                 self._leave(job)
-            if running:  # the run stops early: nothing more must come of them
+            if self._running:  # the run stops early: nothing more must come of them
                 self._machines.end()
 
-    def _placement(self, job: _Job) -> Placement:
-        need = job.batch.need
-        resources = bundle(need.of_each_host, self._machines.largest_cpus, self._machines.devices)
-        return Placement(resources, need.hosts)
+    def _place_more(self) -> None:
+        most = self._options.jobs or float("inf")
+        at_once = len(self._placed) + len({job.number for job, _ in self._running.values()})
+        while self._waiting and len(self._placed) < _AHEAD and at_once < most:
+            job = self._waiting.pop(0)
+            if self._has_machines_for(job):
+                job.place = self._machines.placement(job.batch.need)
+                self._placed.append(job)
+                at_once += 1
 
-    def _has_machines_for(self, job: _Job, sink: Sink) -> bool:
+    def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has as many machines as a class asks for; end the class if not."""
-        wanted, there = job.batch.need.hosts, self._machines.number
+        wanted, there, had = job.batch.need.hosts, self._machines.number, self._machines.most
         if wanted <= max(1, there):
             return True
         asks = f"the class asks for {wanted} hosts"
-        if wanted <= self._machines.most:
-            had = self._machines.most
-            said = f"{asks}, and of the cluster's {had} machines only {there} {'is' if there == 1 else 'are'} left"
-            sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(said),)))
-        else:
-            has = f"{self._machines.most} machine{'s' * (self._machines.most != 1)}"
-            reason = f"{asks}, and the cluster has {has}; without --cluster, this machine stands for all of them"
-            for test in job.left:
-                sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-        sink(Over(job.cls))
+        if wanted <= had:
+            left = f"only {there} {'is' if there == 1 else 'are'} left"
+            self._end(job, f"{asks}, and of the cluster's {had} machines {left}")
+            return False
+        has = f"{had} machine{'s' * (had != 1)}"
+        reason = f"{asks}, and the cluster has {has}; without --cluster, this machine stands for all of them"
+        for test in job.left:
+            self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+        self._sink(Over(job.cls))
         return False
-
-    @property
-    def _most(self) -> float:
-        return self._options.jobs or float("inf")
-
-    def _job(self, batch: Batch) -> _Job:
-        self._numbers += 1
-        return _Job(self._numbers, batch, list(batch.tests))
 
     # Classes
 
-    def _begins(self, job: _Job, folder: Path, running: _Streams) -> bool:
+    def _begins(self, job: _Job) -> bool:
         """Run ``job`` if Ray has found a place for it; return whether it has."""
         nodes = job.place.nodes() if job.place is not None else ()
-        if not nodes:
-            return False
         for node in nodes:
             if not self._machines.has(node):
                 self._leave(job)
                 job.lost += 1
                 if job.lost >= _MOST_LOST:
                     raise SetupError(f"Ray places classes on the machine {node[:12]}, which cannot run tests")
-                job.place = self._placement(job)
+                job.place = self._machines.placement(job.batch.need)
                 return False
         job.nodes = nodes
         for host in range(1, len(nodes)):
-            self._order(job, host, folder, running)
+            self._order(job, host)
         if len(nodes) == 1:
-            self._run_class(job, folder, running)
-        return True
+            self._order(job, 0)
+        return bool(nodes)
 
-    def _run_class(self, job: _Job, folder: Path, running: _Streams) -> None:
-        """Run ``job`` on its host 0; the others wait for that."""
-        peers = [
-            Peer(self._machines.addresses[node], job.ports[host], f"machine {node[:12]}")
-            for host, node in enumerate(job.nodes[1:], 1)
-        ]
-        self._order(job, 0, folder, running, tuple(peers))
-
-    def _order(self, job: _Job, host: int, folder: Path, running: _Streams, peers: tuple[Peer, ...] = ()) -> None:
-        node, batch = job.nodes[host], job.batch
-        file = replace(
-            batch.file,
-            path=batch.file.path.relative_to(folder),
-            import_root=batch.file.import_root.relative_to(folder),
-        )
+    def _order(self, job: _Job, host: int) -> None:
+        """Have the machine of ``host`` run its share of a class; host 0 last, since it connects to the others."""
+        node, batch, addresses = job.nodes[host], job.batch, self._machines.addresses
+        path, import_root = (each.relative_to(self._folder) for each in (batch.file.path, batch.file.import_root))
+        file = replace(batch.file, path=path, import_root=import_root)
         shipped = batch._replace(file=file, tests=tuple(job.left), need=batch.need.of_each_host)
-        address, name = self._machines.addresses[node], f"machine {node[:12]}"
-        order = RunClass(job.number, shipped, host, address, name, peers, job.token)
-        running[self._machines.run(node, order)] = job, host
+        peers = [
+            Peer(addresses[each], job.ports[at], _name(each)) for at, each in enumerate(job.nodes) if at and not host
+        ]
+        order = RunClass(job.number, shipped, host, addresses[node], _name(node), tuple(peers), job.token)
+        self._running[self._machines.run(node, order)] = job, host
 
-    def _take(self, running: _Streams, folder: Path, sink: Sink) -> tuple[bool, list[_Job]]:
-        """Take what has come, waiting a moment for it. Return whether the run stops, and what has to run again."""
-        again: list[_Job] = []
-        if not running:
+    def _take(self) -> bool:
+        """Take what has come, waiting a moment for it. Return whether the run stops."""
+        if not self._running:
             time.sleep(_LOOK_S / 5)
-            return False, again
-        for stream in self._machines.ready(list(running), _LOOK_S):
-            job, host = running[stream]
+        for stream in self._machines.ready(list(self._running), _LOOK_S) if self._running else ():
+            job, host = self._running[stream]
             try:
                 told: Told = self._machines.next_of(stream)
             except StopIteration:
-                del running[stream]
+                del self._running[stream]
                 if not host:
                     self._leave(job)
-                continue
             except Exception as error:  # Ray's errors have no common base that means this
-                del running[stream]
-                self._lost(job, host, said_in_a_line(error), sink, again)
-                continue
-            event = told.event
-            if event is None or job.over:
-                continue
-            if isinstance(event, Listening):
-                job.ports[host] = event.port
-                if len(job.ports) == len(job.nodes) - 1:
-                    self._run_class(job, folder, running)
-                continue
-            if isinstance(event, HostLost):
-                if event.gone:
-                    self._lost(job, event.host, event.why, sink, again)
-                else:
-                    self._end(
-                        job,
-                        f"host {event.host} (machine {job.nodes[event.host][:12]}) cannot run it: {event.why}",
-                        sink,
-                    )
-                continue
-            if isinstance(event, TestResult):
-                event = _on_our_clock(event, told.now_s)
-                if event.test in job.left:
-                    job.left.remove(event.test)
-            sink(event)
-            failed = isinstance(event, TestResult) and event.status.counted is Status.FAILED
-            if failed and self._options.failfast:
-                return True, again
-        return False, again
+                del self._running[stream]
+                self._lost(job, host, said_in_a_line(error))
+            else:
+                if told.event is not None and not job.over and self._hear(job, host, told.event, told.now_s):
+                    return True
+        return False
 
-    def _lost(self, job: _Job, host: int, why: str, sink: Sink, again: list[_Job]) -> None:
+    def _hear(self, job: _Job, host: int, event: Event, now_s: float) -> bool:
+        """Take an event of a class; return whether the run stops."""
+        if isinstance(event, Listening):
+            job.ports[host] = event.port
+            if len(job.ports) == len(job.nodes) - 1:
+                self._order(job, 0)
+        elif isinstance(event, HostLost) and event.gone:
+            self._lost(job, event.host, event.why)
+        elif isinstance(event, HostLost):
+            self._end(job, f"host {event.host} ({_name(job.nodes[event.host])}) cannot run it: {event.why}")
+        elif isinstance(event, TestResult):
+            if event.test in job.left:
+                job.left.remove(event.test)
+            self._sink(_on_our_clock(event, now_s))
+            return self._options.failfast and event.status.counted is Status.FAILED
+        else:
+            self._sink(event)
+        return False
+
+    def _lost(self, job: _Job, host: int, why: str) -> None:
         """See Note [A lost machine]."""
         node = job.nodes[host]
         self._machines.lose(node)
         if job.over:
             return
-        job.over = True
-        self._leave(job)
-        if not job.left:
-            sink(Over(job.cls))
-            return
         job.lost += 1
         machine, number = node[:12], len(job.left)
-        tests = f"{number} test{'s' * (number != 1)}"
-        if job.lost >= _MOST_LOST:
-            self._end(
-                job, f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}", sink
-            )
+        if number and job.lost >= _MOST_LOST:
+            said = f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}"
+            self._end(job, said)
+            return
+        job.over = True
+        self._leave(job)
+        if not number:
+            self._sink(Over(job.cls))
             return
         which = f"{machine}, host {host} of {job.cls.id}," if len(job.nodes) > 1 else machine
-        self._tell(f"the machine {which} is lost ({why}); {tests} of {job.cls.id} run again elsewhere")
-        self._numbers += 1
-        again.append(_Job(self._numbers, job.batch, job.left, job.lost))
+        tests = f"{number} test{'s' * (number != 1)} of {job.cls.id}"
+        lost = f"{PREFIX}the machine {which} is lost ({why}); {tests} run again elsewhere"
+        print(lost, file=sys.stderr, flush=True)
+        self._waiting.insert(0, _Job(job.batch, job.left, job.lost))
         self._machines.connect({})
 
-    def _end(self, job: _Job, said: str, sink: Sink) -> None:
+    def _end(self, job: _Job, said: str) -> None:
         """Have the class fail for what a sentence says."""
         job.over = True
         self._leave(job)
-        sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(said),)))
-        sink(Over(job.cls))
-
-    def _tell(self, said: str) -> None:
-        print(f"{PREFIX}{said}", file=sys.stderr, flush=True)
+        self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(said),)))
+        self._sink(Over(job.cls))
 
     def _leave(self, job: _Job) -> None:
         if job.place is not None:
@@ -291,10 +273,10 @@ class ClusterExecutor:
                 job.place.leave()
             job.place = None
 
-    def close(self) -> None:
-        """Let go of the cluster, and end it if it is our own. Idempotent."""
-        self._machines.close()
-        self._close_local()
+
+def _name(node: str) -> str:
+    """What the report calls a machine."""
+    return f"machine {node[:12]}"
 
 
 def _on_our_clock(result: TestResult, now_s: float) -> TestResult:

@@ -55,11 +55,11 @@ class Link:
         self._connection = Connection(connected.detach())
 
     def introduce(self, token: str) -> None:
-        """Say who this machine is, and wait for no answer: the other may be about to connect to this one."""
+        """Send the token, and wait for no answer: the other machine may wait for this one at the same time."""
         self._connection.send_bytes(token.encode())
 
     def is_introduced(self, token: str) -> bool:
-        """Whether the other machine says that it is the one with ``token``. Call it once, before anything else."""
+        """Whether the other machine sends ``token``. Call it once, before any message is read."""
         with contextlib.suppress(OSError, EOFError):
             return hmac.compare_digest(self._connection.recv_bytes(len(token)), token.encode())
         return False
@@ -179,7 +179,7 @@ class RankEnds:
         return self._channel if stream is RankStream.CHANNEL else self._pipes[stream]
 
     def _pass_on(self, stream: RankStream | int) -> bool:
-        """Tell what can be read; return whether more may come."""
+        """Report what can be read to ``told``; return whether more may come."""
         payload = self._read(stream)
         if payload is None:
             self._callbacks.unwatch(self._file(stream))
@@ -194,7 +194,7 @@ class RankEnds:
         return None
 
     def drain(self) -> None:
-        """Tell what the rank, which has ended, had sent before."""
+        """Report what the rank, which has ended, sent before its end."""
         for stream in (RankStream.CHANNEL, *self._pipes):
             while self._has_more(stream) and self._pass_on(stream):
                 pass
@@ -206,7 +206,7 @@ class RankEnds:
         return file.poll() if isinstance(file, Channel) else readable(file)
 
     def write(self, stream: RankStream | int, payload: Any) -> None:
-        """Hand on what the other machine has told. Blocks while a pipe is full."""
+        """Write what the other machine has read. Blocks while a pipe is full."""
         with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # nobody reads there any more
             if stream is RankStream.CHANNEL and payload is None:
                 self._channel.shut()

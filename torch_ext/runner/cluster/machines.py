@@ -227,6 +227,10 @@ class Machines:
             self._look()
         return node in self._actors and node in self.addresses
 
+    def placement(self, need: Need) -> Placement:
+        """Ask Ray for room for a class."""
+        return Placement(bundle(need.of_each_host, self.largest_cpus, self.devices), need.hosts)
+
     def lose(self, node: str) -> None:
         """Take note that the machine is lost, or its supervisor."""
         self._actors.pop(node, None)

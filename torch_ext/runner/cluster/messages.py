@@ -154,7 +154,7 @@ class RankStream(Enum):
 @dataclass(frozen=True)
 class Line:
     """``payload`` of a stream of rank ``index``, as numbered on its host: a message of a channel, or bytes of a pipe;
-    None: its end. On the stream of a group, it is what a zygote and its client say (see ``world/protocol.py``).
+    None: its end. On the stream of a group, the payload is a message of ``world/protocol.py``.
     """
 
     world: int

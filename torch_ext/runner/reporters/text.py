@@ -176,8 +176,7 @@ class TextReporter:
         self._progress.new_round()
         self._begun.clear()
         self._printed.clear()
-        of = f" of {self._options.repeat}" if self._options.repeat else ""
-        self._out.line(f"Round {number}{of}")
+        self._out.line(f"Round {number} of {self._options.repeat}")
 
     def finish(self, *, interrupted: bool = False) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if
