@@ -133,23 +133,11 @@ void later(double seconds, int how, void (*act)(void)) {
 # What each class runs.
 RUNTIME = '''
 import _thread, concurrent.futures, fcntl, queue, select
-from dataclasses import dataclass
 import torch.distributed.rpc as rpc
-from torch_ext.testing._internal.common_distributed import DistributedTestBase
+from test.torch_ext.verdict.live_programs import BIDES, LOCAL, Program
 
-BIDES = ("sleep", "epoll", "select", "poll", "timed_lock")
 LONG = timedelta(seconds=300)
 _arrived, _kept = threading.Event(), []
-
-
-@dataclass(frozen=True)
-class Program:
-    wait: str
-    through: str
-    actor: str
-    bide: str
-    place: str
-    seconds: float
 
 
 def bide(how, seconds):
@@ -338,7 +326,7 @@ class Acting:
 
     @property
     def is_local(self):
-        return self.program.wait in ("lock", "condition", "event", "queue", "join", "future")
+        return self.program.wait in LOCAL
 
     def act_from_outside(self):
         while not os.path.exists(self.path("pid")):

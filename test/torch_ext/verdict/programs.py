@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from test.torch_ext.world.faults import marked_processes
-from test.torch_ext.world.suites import CHECKOUT, Run, Suite, parse_pytest, parse_unittest
+from test.torch_ext.world.suites import CHECKOUT, Run, Suite
 
 __all__ = [
-    "BASES",
     "PATIENCE",
     "PREAMBLE",
     "SLOWER",
     "Programs",
+    "check_rows",
+    "class_of",
     "first_line",
     "named_first",
     "programs",
@@ -44,6 +45,7 @@ import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, 
 import threading, time, unittest
 from datetime import timedelta
 import torch
+import torch._dynamo  # else the process of each class would import it, two seconds of computing
 import torch.distributed as dist
 from torch_ext.testing._internal.common_distributed import (
     DistributedTestBase, MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, run_subtests,
@@ -55,7 +57,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def note(name, text=""):
-    """Leave a note for whoever awaits it; it is there as a whole or not at all."""
+    """Leave a note that another process awaits. The note is there as a whole or not at all."""
     path = os.path.join(HERE, name)
     with open(f"{path}.{os.getpid()}", "w") as stream:
         stream.write(str(text))
@@ -120,30 +122,15 @@ class Threads(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def check(self):
-        ones = torch.ones(3)
-        dist.all_reduce(ones)
-        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
+    check = Standing.check
 '''
-
-# Every base class, with what a program writes to derive from it. FSDPTest wants the import that BASES_IMPORT is.
-BASES = {
-    "unittest": "unittest.TestCase",
-    "TestCase": "TestCase",
-    "MultiProcessTestCase": "Ranks",
-    "DistributedTestBase": "DistributedTestBase",
-    "MultiProcContinuousTest": "Standing",
-    "MultiThreadedTestCase": "Threads",
-    "FSDPTest": "FSDPTest",
-    "FSDPTestContinuous": "FSDPTestContinuous",
-    "FSDPTestMultiThread": "FSDPTestMultiThread",
-}
 
 
 class Programs(Suite):
     """A folder of programs. A run's statuses and texts are found by the last part of a test's, class's or file's id."""
 
     def add(self, name: str, source: str) -> None:
+        (self.folder / name).parent.mkdir(exist_ok=True)
         (self.folder / name).write_text(PREAMBLE + textwrap.dedent(source))
 
     def start(self, command: list[str], extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
@@ -182,14 +169,6 @@ class Programs(Suite):
         """Run the folder by ``run_test.py --root``."""
         return self.finish(self.start_runner(*arguments, extra=extra, **how))
 
-    def run_unittest(self, *tests: str, extra: Mapping[str, str] = {}) -> Run:
-        names = [f"{self.file.stem}.{test}" for test in tests] or [self.file.stem]
-        return self.finish(self.start(["-m", "unittest", "-v", *names], extra), parse_unittest)
-
-    def run_pytest(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
-        command = ["-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", str(self.file), *arguments]
-        return self.finish(self.start(command, extra), parse_pytest)
-
     def await_note(self, name: str, process: subprocess.Popen[str]) -> str:
         """Return the note that a program left, once it is there."""
         end = time.monotonic() + DEADLINE_S
@@ -221,13 +200,108 @@ def programs(folder: Path, source: str, name: str = "test_suite.py") -> Iterator
         suite.end_survivors()
 
 
+_WORDS = "passed|failed|skipped|expected failure|unexpected success"
+
+
+def _endings(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the status and the report of each test, class and file, by its id."""
+    texts = dict(re.findall(r"^FAILED (\S+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.MULTILINE | re.DOTALL))
+    found = re.findall(rf"^(\S+\.py(?:::\w+)*)  ({_WORDS})  [\d.]+ s", run.out, re.MULTILINE)
+    return {name: (status, texts.get(name, "")) for name, status in found}
+
+
 def _parse(run: Run) -> None:
     """Fill in status and text, by the last part of each id."""
-    words = "passed|failed|skipped|expected failure|unexpected success"
-    for name, status in re.findall(rf"^(\S+\.py(?:::\w+)*)  ({words})  [\d.]+ s", run.out, re.MULTILINE):
+    for name, (status, text) in _endings(run).items():
         run.status[name.rpartition("::")[2]] = status
-    for name, text in re.findall(r"^FAILED (\S+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.MULTILINE | re.DOTALL):
-        run.text[name.rpartition("::")[2]] = text
+        if text:
+            run.text[name.rpartition("::")[2]] = text
+
+
+def class_of(
+    name: str, base: str, table: Mapping[str, tuple[str, str]], on: str = "self.rank == 1", end: str = ""
+) -> str:
+    """Return the source of a class that ends so, with a test for each row of ``table``: how that ends, and what its
+    rank 1 does, or every rank ``on`` which a condition holds.
+    """
+    tests = [
+        f"    def test_{row}(self):  # {end}\n        if {on}:\n{textwrap.indent(statement, ' ' * 12)}\n"
+        for row, (end, statement) in table.items()
+    ]
+    return "\n".join([f"\n\nclass {name}({base}):{end and '  # '}{end}", *tests])
+
+
+def _rows_of(name: str, source: str) -> Iterator[tuple[str, str]]:
+    """Yield the id of each test, class and file of ``source`` that is to have a result, and how it is to end."""
+    cls = ""
+    if source.startswith("# "):
+        yield name, source.partition("\n")[0][2:]
+    for line in source.splitlines():
+        head, _, end = line.partition(":  # ")
+        if found := re.match(r"class (\w+)\(", head):
+            cls = f"{name}::{found[1]}"
+            if end:
+                yield cls, end
+        elif (found := re.match(r"    (?:async )?def (test_\w+)\(self\)", head)) and end != "none":
+            yield f"{cls}::{found[1]}", end or "passed"
+
+
+def _wrong_in(expected: str, status: str, text: str) -> str:
+    """Return what is wrong with the end of a row; empty if it is as ``expected``."""
+    wanted = re.fullmatch(rf"({_WORDS}|hangs)(?: by ([\d, ]+))?(?:: (.+))?", expected)
+    assert wanted, f"no way to end: {expected}"
+    ranks = {int(rank) for rank in re.findall(r"\d+", wanted[2] or "")}
+    first = re.search(r"^  rank (\d+) .*<- first$", text, re.MULTILINE)
+    if status != wanted[1].replace("hangs", "failed"):
+        return f"it {status}"
+    if wanted[1] == "hangs" and not tells_of_a_hang(text):
+        return "it tells of no hang"
+    if ranks and (named_first(text) != ranks or (first and int(first[1]) not in ranks)):
+        return "it blames other ranks"
+    words = wanted[3] or ""
+    text = first_line(text) if words.startswith("^") else text
+    found = any(all(part in text for part in way.split("...")) for way in words.removeprefix("^").split("|"))
+    return "" if found else "the words are missing"
+
+
+def check_rows(
+    folder: Path,
+    source: str | Mapping[str, str],
+    *arguments: str,
+    deadline_s: float = 0.0,
+    **how: Any,
+) -> Run:
+    """Run one file, or several by name, by ``run_test.py``; assert that all ends as the comments in it say.
+
+    Such a comment stands behind the line of a test or class, or is the first line of a file: ``# failed by 1: words``.
+    ``# hangs`` is a failure that tells of a hang and not of a time limit.
+    The ranks are those that the report begins with. The words stand in the report, in its first line behind ``^``.
+    ``|`` means "or", and ``...`` means "and". A test without a comment passes; a class or file has no error of its own;
+    ``# none`` stands behind a test that has no result.
+    """
+    files = {"test_suite.py": source} if isinstance(source, str) else source
+    (name, first), *others = files.items()
+    with programs(folder, first, name) as suite:
+        for other, text in others:
+            suite.add(other, text)
+        run = suite.finish(suite.start_runner(*arguments, **how), deadline_s=deadline_s)
+        expected = dict(row for name, text in files.items() for row in _rows_of(name, text))
+        ended = _endings(run)
+        wrong = [
+            f"{row}: {why}; expected: {end}\n{text}"
+            for row, end in expected.items()
+            for status, text in [ended.get(row, ("never ran", ""))]
+            if (why := _wrong_in(end, status, text))
+        ]
+        assert not wrong, "\n\n".join([*wrong, run.out[-2000:], run.err[-5000:]])
+        assert ended.keys() == expected.keys(), f"{ended.keys() - expected.keys()}\n{run}"
+        number = [status for status, _ in ended.values()]
+        counts = f"{number.count('passed')} passed, {number.count('failed')} failed, {number.count('skipped')} skipped"
+        assert run.out.splitlines()[-1].startswith(counts), run
+        assert run.code == (1 if "failed" in number else 0), run
+        assert not [text for _, text in ended.values() if "receipt" in first_line(text)], "this is a word of ours"
+        suite.assert_nothing_left()
+    return run
 
 
 def first_line(text: str) -> str:

@@ -1,143 +1,174 @@
-"""Interrupts and deaths of the parent half of a test: it did not pass, and the tests that follow run."""
+"""Interrupts, deaths and hangs of the process of a class, or of one that imports, are no pass; others run on."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from test.torch_ext.verdict.programs import SLOWER, check_rows, class_of, programs
 
-from test.torch_ext.verdict.programs import Programs, named_first, programs, tells_of_a_hang
-from test.torch_ext.world.suites import Run
-
-# How a test is interrupted, and the base class of the test.
-INTERRUPTED = {
-    "raised_in_set_up": "Ranks",
-    "raised_in_tear_down": "Ranks",
-    "raised_in_cleanup": "TestCase",
-    "raised_in_plain_body": "unittest.TestCase",
-    "raised_in_torch_body": "TestCase",
-    "raised_in_subtest": "unittest.TestCase",
-    "interrupt_main": "unittest.TestCase",
-    "rank_signals_its_parent": "Ranks",
-    "rank_of_a_class_signals_its_parent": "Standing",
-    "raised_on_rank": "Ranks",
-    "thread_of_ranks_interrupted": "Threads",
-}
-
-SOURCE = """
+INTERRUPTS = """
 import _thread
 
 
-class Interrupts:
-    def interrupt(self):
-        raise KeyboardInterrupt
-
+class Raises(Ranks):
     def setUp(self):
-        os.environ["PARENT_HALF"] = str(os.getpid())
         super().setUp()
-        if self._testMethodName == "test_raised_in_set_up":
-            self.interrupt()
+        if "set_up" in self._testMethodName:
+            raise KeyboardInterrupt
 
     def tearDown(self):
         super().tearDown()
-        if self._testMethodName == "test_raised_in_tear_down":
-            self.interrupt()
+        if "tear_down" in self._testMethodName:
+            raise KeyboardInterrupt
 
-    def raised_in_set_up(self):
+
+class Tells(Standing):
+    def setUp(self):
+        os.environ["PARENT_HALF"] = str(os.getpid())
+        super().setUp()
+
+
+class TestClosesItsStreams(Ranks):
+    def setUp(self):
+        for number in (0, 1, 2):
+            os.close(number)
+        super().setUp()
+        for number in (0, 1, 2):
+            with contextlib.suppress(OSError):
+                os.write(number, b"into whatever has this number now")
+
+    def test_passes(self):
+        self.check()
+"""
+# What rank 1 does, by its base class. `test_class_process` interrupts tests that have no ranks.
+SIGNALS = "os.kill(int(os.environ['PARENT_HALF']), signal.SIGINT)\ntime.sleep(5)"
+INTERRUPTED = {
+    "Raises": {"in_set_up": "pass", "in_tear_down": "pass", "in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
+    "Tells": {"signals": SIGNALS},
+    "Threads": {"interrupts": "_thread.interrupt_main()\ntime.sleep(3)"},
+}
+# What the process of a class does in tearDownClass(), its base class, and the words that tell of it.
+ENDS = {
+    "sigkill": ("unittest.TestCase", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    "exit_0": ("Ranks", "os._exit(0)", "code 0"),
+    "system_exit": ("Threads", "sys.exit(0)", "SystemExit"),
+    "class_cleanup": ("Standing", "cls.addClassCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    "hangs": ("unittest.TestCase", "forever()", "in tearDownClass"),
+    "stops": ("unittest.TestCase", "os.kill(os.getpid(), signal.SIGSTOP)", "hung"),
+}
+CLASSES = """
+class TestBeginning(unittest.TestCase):  # failed: in setUpClass
+    @classmethod
+    def setUpClass(cls):
+        forever()
+
+    def test_never_begun(self):  # none
         pass
 
-    def raised_in_tear_down(self):
-        pass
 
-    def raised_in_cleanup(self):
-        self.addCleanup(self.interrupt)
-
-    def raised_in_plain_body(self):
-        self.interrupt()
-
-    def raised_in_torch_body(self):
-        self.interrupt()
-
-    def raised_in_subtest(self):
-        with self.subTest(part=1):
-            self.interrupt()
-
-    def interrupt_main(self):
-        threading.Thread(target=_thread.interrupt_main).start()
-        time.sleep(5)
-
-    def rank_signals_its_parent(self):
-        if self.rank == 1:
-            os.kill(int(os.environ["PARENT_HALF"]), signal.SIGINT)
-            time.sleep(5)
-
-    def rank_of_a_class_signals_its_parent(self):
-        self.rank_signals_its_parent()
-
-    def raised_on_rank(self):
-        if self.rank == 1:
-            self.interrupt()
-
-    def thread_of_ranks_interrupted(self):
-        if self.rank == 1:
-            _thread.interrupt_main()
-            time.sleep(3)
-
-    def following(self):
-        if hasattr(self, "check"):
-            self.check()
-
+# Only the supervisor knows a limit for such a test.
+class TestWithoutRanks(unittest.TestCase):
+    def test_sleeps(self):  # failed: hung until it was killed...in test_sleeps
+        time.sleep(float(os.environ["SLEEP"]))
+        note("slept")
 """ + "".join(
     f"""
-class Test_{name}(Interrupts, {base}):
-    test_{name} = Interrupts.{name}
-    test_zz_after_{name} = Interrupts.following
+
+class TestEnd_{name}({base}):  # failed: {words}
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        {statement}
+
+    def test_{name}(self):
+        pass
 """
-    for name, base in INTERRUPTED.items()
+    for name, (base, statement, words) in ENDS.items()
 )
+MODULE = """
+def {fixture}():
+    {statement}
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    with programs(tmp_path_factory.mktemp("parent_half"), SOURCE) as suite:
-        yield suite
+class TestOf_{name}(unittest.TestCase):  # failed: {words}
+    def test_of_module(self):{end}
+        pass
+"""
+# What a file does around its tests, how that is told, and whether its test passes.
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+MODULES = {
+    "cleanup": ("setUpModule", "unittest.addModuleCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
+    "set_up_dies": ("setUpModule", KILL, "SIGKILL", "  # none"),
+    "set_up_hangs": ("setUpModule", "forever()", "in forever", "  # none"),
+    "tear_down_dies": ("tearDownModule", KILL, "SIGKILL", ""),
+    "tear_down_hangs": ("tearDownModule", "forever()", "in tearDownModule", ""),
+}
+IMPORTS = {
+    "test_hangs.py": "# failed: in forever...the import of test_hangs took longer than its limit\nforever()",
+    "test_stops.py": "# failed: import\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "test_dies.py": "# failed: import\nos._exit(0)",
+}
+# What a child does that a file has forked while it was imported, and the status with which its parent sees it end.
+CHILDREN = {
+    "leaves": ("sys.exit(0)", 0),
+    "leaves_with_a_code": ("sys.exit(7)", 7),
+    "raises": ("raise ValueError('in the child')", 1),
+    "skips": ("raise unittest.SkipTest('the child')", 1),
+    "goes_on": ("pass", 0),
+}
+FORKS = """
+child = os.fork()
+if child == 0:
+    {}
+else:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == {}, status
 
 
-@pytest.fixture(scope="module")
-def run(suite: Programs) -> Run:
-    return suite.run()
+class TestForks_{}(Ranks):
+    def test_of_parent(self):
+        self.check()
+"""
 
 
-@pytest.mark.parametrize("name", INTERRUPTED)
-def test_an_interrupted_test_fails_and_says_so(run: Run, name: str) -> None:
-    assert run.status.get(f"test_{name}") == "failed", run
-    assert "KeyboardInterrupt" in run.text[f"test_{name}"] or "SIGINT" in run.text[f"test_{name}"]
+def module(name: str) -> str:
+    fixture, statement, words, end = MODULES[name]
+    return MODULE.format(fixture=fixture, statement=statement, words=words, end=end, name=name)
 
 
-@pytest.mark.parametrize("name", INTERRUPTED)
-def test_the_test_that_follows_an_interrupted_one_passes(run: Run, name: str) -> None:
-    assert run.status.get(f"test_zz_after_{name}") == "passed", run
+def test_each_class_and_file_ends_as_its_row_says(tmp_path: Path) -> None:
+    interrupts = INTERRUPTS
+    for base, acts in INTERRUPTED.items():
+        rows = {name: ("failed: KeyboardInterrupt|SIGINT", act) for name, act in acts.items()}
+        interrupts += class_of(f"Test_{base}", base, {**rows, "zz_next": ("passed", "pass")})
+    files = {"test_interrupts.py": interrupts, "test_classes.py": CLASSES, **IMPORTS}
+    files |= {f"test_{name}.py": module(name) for name in MODULES}
+    files |= {f"test_forks_{name}.py": FORKS.format(*what, name) for name, what in CHILDREN.items()}
+    limit = round(3 * SLOWER)
+    sleep = str(limit + 22)  # the process of a class may take 30 s more than the limit
+    check_rows(tmp_path, files, "--timeout", str(limit), extra={"SLEEP": sleep}, deadline_s=200)
+    assert not (tmp_path / "slept").exists()
 
 
-def test_interrupts_inside_are_no_interrupt_of_the_run(run: Run, suite: Programs) -> None:
-    assert run.code == 1
-    number = len(INTERRUPTED)
-    assert run.out.splitlines()[-1] == f"{number} passed, {number} failed, 0 skipped", run
-    suite.assert_nothing_left()
+def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
+    with programs(tmp_path, CLASSES) as suite:
+        suite.add("test_hangs.py", IMPORTS["test_hangs.py"])
+        run = suite.run("--list", "--timeout", "3")
+        assert "test_suite.py::TestWithoutRanks::test_sleeps" in run.out.splitlines(), run
+        assert run.code == 1
+
+
+def test_death_at_the_end_is_told_by_the_file_itself(tmp_path: Path) -> None:
+    with programs(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
+        run = suite.finish(suite.start([str(suite.file)]))
+        assert run.code == 1 and "SIGKILL" in run.out, run
 
 
 IGNORED = """
-class TestIgnored(unittest.TestCase):
-    def test_plain(self):
-        note("runs")
-        time.sleep(3)
-        note("ended")
-
-
-class TestIgnoredRanks(Ranks):
+class TestIgnored(Ranks):
     def test_ranks(self):
         note(f"runs{self.rank}")
         time.sleep(3)
@@ -145,48 +176,49 @@ class TestIgnoredRanks(Ranks):
 """
 
 
-@pytest.mark.parametrize(("test", "bodies"), [("test_plain", [""]), ("test_ranks", ["0", "1"])])
-def test_interrupt_of_the_group_that_the_supervisor_ignores_is_no_pass(
-    tmp_path: Path, test: str, bodies: list[str]
-) -> None:
+def test_interrupt_of_the_group_that_the_supervisor_ignores_is_no_pass(tmp_path: Path) -> None:
     with programs(tmp_path, IGNORED) as suite:
         # As a shell does for what it starts in the background.
-        process = suite.start_runner("-k", test, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-        for body in bodies:
-            suite.await_note(f"runs{body}", process)
+        process = suite.start_runner(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        for rank in (0, 1):
+            suite.await_note(f"runs{rank}", process)
         os.killpg(process.pid, signal.SIGINT)
         run = suite.finish(process)
-        ended = all((suite.folder / f"ended{body}").exists() for body in bodies)
-        # Whoever was interrupted or not: a body that was cut short is no pass, and one that was not is one.
-        assert (run.status.get(test) == "passed") == ended, run
-        assert run.code == (0 if ended else 1), run
+        # A body that was cut short is no pass, and one that was not is one.
+        ended = all((suite.folder / f"ended{rank}").exists() for rank in (0, 1))
+        assert (run.status, run.code) == ({"test_ranks": "passed" if ended else "failed"}, int(not ended)), run
         suite.assert_nothing_left()
 
 
-CLOCKS = """
-from unittest import mock
+LATE = """
+class TestLate(unittest.TestCase):
+    def test_1_passes(self):
+        print("printed by the first")
+        note("begun", os.getpid())
+        await_note("runner stopped")
 
+    def test_2_dies(self):
+        print("printed by the second")
+        note("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-class TestClock(Ranks):
-    # As freezegun does. The parent half waits by a clock too.
-    def setUp(self):
-        for name in ("time.monotonic", "time.time"):
-            patch = mock.patch(name, return_value=5.0)
-            patch.start()
-            self.addCleanup(patch.stop)
-        super().setUp()
+    def test_3_fails(self):
+        print("printed by the third", end="")
+        self.fail()
 
-    def test_hangs_under_a_clock_that_stands_still(self):
-        self.join_group()
-        if self.rank == 1:
-            threading.Event().wait()
-        dist.barrier()
+    def test_4_fails(self):
+        self.fail()
 """
 
 
-def test_clock_that_the_parent_half_has_replaced_does_not_keep_a_hang_from_being_told(tmp_path: Path) -> None:
-    with programs(tmp_path, CLOCKS) as suite:
-        found = suite.run("--timeout", "30", extra={"TORCH_EXT_HANG_AFTER": "3"})
-        text = found.text["test_hangs_under_a_clock_that_stands_still"]
-        assert tells_of_a_hang(text) and named_first(text) == {1}, text
-        suite.assert_nothing_left()
+def test_output_belongs_to_the_test_that_printed_it_however_late_the_runner_looks(tmp_path: Path) -> None:
+    with programs(tmp_path, LATE) as suite:
+        process = suite.start_runner(extra={"PYTHONUNBUFFERED": ""})
+        suite.await_note("begun", process)
+        os.kill(process.pid, signal.SIGSTOP)
+        (suite.folder / "runner stopped").touch()
+        suite.await_note("dying", process)
+        os.kill(process.pid, signal.SIGCONT)
+        run = suite.finish(process)
+        printed = {name: re.findall(r"printed by the (\w+)", text) for name, text in run.text.items()}
+        assert printed == {"test_2_dies": ["second"], "test_3_fails": ["third"], "test_4_fails": []}, run

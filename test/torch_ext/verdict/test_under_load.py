@@ -1,6 +1,6 @@
 """``--long``: every row of this folder twenty times, each file's beside itself, so that the rows are the load.
 
-``--times N`` runs each file N times instead, and ``-k receipts`` the rows of one file. No row may fail or be left
+``--times N`` runs each file N times instead, and ``-k rank_ends`` the rows of one file. No row may fail or be left
 out in one run alone, and nothing may be left behind.
 """
 

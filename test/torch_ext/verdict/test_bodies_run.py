@@ -1,0 +1,334 @@
+"""A test passes only if unittest has run its body and fixtures, in every rank, and the ranks agree on what ran."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from test.torch_ext.verdict.programs import check_rows, class_of, programs
+from test.torch_ext.world.suites import CHECKOUT
+
+HELPERS = """
+import functools
+from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
+
+
+async def go(*_):
+    raise AssertionError("it ran")
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+
+def raise_(text="it failed"):
+    raise ValueError(text)
+
+
+class Limited(Ranks):
+    timeout = 6
+
+
+class TestUnrun(Ranks):
+    def test_returns_a_coroutine(self):  # failed: coroutine
+        return go()
+
+    @decorated
+    async def test_decorated(self):  # failed: async|coroutine
+        self.fail("it ran")
+
+    def test_has_a_cleanup(self):  # failed: the cleanup go() returned a coroutine
+        self.addCleanup(go)
+
+
+class TestPlainUnrun(unittest.TestCase):
+    def test_has_a_cleanup(self):  # failed: the cleanup go() returned a coroutine
+        self.addCleanup(go)
+
+
+class Bad(unittest.TestCase):
+    def test_twin(self):  # failed: AssertionError: no
+        self.fail("no")
+
+
+class Good(unittest.TestCase):
+    def test_twin(self):
+        pass
+
+
+# Each goes by the name that its file knows it by.
+Bad.__name__ = Bad.__qualname__ = Good.__name__ = Good.__qualname__ = "TestTwin"
+
+
+class TestSpawned(TestCase):
+    @spawn_threads_and_init_comms(world_size=2)
+    async def test_in_threads(self):  # failed: async|coroutine
+        self.fail("it ran")
+"""
+# Fixtures that a call does not run, each in its class.
+FIXTURES = {
+    "Plain": ("unittest.TestCase", "async def tearDownClass(cls): pass", "tearDownClass() of TestPlain is `async def`"),
+    "Asked": ("Base", "def setUpClass(cls): super().setUpClass()", "setUpClass() of Base is `async def`"),
+    "Added": (
+        "unittest.TestCase",
+        "def setUpClass(cls): cls.addClassCleanup(go)",
+        "the cleanup go() returned a coroutine",
+    ),
+    "Threads": ("Threads", "async def setUp(self): pass", "setUp() of TestThreads is `async def`"),
+    "Ranks": ("Ranks", "def tearDown(self): yield", "tearDown() of TestRanks is a generator function"),
+}
+FIXED = """
+
+class Base(Standing):
+    @classmethod
+    async def setUpClass(cls):
+        pass
+""" + "".join(
+    f"""
+
+class Test{name}({base}):  # failed: {words}
+    {"@classmethod" if "cls" in code else ""}
+    {code}
+
+    def test_it(self):{"" if name == "Added" else "  # none"}
+        pass
+"""
+    for name, (base, code, words) in FIXTURES.items()
+)
+MODULE = """
+async def setUpModule():
+    pass
+
+
+class TestOfModule(unittest.TestCase):  # failed: setUpModule() returned a coroutine
+    def test_of_module(self):  # none
+        pass
+"""
+OVERRIDES = """
+
+class Overrides(Ranks):
+    @classmethod
+    def _run(cls, rank, test_name, file_name, pipe, **kwargs):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        if rank == 0 or "returns" not in test_name:
+            with contextlib.suppress(AssertionError):
+                getattr(self, test_name)()
+
+
+class StandingOverrides(Standing):
+    @classmethod
+    def _run_test_given_id(cls, test_id, **kwargs):
+        name = test_id.rpartition(".")[2]
+        if cls.rank == 0 or "returns" not in name:
+            with contextlib.suppress(AssertionError):
+                getattr(cls(name), name)()
+
+
+class ThreadsOverrides(Threads):
+    @classmethod
+    def _run(cls, test_name, rank, world_size, **kwargs):
+        pass
+
+
+class TestThreadsOverrides(ThreadsOverrides):
+    def test_never_called(self):  # failed by 0, 1: before its test was over
+        self.fail("it ran")
+
+
+class TestExits(Ranks):
+    @classmethod
+    def _run(cls, rank, test_name, file_name, pipe, **kwargs):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        self.run_test(test_name, pipe)
+        sys.exit({"test_code_3": 3, "test_in_words": "words"}.get(test_name, 0))
+
+    def test_code_0(self):
+        pass
+
+    def test_code_3(self):  # failed by 0, 1: ^exited with code 3
+        pass
+
+    def test_in_words(self):  # failed
+        pass
+
+    def test_fails(self):  # failed by 0, 1: AssertionError
+        self.fail("no")
+
+    def test_inside(self):  # failed by 1
+        if self.rank == 1:
+            sys.exit(0)
+"""
+RETURNED = "failed by 1: ^the test method has not run to its end"
+OVERRIDDEN = {
+    "calls": ("passed", "pass"),
+    "returns": (RETURNED, "pass"),
+    "swallows": (RETURNED, "self.fail('no')"),
+}
+EXPECTED = {
+    "fails": ("expected failure", "self.fail('as expected')"),
+    "is_killed": ("failed by 1", "self.rank and os.kill(os.getpid(), signal.SIGKILL)"),
+    "hangs": ("failed by 1", "self.rank and forever()"),
+    "leaves": ("failed by 1", "self.rank and os._exit(0)"),
+    "disagrees": ("failed", "self.rank and self.skipTest('alone')"),
+    "skips_alone": ("failed", "self.rank and self.skipTest('alone')\nself.fail('as expected')"),
+    "thread_fails": ("failed", "thread = threading.Thread(target=raise_)\nthread.start()\nthread.join()"),
+    "fails_at_exit": ("failed", "atexit.register(self.fail)"),
+    "class_cleanup_fails": ("failed", "type(self).addClassCleanup(raise_)\nself.fail('as expected')"),
+}
+EXPECTED_OF_THREADS = {"cleanup_exits": ("failed", "self.addCleanup(sys.exit, 3)\nself.fail('as expected')")}
+# How a class evades the harness, as a body of the class, so that nobody waits for its ranks.
+EVADES = {
+    "starts_twice": "def setUp(self):\n        super().setUp()\n        super(self.Base, self).setUp()",
+    "skips_late": "def setUp(self):\n        super().setUp()\n        self.skipTest('late')",
+    "puts_method_back": "def __init__(self, *args, **kwargs):\n        super().__init__(*args, **kwargs)\n"
+    "        self.test_it = self.own",
+    "hides_method": "def __getattribute__(self, name):\n"
+    "        return super().__getattribute__('own' if name.startswith('test_') else name)",
+    "overrides_run": "def run(self, result=None):\n        result.startTest(self)\n        self.setUp()\n"
+    "        result.addSuccess(self)\n        result.stopTest(self)",
+}
+EVADED = """
+
+class Starts(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        if not hasattr(self, "_world"):
+            super().setUp()
+        self._spawn_processes()
+""" + "".join(
+    f"""
+
+class TestEvades_{name}_{base}({base}):{"  # failed" if (name, base) == ("overrides_run", "Standing") else ""}
+    Base = {base}
+
+    def own(self):
+        pass
+
+    def test_it(self):  # failed: ran and nobody asked what became of them
+        self.fail("it ran")
+
+    {body}
+"""
+    for name, body in EVADES.items()
+    for base in ("Starts", "Threads", "Standing")
+    if name != "starts_twice" or base == "Starts"
+)
+# No limits and no numbers of ranks. A world of 0 ranks is that of a machine without devices.
+REFUSED = ("float('nan')", "0", "-1", "float('inf')", "True", "'60'")
+LIMIT, NUMBER = "expected a finite number of seconds above 0", "expected the number of ranks as an int"
+NO_NUMBERS = "".join(
+    f"""
+
+class TestRefused_{attribute}_{index}({base}):
+    {attribute} = {value}
+
+    def test_it(self):  # {"skipped" if (attribute, value) == ("world_size", "0") else f"failed: {words}"}
+        pass
+"""
+    for attribute, base, words in (("timeout", "Ranks", LIMIT), ("world_size", "Threads", NUMBER))
+    for index, value in enumerate(REFUSED)
+)
+SUB_TESTS = """
+
+class TestSubTests(Ranks):
+    def test_each_is_listed(self):  # failed: (x=1) on ranks 0, 1...[case] (x=3) on rank 0...(x=2) on rank 1
+        for x in range(4):
+            with self.subTest("case", x=x):
+                if x == 0:
+                    self.skipTest("none")
+                self.assertFalse(x == 1 or x + self.rank == 3, f"x is {x}")
+
+    def test_skip_different_ones(self):  # failed: ^rank 0 skipped sub-test (x=0) (not here), and rank 1 did not
+        for x in range(2):
+            with self.subTest(x=x):
+                if x == self.rank:
+                    self.skipTest("not here")
+
+    def test_fails_before_a_hang(self):  # failed: sub-test (x=1) failed: ValueError|tests that failed:...(x=1)
+        self.join_group()
+        with self.subTest(x=1):
+            if self.rank == 1:
+                raise ValueError("the cause")
+            dist.barrier()
+        self.rank == 1 and dist.barrier()
+
+
+class TestGridOfAll(FSDPTest):
+    world_size = 2
+
+    def test_all_skip_one(self):
+        self.run_subtests({"x": [1, 2, 3]}, lambda x: x == 2 and self.skipTest("not here"))
+""" + "".join(
+    f"""
+
+class TestGrids_{base}({base}):
+    world_size = 2
+
+    def test_is_empty(self):  # failed: empty|no sub-case|no combination|'x'
+        self.in_group({{"x": [], "y": [1, 2]}}, lambda x, y: None)
+
+    def test_one_rank_skips_one(self):  # failed: rank 1 skipped...not here
+        self.in_group({{"x": [1, 2]}}, lambda x: x == self.rank == 1 and self.skipTest("not here"))
+
+    def test_ranks_skip_different_ones(self):  # failed: skip...not here
+        self.in_group({{"x": [0, 1, 2]}}, lambda x: x == self.rank and self.skipTest("not here"))
+
+    def test_one_fails(self):  # failed by 1: in one sub-case...in the subtest with x=2
+        self.in_group({{"x": [1, 2, 3]}}, lambda x: x == 2 and self.rank == 1 and raise_("in one sub-case"))
+
+    def in_group(self, grid, function):
+        if isinstance(self, Ranks):
+            self.join_group()
+        run_subtests(self, grid, function)
+"""
+    for base in ("Ranks", "FSDPTest", "FSDPTestMultiThread")
+)
+
+
+def source() -> str:
+    text = HELPERS + FIXED + OVERRIDES + EVADED + NO_NUMBERS + SUB_TESTS
+    for base in ("Overrides", "StandingOverrides"):
+        text += class_of(f"Test{base}", base, OVERRIDDEN)
+    for base, rows in (("Limited", EXPECTED), ("Threads", EXPECTED_OF_THREADS)):
+        text += "\n\n@unittest.expectedFailure\n" + class_of(f"TestExpected_{base}", base, rows, on="True").lstrip("\n")
+    return text
+
+
+def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
+    files = {"test_suite.py": source(), "test_module.py": MODULE}
+    check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
+
+
+def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
+    evading = [f"TestEvades_{name}_Starts" for name in EVADES]
+    with programs(tmp_path, source()) as suite:
+        found = suite.run_unittest("TestUnrun", "TestAsked", *evading)
+        assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found
+        assert len(re.findall("nobody asked", found.err)) >= len(EVADES), found
+        assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 3, found
+        evading.remove("TestEvades_overrides_run_Starts")  # it tells pytest nothing
+        found = suite.run_pytest("-k", " or ".join(["TestUnrun", *evading]))
+        assert found.code == 1 and " passed" not in found.out.splitlines()[-1], found
+
+
+def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    ends = {"one": "passed", "other": "failed: not the same"}
+    files = {
+        f"{folder}/test_same.py": class_of(
+            "TestSame",
+            "unittest.TestCase",
+            {"folder": (end, f"self.assertIn('one', {folder!r}, 'not the same')")},
+            on="True",
+        )
+        for folder, end in ends.items()
+    }
+    # As if the runner had been started in the second folder.
+    path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])
+    check_rows(tmp_path, files, extra={"PYTHONPATH": path})
