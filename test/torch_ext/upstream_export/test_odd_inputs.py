@@ -228,6 +228,7 @@ def test_what_a_person_has_set_does_not_spoil_it(
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # as in a hook
     monkeypatch.setenv("GIT_AUTHOR_NAME", "Jörg")
     mail = mailbox(checkout / "torch", {HELPERS: "x = 1\n"}, "Über\n")
+    assert "multipart" not in mail
     assert "Jörg".encode() in mail.encode() or "=?UTF-8?q?J=C3=B6rg?=" in mail
     copy = check.apply_to_copy(checkout / "torch", mail, tmp_path)
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
