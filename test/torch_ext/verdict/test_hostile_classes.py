@@ -72,10 +72,13 @@ LATER = {
 
 def test_what_a_class_changes_in_its_process_fails_no_test(tmp_path: Path) -> None:
     later = [CLASS.format(where, "Ranks", code.format(f"change({names})")) for where, (code, names) in LATER.items()]
-    files = {"test_later.py": "".join([CHANGES, *later])}
-    for name, names in AT_IMPORT.items():
-        files[f"test_{name}.py"] = f"{CHANGES}\n\nchange({names})\n{CLASS.format(name, 'Ranks', '')}"
-    check_rows(tmp_path, files, "--timeout", "30", deadline_s=200)
+    with programs(tmp_path, "".join([CHANGES, *later])) as suite:
+        for name, names in AT_IMPORT.items():
+            suite.add(f"test_{name}.py", f"{CHANGES}\n\nchange({names})\n{CLASS.format(name, 'Ranks', '')}")
+        run = suite.finish(suite.start_runner("--timeout", "30"), deadline_s=200)
+        expected = 2 * (len(LATER) + len(AT_IMPORT))
+        assert run.out.splitlines()[-1] == f"{expected} passed, 0 failed, 0 skipped", run
+        suite.assert_nothing_left()
 
 
 # Other misbehaviour of a class, which a neighbour must not notice
