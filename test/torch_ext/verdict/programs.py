@@ -45,7 +45,6 @@ import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, 
 import threading, time, unittest
 from datetime import timedelta
 import torch
-import torch._dynamo  # else the process of each class would import it, two seconds of computing
 import torch.distributed as dist
 from torch_ext.testing._internal.common_distributed import (
     DistributedTestBase, MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, run_subtests,
@@ -264,6 +263,10 @@ def _wrong_in(expected: str, status: str, text: str) -> str:
     return "" if found else "the words are missing"
 
 
+# Else the process of each class would import it for its first test, which takes seconds where many start at once.
+_LOADED = "import torch._dynamo\n"
+
+
 def check_rows(
     folder: Path,
     source: str | Mapping[str, str],
@@ -281,9 +284,9 @@ def check_rows(
     """
     files = {"test_suite.py": source} if isinstance(source, str) else source
     (name, first), *others = files.items()
-    with programs(folder, first, name) as suite:
+    with programs(folder, _LOADED + first, name) as suite:
         for other, text in others:
-            suite.add(other, text)
+            suite.add(other, _LOADED + text)
         run = suite.finish(suite.start_runner(*arguments, **how), deadline_s=deadline_s)
         expected = dict(row for name, text in files.items() for row in _rows_of(name, text))
         ended = _endings(run)

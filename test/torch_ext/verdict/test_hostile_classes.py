@@ -46,17 +46,14 @@ CHANGES = {
 def change(names):
     for name in names:
         CHANGES[name]()
-"""
-CLASS = """
 
-class Test{}({}):
+
+class Changes(Ranks):
     def test_1(self):
         self.check()
 
     def test_2(self):
         self.check()
-
-    {}
 """
 # What does not hide one another goes together. Alone, each but the recursion limit has been seen to fail a test.
 FUNCTIONS = ("waitpid", "getpid", "fork", "monotonic", "default_timeout", "no_temporary_folder")
@@ -71,11 +68,18 @@ LATER = {
 
 
 def test_what_a_class_changes_in_its_process_fails_no_test(tmp_path: Path) -> None:
-    later = [CLASS.format(where, "Ranks", code.format(f"change({names})")) for where, (code, names) in LATER.items()]
-    files = {"test_later.py": "".join([CHANGES, *later])}
-    for name, names in AT_IMPORT.items():
-        files[f"test_{name}.py"] = f"{CHANGES}\n\nchange({names})\n{CLASS.format(name, 'Ranks', '')}"
-    check_rows(tmp_path, files, "--timeout", "30", deadline_s=200)
+    with programs(tmp_path, CHANGES) as suite:
+        source = CHANGES
+        for where, (code, names) in LATER.items():
+            source += f"\n\nclass Test{where}(Changes):\n    {code.format(f'change({names})')}\n"
+        suite.add("test_suite.py", source + "\n\ndel Changes")
+        for name, names in AT_IMPORT.items():
+            cls = f"class TestAtImport_{name}(Changes):\n    pass"
+            suite.add(f"test_{name}.py", f"{CHANGES}\n\nchange({names})\n\n\n{cls}\n\n\ndel Changes")
+        run = suite.finish(suite.start_runner("--timeout", "30"), deadline_s=200)
+        expected = 2 * (len(LATER) + len(AT_IMPORT))
+        assert run.out.splitlines()[-1] == f"{expected} passed, 0 failed, 0 skipped", run
+        suite.assert_nothing_left()
 
 
 # Other misbehaviour of a class, which a neighbour must not notice
@@ -166,6 +170,19 @@ PLACES = {
     "tear_down_class": CLASS_METHOD.format(name="tearDownClass").format(act="spoil({seed})"),
     "exit": CLASS_METHOD.format(name="setUpClass").format(act="atexit.register(spoil, {seed})"),
 }
+
+
+CLASS = """
+
+class Test{}({}):
+    def test_1(self):
+        self.check()
+
+    def test_2(self):
+        self.check()
+
+    {}
+"""
 
 
 def spoil_and_run(suite: Programs, seed: int, places: int) -> None:
