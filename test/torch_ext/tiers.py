@@ -39,8 +39,9 @@ _refused = False
 
 
 def tier_of(config: pytest.Config) -> str:
-    """Return the tier that was asked for. A file or a test that is named runs whatever its tier."""
-    named = any("::" in each or os.path.isfile(each) for each in config.args)
+    """Return the tier that was asked for. What is named below this folder runs whatever its tier."""
+    folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    named = all(os.path.abspath(each.partition("::")[0]).startswith(folder) for each in config.args)
     return config.getoption("tier") or ("all" if named or config.getoption("long") else "quick")
 
 
