@@ -34,7 +34,7 @@ from torch_ext.world.channel import (
 )
 from torch_ext.world.follow import read_stacks
 from torch_ext.world.limits import Patience
-from torch_ext.world.protocol import STACK_SIGNAL
+from torch_ext.world.protocol import STACK_SIGNAL, Notice
 from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
 from torch_ext.world.wording import printable
 
@@ -49,7 +49,7 @@ _STOPPED_S = 5.0
 # How long a zygote may take to end a child.
 _KILL_S = 5.0
 
-_EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted)
+_EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestEnded, TestStarted)
 
 
 class Zygotes(Protocol):
@@ -172,7 +172,7 @@ class ClassChild:
         if isinstance(event, TestStarted):
             self._test = event
             self._allow(event.timeout_s + _ALONE_S)
-        elif not isinstance(event, Body):
+        elif not isinstance(event, (Body, Notice)):
             self._allow(self._fixture_s)
         return event
 

@@ -30,7 +30,7 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, child, files, frames, provider, verdict
+from torch_ext.world import _os, child, files, frames, provider, verdict, wording
 from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
@@ -38,7 +38,7 @@ from torch_ext.world.exits import ExitFunctions, UnfinishedWorkError
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.limits import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.world.outcome import Outcome, may_be_expected
-from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL
+from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
 from torch_ext.world.render import WorldFailure
 
 __all__ = ["main"]
@@ -73,6 +73,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     exit_functions = ExitFunctions()
     result = _ClassResult(Channel.from_descriptor(channel), stdout, order.failfast)
+    wording.show_by(lambda text: result.tell(Notice(text)))
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for method in order.methods:

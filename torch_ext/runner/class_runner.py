@@ -11,9 +11,22 @@ from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
-from torch_ext.runner.results import Began, Died, Over, Problem, Raised, Remark, Sink, Status, TestName, TestResult
+from torch_ext.runner.results import (
+    Began,
+    Died,
+    Over,
+    Problem,
+    Raised,
+    Remark,
+    Sink,
+    Stalled,
+    Status,
+    TestName,
+    TestResult,
+)
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, wording
+from torch_ext.world.protocol import Notice
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
 __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
@@ -132,6 +145,8 @@ class ClassRunner:
                     if event.method != running:
                         running, began_s = event.method, _os.monotonic()
                         self._sink(Began(self._name(running)))
+                elif isinstance(event, Notice):
+                    self._sink(Stalled(self._name(running), event.text))
                 elif isinstance(event, TestEnded):
                     running = ""
                     self._may_lose_zygote = True

@@ -6,9 +6,9 @@ from -> to            messages
 ====================  =====================================================================================
 supervisor -> child   :class:`CollectOrder` or :class:`ClassOrder`, as the payload of the child's order
 child -> supervisor   after :class:`CollectOrder` one :class:`TestNames`
-class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`; :class:`ClassFailed` and
-supervisor            :class:`ClassSkipped` for what ``setUpClass`` and ``tearDownClass`` do; last of all
-                      :class:`ClassEnded` or :class:`ClassLeft`
+class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`, and the world's ``Notice``;
+supervisor            :class:`ClassFailed` and :class:`ClassSkipped` for what ``setUpClass`` and ``tearDownClass`` do;
+                      last of all :class:`ClassEnded` or :class:`ClassLeft`
 ====================  =====================================================================================
 """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch_ext.runner.discovery import TestFile
     from torch_ext.runner.names import Collected
     from torch_ext.runner.options import RunOptions
-    from torch_ext.runner.results import Began, Over, TestName, TestResult, Tick
+    from torch_ext.runner.results import Began, Over, Stalled, TestName, TestResult, Tick
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -177,7 +177,7 @@ class _Run:
         """Run them, in the order in which they were collected as far as reports go."""
         from torch_ext.runner.execute import open_executor
         from torch_ext.runner.reporters.make import InOrder
-        from torch_ext.runner.results import Began, Over, TestResult
+        from torch_ext.runner.results import Began, Over, Stalled, TestResult
         from torch_ext.runner.schedule import make_plan
 
         executor = open_executor(self._options())
@@ -191,13 +191,15 @@ class _Run:
                 self._report_error(one.file.name, one.error)
             ordered = InOrder(plan, self)
 
-            def take(event: Began | Over | TestResult | Tick) -> None:
+            def take(event: Began | Over | TestResult | Tick | Stalled) -> None:
                 if isinstance(event, Over):
                     ordered.over(event)
                 elif isinstance(event, Began):
                     ordered.begin(event)
                 elif isinstance(event, TestResult):
                     ordered.add(event)
+                elif isinstance(event, Stalled):
+                    self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
 
             try:
                 executor.run(plan, take)

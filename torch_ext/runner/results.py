@@ -24,6 +24,7 @@ __all__ = [
     "Remark",
     "SetupError",
     "Sink",
+    "Stalled",
     "Status",
     "TestName",
     "TestResult",
@@ -132,8 +133,16 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """A test has made no progress for long. ``text``: why that does not prove a hang, and where its ranks are."""
+
+    test: TestName
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """A moment has passed. Told a few times a second while tests run, for views that show the time."""
+    """A moment has passed. Stalled a few times a second while tests run, for views that show the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +235,7 @@ class TestResult:
 
 
 # Takes what happens in a run, as it happens.
-Sink = Callable[[Began | Over | TestResult | Tick], None]
+Sink = Callable[[Began | Over | TestResult | Tick | Stalled], None]
 
 
 # Why a file of upstream's has no result: it has ``TestCase = object`` where there is no CUDA, or is no test file.

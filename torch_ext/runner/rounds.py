@@ -17,7 +17,7 @@ from torch_ext.runner.executor import Executor, Judge
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult, Tick
+from torch_ext.runner.results import Began, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["Rounds"]
@@ -55,7 +55,7 @@ class Rounds:
         """What has come of the plan."""
         return self._reporters.tally
 
-    def take(self, event: Began | Over | TestResult | Tick) -> None:
+    def take(self, event: Began | Over | TestResult | Tick | Stalled) -> None:
         """Count a result, and tell the reporters of it or of what else happens."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch_ext.world import _os
 
@@ -20,6 +20,7 @@ __all__ = [
     "ranks_phrase",
     "short_command",
     "show",
+    "show_by",
     "without_ranks",
 ]
 
@@ -120,6 +121,7 @@ def without_ranks(text: str) -> str:
 PREFIX = "torch_ext: "
 
 _told: set[tuple[int, str]] = set()
+_shown_by: list[Callable[[str], object]] = []
 
 
 def announce(message: str) -> None:
@@ -130,8 +132,16 @@ def announce(message: str) -> None:
         print(f"{PREFIX}{printable(message)}", file=sys.stderr, flush=True)
 
 
+def show_by(show: Callable[[str], object]) -> None:
+    """Have :func:`show` call ``show`` from now on, in place of printing."""
+    _shown_by[:] = [show]
+
+
 def show(text: str) -> None:
-    """Print ``text``, of one or more lines, on stderr."""
+    """Tell the user ``text``, of one or more lines, at once: on stderr, or as :func:`show_by` has it."""
+    if _shown_by:
+        _shown_by[0](text)
+        return
     print(f"{PREFIX}{printable(text)}", file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
-from torch_ext.runner.results import Began, Needs, Over, Remark, Status, TestName, TestResult, Tick
+from torch_ext.runner.results import Began, Needs, Over, Remark, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.wording import LEFT_BEHIND
 
@@ -150,8 +150,9 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "stdout", stream)
     reporters = Reporters(PLAN, RunOptions(Path("/root")))
     failure = Remark("[bold] the \t whole " + "text " * 50)
-    events: list[Began | Over | TestResult | Tick] = [
+    events: list[Began | Over | TestResult | Tick | Stalled] = [
         Began(TestName("a.py", "TestA")), Began(ONE), Began(TestName("a.py", "TestB")), Began(OTHER), Tick(),
+        Stalled(ONE, "no progress\n  stacks"),
         TestResult(OTHER, Status.FAILED, 0.5, (failure,)), Over(TestName("a.py", "TestB")), Tick(),
         passed(ONE), Began(TWO), Tick(), passed(TWO), Over(TestName("a.py", "TestA")),
     ]  # fmt: skip
@@ -165,6 +166,7 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     raw, piped = report(Terminal(), monkeypatch), report(io.StringIO(), monkeypatch)
+    assert "a.py::TestA::test_1: no progress\n  stacks\n" in piped
     assert "[1/3]" in raw and re.search(r"::TestA::test_1  4 ranks  \d s", raw), raw
     # A view shows what runs, and failures at once; a pipe has lines for classes that begin and failures that wait.
     extra = r"\[\d/2\] |failed: .* \(more in its turn\)$"

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any
 
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Began, Over, TestResult, Tick
+from torch_ext.runner.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.schedule import Batch
 
 __all__ = [
@@ -102,7 +102,7 @@ class HostLost:
     gone: bool = True
 
 
-Event = Began | Over | TestResult | Tick | Listening | HostLost
+Event = Began | Over | TestResult | Tick | Stalled | Listening | HostLost
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch_ext.runner.reporters.base import Reporter, ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.text import StyledWriter, TextReporter, is_live
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
-from torch_ext.runner.results import Began, Needs, Over, Status, TestName, TestResult, Tick
+from torch_ext.runner.results import Began, Needs, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["InOrder", "Reporters", "annotate", "annotation"]
@@ -207,6 +207,7 @@ class Reporters:
             notes = [*notes, f"Random order of seed {seed}; --random-order={seed} repeats it."]
         live = is_live(stream) and options.verbosity >= 0 and not options.show_output
         text = TextReporter(plan, options, stream, notes, announce=not live)
+        self._say = text.writer.verbatim
         running = Running(plan, expected_s, lambda test: expected_s(test) or 1.0, time.monotonic())
         plain = PlainWatch(running, text.writer, often=options.verbosity >= 0)
         self._watch = LiveWatch(running, text.writer, stream) if live else plain
@@ -214,12 +215,14 @@ class Reporters:
         self._overs += [self._watch.over, self._ordered.over]
         self._all: list[Reporter] = [self._watch, self._ordered, *files]
 
-    def take(self, event: Began | Over | TestResult | Tick) -> None:
+    def take(self, event: Began | Over | TestResult | Tick | Stalled) -> None:
         """Hand ``event`` to whom it concerns."""
         if isinstance(event, TestResult):
             self.tally.add(event)
         if isinstance(event, Tick):
             self._watch.tick()
+        elif isinstance(event, Stalled):
+            self._say(f"{event.test.id}: {event.text}")
         elif isinstance(event, Over):
             for over in self._overs:
                 over(event)
