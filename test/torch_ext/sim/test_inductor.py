@@ -20,8 +20,11 @@ from test.torch_ext.sim.one_process.observed import is_touched, kernels, observe
 from torch_ext.sim import races
 from torch_ext.sim.races import RaceError
 
-# Inductor itself loads a module of torch that still uses it.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.processes,  # the compiler
+    # Inductor itself loads a module of torch that still uses it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 sim: Any = torch.get_device_module("sim")
 Program = Callable[..., Any]
