@@ -17,7 +17,7 @@ from torch_ext.runner import class_process
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.runner.results import Raised, Remark, Status
-from torch_ext.world import provider
+from torch_ext.world import files, provider
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.follow import ZygoteLostError
 
@@ -75,7 +75,7 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forgotten: bool
 ) -> None:
     monkeypatch.setattr(provider, "_zygotes", provider._Zygotes())
-    monkeypatch.setattr(provider.scratch, "use", lambda folder: None)
+    monkeypatch.setattr(files, "use", lambda folder: None)
     waits: list[int] = []
     told = Told()
     monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(told.messages)))

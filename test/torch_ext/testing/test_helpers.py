@@ -235,5 +235,6 @@ def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() ->
         def runTest(self) -> None:
             sys.setrecursionlimit(before - 100)
 
-    assert Lowers().run().wasSuccessful()  # type: ignore[union-attr]
+    Lowers().run(result := unittest.TestResult())
+    assert result.wasSuccessful(), result.errors or result.failures
     assert sys.getrecursionlimit() == before

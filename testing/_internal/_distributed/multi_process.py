@@ -96,7 +96,6 @@ def _start(zygote: Channel, ranks: Sequence[RankTask], test: str) -> World:
     )
 
 
-@_os.with_room
 def raise_verdict(
     outcomes: Sequence[Outcome], took_s: float, expected_exit: int | None = None, any_exit: bool = False
 ) -> None:
@@ -106,11 +105,11 @@ def raise_verdict(
         WorldFailure: they mean that it failed.
         unittest.SkipTest: all ranks skipped.
     """
-    verdict = judge(outcomes, expected_exit, any_exit)
+    verdict = _os.with_room(judge)(outcomes, expected_exit, any_exit)
     if verdict.judgement is Judgement.SKIPPED:
         raise unittest.SkipTest(verdict.summary)
     if verdict.judgement is Judgement.FAILED:
-        raise WorldFailure(WorldReport(tuple(outcomes), verdict, took_s))
+        raise _os.with_room(WorldFailure)(WorldReport(tuple(outcomes), verdict, took_s))
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
