@@ -10,6 +10,8 @@ import pytest
 
 from test.torch_ext.world.suites import Run, Suite
 
+pytestmark = pytest.mark.long  # .ci/nightly kills
+
 # Seconds. An empty test takes about 20 ms, so one that takes this long has stalled, however busy the machine is.
 STALL_S = 10
 

@@ -10,6 +10,8 @@ import pytest
 
 from test.torch_ext.world.suites import Run, Suite
 
+pytestmark = pytest.mark.long  # .ci/nightly kills
+
 MATMUL = """
 LARGE = torch.ones(2000, 2000)
 torch.set_num_threads(2)

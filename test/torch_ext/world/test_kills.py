@@ -16,6 +16,8 @@ import pytest
 from test.torch_ext.world.suites import DEADLINE_S, Run, Suite, parse_runner, parse_unittest
 from torch_ext.world import _os
 
+pytestmark = pytest.mark.long  # .ci/nightly kills
+
 # In the order of faults.ancestors() in the parent half.
 TARGETS = ("case", "zygote", "root", "supervisor")
 
