@@ -12,6 +12,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
+from torch_ext.world.child import first_uses
 from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import ModuleOrder, Preparation
 from torch_ext.world.tree import (
@@ -98,7 +99,8 @@ class RunZygotes:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
         bridge = self._options.harness[:1]
         preload = (*self._ahead(), *_PRELOAD, *bridge) if self._options.upstream else _PRELOAD
-        preparation = Preparation(tuple(path), preload)
+        # Here, and not by each file's own zygote: most files of a run need them.
+        preparation = Preparation(tuple(path), (*preload, *first_uses(str(file.path))))
         with held():
             self._root = start_root(preparation, self._scratch, self._environment)
         return self._root

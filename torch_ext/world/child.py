@@ -12,12 +12,6 @@ first, and makes the new one afterwards. A second thread that looks in between f
 ("Invalid thread pool!" and SIGABRT, in an autograd thread). Every native thread looks when it starts. So each child
 replaces the pool while it has one thread, by setting the number of threads to what it is.
 
-Note [Fork safety]), where a variable is read only when a library loads, and on
-request: forked ranks share one hash seed, so they never differ in the order of a set.
-
-Whether it is safe to fork this process. Runs in zygotes and in processes about to become one; imports the standard
-library and its own layer only.
-
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
 A child of ``fork`` keeps one thread, and whatever another thread was part of is broken in it: it waits forever for an
@@ -39,8 +33,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import linecache
 import multiprocessing.spawn
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +57,7 @@ __all__ = [
     "end_fork",
     "enter",
     "exit_code_of",
+    "first_uses",
     "load",
     "load_first_uses",
     "main",
@@ -172,9 +169,16 @@ def replace_thread_pool() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-# Torch imports these itself: the first for the first comparison of two tensors, the second for the first optimizer.
-# Each takes about as long as a short test, and in a fresh rank each use is the first. Neither starts a thread.
-_FIRST_USES = ("torch.distributed.tensor", "torch._dynamo")
+# Modules that torch imports at the first comparison of two tensors and for the first optimizer, and the words of a test
+# file that lead there. Each import takes as long as a short test, and in a fresh rank each use is the first; loaded
+# without need, they make every fork a tenth slower. Neither starts a thread.
+_FIRST_USES = {
+    "torch.distributed.tensor": re.compile(r"assertEqual|assertNotEqual|assert_close"),
+    "torch._dynamo": re.compile(
+        r"optim|fsdp|fully_shard|replicate|parallel|DDP|DTensor|distribute_|device_mesh|checkpoint|compile|dynamo|autograd",
+        re.IGNORECASE,
+    ),
+}
 
 # The collector's thresholds: one look for every so many new containers, and never at all that lives.
 _SELDOM = (200_000, 1000, 1000)
@@ -193,11 +197,17 @@ def load(preparation: Preparation) -> None:
             multiprocessing.spawn.prepare({"init_main_from_path": preparation.main_path})
 
 
-def load_first_uses() -> None:
-    """In a zygote that has loaded torch: import the parts of it that ranks would each import at first use."""
+def first_uses(*files: str) -> tuple[str, ...]:
+    """Return the modules that ranks would probably each import by themselves, by the text of these test files."""
+    text = "".join(line for file in files for line in linecache.getlines(file))
+    return tuple(name for name, words in _FIRST_USES.items() if words.search(text))
+
+
+def load_first_uses(*files: str) -> None:
+    """In a zygote that has loaded torch and these files: import what :func:`first_uses` names."""
     with uncollected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # filters of a test that make errors of warnings would break off the import
-        for name in _FIRST_USES if "torch" in sys.modules else ():
+        for name in first_uses(*files) if "torch" in sys.modules else ():
             with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
                 importlib.import_module(name)
 

@@ -89,6 +89,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
         with _stacks_to(descriptors[1]), child.noted(), uncollected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
+            load_first_uses(getattr(sys.modules[order.name], "__file__", None) or "")
     except BaseException as error:
         if _os.getpid() != importing:
             end_fork(error, _trace_of_import())
@@ -126,7 +127,7 @@ def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> N
     """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked to do so."""
     _os.lead_process_group()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    load_first_uses()
+    load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in modules))
     compute_on_one_thread()
     Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()
 

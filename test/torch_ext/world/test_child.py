@@ -77,3 +77,11 @@ def test_a_signal_to_the_group_reaches_this_process_alone() -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
     os.close(reader)
     os.close(writer)
+
+
+def test_a_zygote_loads_dynamo_for_files_that_look_as_if_they_needed_it(tmp_path: Path) -> None:
+    empty, training = tmp_path / "empty.py", tmp_path / "training.py"
+    empty.write_text("import torch\n\ndef test_barrier():\n    torch.distributed.barrier()\n")
+    training.write_text("import torch\n\noptimizer = torch.optim.SGD([torch.ones(1)])\n")
+    assert child.first_uses(str(empty), str(tmp_path / "missing.py")) == ()
+    assert child.first_uses(str(empty), str(training)) == ("torch._dynamo",)

@@ -4,11 +4,9 @@ import contextlib
 import importlib
 
 from torch_ext import accelerator
-from torch_ext.world.child import load_first_uses
 
 # Chosen and loaded here. Every rank would otherwise import the package of an out-of-tree device.
 accelerator.device_type()
-load_first_uses()
 # Libraries that torch's helpers for tests import first of all. Not the helpers: they change settings of torch
 # (torch.backends.disable_global_flags), which a file that does without them must not see.
 for name in ("expecttest", "hypothesis", "pytest", "torch.utils.cpp_extension"):
