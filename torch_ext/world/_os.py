@@ -3,6 +3,32 @@ others in the place of: taken from here, they are what they were before a test m
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. On Linux everything here works;
 elsewhere the functions say so through :data:`CAN_FORK` or return nothing, and ranks are fresh interpreters.
+
+Processes of a run that are neither its ranks nor the harness: which of them may act, and which a rank has left
+behind. Standard library and own layer only.
+
+Note [Who else may act]
+~~~~~~~~~~~~~~~~~~~~~~~
+A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. It knows which children it
+has forked itself: ranks, spares, the class process, its copies. All others were started by a rank, by the parent half,
+or by the file of the test as it was imported; a copy learns from its original which processes those were, since they
+stay with the original. The parent half looks at its own children and threads. Where it is no child of a zygote (pytest,
+``python test_x.py``), it adopts its orphans itself, so that they can be found.
+
+Processes that have ended or are being killed do not count, nor do two that only clean up: multiprocessing's resource
+tracker and torch's shared memory manager. Descendants are read before the zygote's own children: a process whose parent
+ends in between is seen in one of the two places.
+
+Note [Leftovers]
+~~~~~~~~~~~~~~~~
+A zygote is the subreaper of its descendants, so that a process whose parent has ended becomes the zygote's child. Its
+owner is the child of the zygote that started it. Every child of a zygote leads a process group of its own, which the
+processes that it starts join, so the group tells the owner. A process that has left that group still has the variable
+``TORCH_EXT_OWNER`` of the environment that it was started in; one that has neither is charged to the child that ended
+last. A process whose owner still lives is let be: the processes of a class serve until the class ends.
+
+Three kinds end by themselves once their clients are gone, and clean up before they do: torch's shared memory manager,
+and multiprocessing's resource tracker and fork server. They are nobody's leftovers.
 """
 
 from __future__ import annotations
@@ -11,19 +37,24 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from os import fork, getpid, getppid, waitpid
 from time import monotonic, sleep
 from typing import IO, ParamSpec, TypeVar
+
+from torch_ext.world import _os
+from torch_ext.world.protocol import Process
 
 __all__ = [
     "CAN_FORK",
     "SUPPORTED",
     "adopt_orphans",
+    "below_ranks",
     "children_of",
     "command_line",
     "computed_s",
@@ -40,33 +71,44 @@ __all__ = [
     "group_of",
     "is_ending",
     "is_stopped",
+    "known",
     "lead_process_group",
     "lists_children",
     "monotonic",
     "move_heap_to_huge_pages",
+    "others_of_parent_half",
     "require_supported",
+    "short_command",
     "signal_name",
     "sleep",
     "starved_s",
     "stat_of",
+    "still_there",
     "tasks",
     "umask",
     "unnamed_file",
     "waitpid",
     "watch_exit",
     "with_room",
+    "words_of",
 ]
 
 _P = ParamSpec("_P")
+
 _T = TypeVar("_T")
 
 SUPPORTED = sys.platform != "win32"
+
 CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
+
 _PR_SET_CHILD_SUBREAPER = 36
+
 _MADV_COLLAPSE = 25
+
 _HUGE_PAGE_BYTES = 2 << 20
+
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 
 
@@ -333,3 +375,94 @@ def move_heap_to_huge_pages() -> None:
             for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end, _HUGE_PAGE_BYTES):
                 if page + _HUGE_PAGE_BYTES <= end:
                     libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
+
+
+_COMMAND_CHARACTERS = 100
+
+
+def short_command(command: str) -> str:
+    """Return the first 100 characters of a command line, which may be a program of several, as one line.
+
+    >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
+    True
+    >>> short_command("python -c while True:\\n    pass")
+    'python -c while True: pass'
+    """
+    command = " ".join(command.split())
+    return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
+
+
+_CLEANS_UP = re.compile(
+    r"\S+ (-\S+ )*-c from multiprocessing\.resource_tracker import main;main\(\d+\)|\S*/torch_shm_manager"
+)
+
+
+def others_of_parent_half(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
+    """Return the children of this process that may act, in words: all but ``zygotes`` and those of ``ranks``."""
+    ours = set(zygotes).union(*map(_ancestors, ranks))
+    return tuple(words_of(pid for pid in _os.children_of(os.getpid()) if pid not in ours))
+
+
+def below_ranks(ranks: Iterable[int]) -> Iterator[str]:
+    """Yield the processes that ``ranks`` have started, in words."""
+    for rank in ranks:
+        yield from words_of(_os.children_of(rank))
+
+
+def known(pids: Iterable[int]) -> tuple[Process, ...]:
+    """Return what tells these processes from later ones of the same number."""
+    return tuple(Process(pid, start) for pid in _live(pids) if (start := _start_of(pid)))
+
+
+def still_there(processes: Iterable[Process]) -> Iterator[str]:
+    """Yield those of ``processes`` that have not ended, in words."""
+    for each in processes:
+        if _start_of(each.pid) == each.start:
+            yield from words_of([each.pid])
+
+
+def _live(pids: Iterable[int]) -> Iterator[int]:
+    """Yield those that may act, and those below them that do in the place of one that only cleans up."""
+    for pid in pids:
+        if _has_ended(pid) or _os.is_ending(pid):
+            continue
+        if _CLEANS_UP.fullmatch(_os.command_line(pid)):
+            yield from _live(_os.children_of(pid))
+        else:
+            yield pid
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return _os.stat_of(pid)[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _start_of(pid: int) -> str:
+    try:
+        return _os.stat_of(pid)[19]
+    except OSError:
+        return ""
+
+
+def _ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(_os.stat_of(pid)[1])
+        except OSError:
+            break
+    return found
+
+
+def words_of(pids: Iterable[int]) -> Iterator[str]:
+    """Yield those of ``pids`` that may act, in words."""
+    yield from map(_words, _live(pids))
+
+
+def _words(pid: int) -> str:
+    return f"process {pid} ({short_command(_os.command_line(pid)) or '?'})"

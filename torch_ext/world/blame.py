@@ -25,9 +25,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_ext.world.collectives import (
+from torch_ext.world.outcome import (
     Collective,
+    Ending,
     Mismatch,
+    Outcome,
     destroyed_at,
     disagreement,
     first_mismatch,
@@ -37,14 +39,15 @@ from torch_ext.world.collectives import (
     read_record,
     uneven_sizes,
 )
-from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.wording import ranks_phrase
 
 __all__ = ["blame_absent", "find_blame", "find_disagreement"]
 
 # A wait in words, such as "all_reduce() in test_a (test_a.py:12)", or as the simulated device has it.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
+
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
+
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 

@@ -12,6 +12,8 @@ half a frame: :meth:`Channel.poll` takes in what has arrived and is true when :m
 or an end, to tell of. A channel with a wrong magic number, a length or a payload that cannot be, or a frame of which
 nothing more comes for 30 seconds is broken: it carries no further message. The reader tells its peer why, so that the
 process whose channel it was can say so in its own report, and treats the channel as closed.
+
+Files with what is to be called when one of them can be read. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import io
 import os
 import pickle
 import select
+import selectors
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import fstat  # as it is now: a test may replace it
 from typing import Any
@@ -34,6 +37,7 @@ from torch_ext.world._os import monotonic
 
 __all__ = [
     "WRITE_TO_OWN",
+    "Callbacks",
     "Channel",
     "ChannelBrokenError",
     "ChannelClosedError",
@@ -43,22 +47,32 @@ __all__ = [
 ]
 
 _HEADER = struct.Struct("!III")
+
 _MAGIC = 0xF57E54C4
+
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
+
 # Far above any message of ours: an order carries what a test hands to its ranks, a result their output.
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
+
 _GROUP, _PART_BYTES = 200, 1 << 20
+
 _INT_BYTES = array("i").itemsize
+
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
+
 # How long nothing may arrive of a frame that has begun, in seconds. A sender writes a frame at one go, so only one that
 # has been stopped or starved keeps half of it back.
 _FRAME_S = 30.0
+
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
+
 # How much of what is no message is read and counted.
 _JUNK_BYTES = 1 << 20
 
 _PACKAGE = __name__.partition(".")[0]
+
 # Classes of the standard library that our messages hold.
 _STANDARD = {
     "builtins": ("bytearray", "complex", "frozenset", "range", "set"),
@@ -377,3 +391,73 @@ def _descriptor_of(inode: int) -> int:
                         if os.readlink(f"/proc/{process}/fd/{number}") == f"socket:[{inode}]":
                             return int(number)
     return 0
+
+
+_NEVER = float("inf")
+
+
+class Callbacks:
+    """Calls back when files can be read, and when the ``deadline_s`` of one that has any is over.
+
+    A file is a descriptor, or has a ``fileno()``.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def __len__(self) -> int:
+        """How many files are watched; 0 once this is closed."""
+        return len(self._selector.get_map() or ())
+
+    def fileno(self) -> int:
+        """A descriptor that can be read whenever one of the files can."""
+        return self._selector.fileno()
+
+    @property
+    def files(self) -> list[Any]:
+        """The files that are watched; none once this is closed."""
+        return [key.fileobj for key in (self._selector.get_map() or {}).values()]
+
+    def is_open(self) -> bool:
+        """Whether this has not been closed."""
+        return self._selector.get_map() is not None
+
+    def watch(self, file: Any, callback: Callable[[], object]) -> None:
+        """Call ``callback`` whenever ``file`` can be read."""
+        self._selector.register(file, selectors.EVENT_READ, callback)
+
+    def unwatch(self, file: Any) -> None:
+        """Call back for ``file`` no longer. Does nothing if it is not watched, or has been closed."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+    def watches(self, file: Any) -> bool:
+        """Whether ``file`` is watched."""
+        with contextlib.suppress(KeyError, ValueError):
+            return self._selector.get_key(file) is not None
+        return False
+
+    def call(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Call back for the files that can be read. If none can, wait for at most ``timeout_s``; without limit if None.
+
+        A callback may unwatch and close files, and close this too. Once ``stop`` returns True the rest is not called.
+        """
+        late_s = min((getattr(file, "deadline_s", _NEVER) for file in self.files), default=_NEVER)
+        if late_s < _NEVER:
+            left_s = max(0.0, late_s - monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        if late_s <= monotonic():
+            ready += [key for key in self._selector.get_map().values() if _is_late(key.fileobj) and key not in ready]
+        for key in ready:
+            # An earlier callback of this round may have unwatched it.
+            if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
+                key.data()
+
+    def close(self) -> None:
+        """Watch nothing more. Idempotent."""
+        self._selector.close()
+
+
+def _is_late(file: object) -> bool:
+    return bool(getattr(file, "deadline_s", _NEVER) <= monotonic())

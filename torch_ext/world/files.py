@@ -7,22 +7,46 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import selectors
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, NamedTuple, Protocol
 
 from torch_ext.world import _os
+from torch_ext.world._os import monotonic
+from torch_ext.world.channel import (
+    Channel,
+    channel_pair,
+)
+from torch_ext.world.operations import WaitPage
+from torch_ext.world.settings import Patience
 from torch_ext.world.wording import printable
 
-__all__ = ["Capture", "Live", "folder", "give_up", "open_capture", "restore", "use"]
+__all__ = [
+    "Capture",
+    "Ends",
+    "Live",
+    "RankProcess",
+    "folder",
+    "give_up",
+    "open_capture",
+    "open_ends",
+    "read_stacks",
+    "restore",
+    "use",
+]
 
 _TAIL_BYTES = 16 << 10
+
 # What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
 # end. A line that is longer than the second is printed in pieces. Of what was shown, a tail is kept past the third.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
+
 _PART_BYTES = 1 << 16
 
 
@@ -190,3 +214,148 @@ def give_up() -> None:
 def _remove(scratch: _Scratch) -> None:
     if scratch.owner == _os.getpid() and scratch.made_here:
         shutil.rmtree(scratch.path, ignore_errors=True)
+
+
+# How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
+_STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
+
+
+class _World(Protocol):
+    def pump(self, timeout_s: float | None) -> None: ...
+    def send_signal(self, rank: int, number: int) -> None: ...
+
+
+class RankProcess:
+    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started.
+
+    Attributes:
+        host: where it runs, in words, if its test asked for several hosts.
+        is_far: it may run on another machine, where its pid means something else.
+    """
+
+    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
+        self.rank = rank
+        self.name = name
+        self.pid: int | None = None
+        self.connections: list[Connection] = []
+        self._world: _World | None = None  # set by the world that it joins
+        self._channel = channel
+        self._capture = capture
+        self._stacks = stacks
+        self._page = page
+        self._exit_code: int | None = None
+        self.host = ""
+        self.is_far = False
+
+    @property
+    def has_page(self) -> bool:
+        """Whether it was given a page of waits."""
+        return self._page.descriptor >= 0
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self._exit_code is None and self._world is not None:
+            self._world.pump(0)
+        return self._exit_code
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, at most ``timeout`` seconds."""
+        end = float("inf") if timeout is None else monotonic() + timeout
+        while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
+            self._world.pump(None if left == float("inf") else left)
+
+    def terminate(self) -> None:
+        self._send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        if self._world is not None:
+            self._world.send_signal(self.rank, number)
+
+    def close(self) -> None:
+        """Nothing is held for a single rank; the world closes as one."""
+
+    def let_go(self) -> None:
+        """Close all that connects this process with the rank. Idempotent."""
+        self._channel.close()
+        self._capture.close()
+        self._page.close()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
+        for connection in self.connections:
+            connection.close()
+
+
+def written_at_end(pipe: int) -> str:
+    """Return what a rank wrote when its own code ended it; see ``exits.py``."""
+    try:
+        os.set_blocking(pipe, False)
+        return os.read(pipe, 1 << 16).decode(errors="replace")
+    except OSError:  # nothing, and a process that the rank has left holds the other end; or it ran elsewhere
+        return ""
+
+
+def read_stacks(
+    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
+) -> dict[int, str]:
+    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``.
+
+    If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
+    """
+    texts = dict.fromkeys(pipes, b"")
+    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
+    with selectors.DefaultSelector() as ready:
+        for rank, pipe in pipes.items():
+            ready.register(pipe, selectors.EVENT_READ, rank)
+        while ready.get_map():
+            silent = [rank for rank, text in texts.items() if not text]
+            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
+                break
+            left = max(0.0, patience.look_s - monotonic())
+            events = ready.select(left if silent else min(left, _QUIET_S))
+            if not events and not silent:
+                break
+            for key, _ in events:
+                part = os.read(key.fd, 1 << 16)
+                texts[key.data] += part
+                if not part:
+                    ready.unregister(key.fd)
+    return {rank: text.decode(errors="replace") for rank, text in texts.items()}
+
+
+class Ends(NamedTuple):
+    """Our side of what connects us with a rank: messages, what it prints, where it is, and the pipes of its task."""
+
+    channel: Channel
+    capture: Capture
+    stacks: int
+    connections: list[Connection]
+
+
+def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[int] = ()) -> tuple[Ends, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
+
+    Args:
+        show: see :func:`start_world`.
+        connections: how many pipes its task has.
+        shared: descriptors of ours that it inherits too.
+    """
+    ours, theirs = channel_pair()
+    stacks, stacks_writer = os.pipe()
+    capture, output = open_capture(rank, show)
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
+    theirs.close()
+    here: list[Connection] = []
+    for _ in range(connections):
+        own, other = Pipe()
+        here.append(own)
+        inherited.append(os.dup(other.fileno()))
+        other.close()
+    return Ends(ours, capture, stacks, here), inherited

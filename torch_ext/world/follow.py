@@ -1,49 +1,63 @@
 """Following the ranks of a world: events, waiting, what became of each. Runs wherever a test's parent half runs;
 imports the standard library and its own layer only.
+
+Starting the ranks of a world through a zygote. Runs wherever a test's parent half runs; imports the standard library
+and its own layer only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import selectors
+import pickle
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, frames, processes, threads, verdict, wording
+from torch_ext.world import _os, settings, threads, verdict, wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
-from torch_ext.world.files import Capture
-from torch_ext.world.hangs import PARENT_HALF, Measures, silence_text
-from torch_ext.world.limits import Limits, Patience
+from torch_ext.world.channel import (
+    WRITE_TO_OWN,
+    Callbacks,
+    Channel,
+    ChannelBrokenError,
+    ChannelClosedError,
+    channel_pair,
+    close_all,
+)
+from torch_ext.world.files import Live, RankProcess, open_ends, read_stacks, written_at_end
+from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Ask,
+    AskOthers,
     Collectives,
     Ended,
     Farewell,
     LeftBehind,
     Notice,
+    Order,
     Phase,
     Progress,
+    RankOrder,
     Receipt,
     Said,
     Signal,
+    Start,
     Started,
     Ticket,
     Wait,
 )
-from torch_ext.world.wait_page import WaitPage
-from torch_ext.world.watch import Act, Watch
+from torch_ext.world.settings import Limits, Patience
+from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
-__all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
+__all__ = ["RankTask", "World", "ZygoteLostError", "ask_zygote", "start_world"]
 
-# How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
-_STACKS_S, _QUIET_S = 3.0, 0.2
 # How long a rank has to answer, in seconds; then it is looked at for one more whether it waits for a core, and how much
 # longer one has that does.
 _ANSWER_S, _MORE_S = 1.0, 10.0
@@ -51,74 +65,6 @@ _ANSWER_S, _MORE_S = 1.0, 10.0
 
 class ZygoteLostError(RuntimeError):
     """The process that starts and reaps ranks is gone, and with it the ranks and all knowledge about them."""
-
-
-class RankProcess:
-    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started.
-
-    Attributes:
-        host: where it runs, in words, if its test asked for several hosts.
-        is_far: it may run on another machine, where its pid means something else.
-    """
-
-    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid: int | None = None
-        self.connections: list[Connection] = []
-        self._world: World | None = None  # set by the world that it joins
-        self._channel = channel
-        self._capture = capture
-        self._stacks = stacks
-        self._page = page
-        self._exit_code: int | None = None
-        self.host = ""
-        self.is_far = False
-
-    @property
-    def has_page(self) -> bool:
-        """Whether it was given a page of waits."""
-        return self._page.descriptor >= 0
-
-    @property
-    def exitcode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        if self._exit_code is None and self._world is not None:
-            self._world.pump(0)
-        return self._exit_code
-
-    def is_alive(self) -> bool:
-        return self.exitcode is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the process has ended, at most ``timeout`` seconds."""
-        end = float("inf") if timeout is None else monotonic() + timeout
-        while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
-            self._world.pump(None if left == float("inf") else left)
-
-    def terminate(self) -> None:
-        self._send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send_signal(signal.SIGKILL)
-
-    def _send_signal(self, number: int) -> None:
-        if self._world is not None:
-            self._world.send_signal(self.rank, number)
-
-    def close(self) -> None:
-        """Nothing is held for a single rank; the world closes as one."""
-
-    def let_go(self) -> None:
-        """Close all that connects this process with the rank. Idempotent."""
-        self._channel.close()
-        self._capture.close()
-        self._page.close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
-        for connection in self.connections:
-            connection.close()
 
 
 class World:
@@ -416,8 +362,8 @@ class World:
 
     def _others(self) -> tuple[str, ...]:
         """See Note [Who else may act]."""
-        own = processes.others_of_parent_half(self._pids_here())
-        return (*own, *processes.ask_zygote(self.zygote, self._pids_here()))
+        own = _os.others_of_parent_half(self._pids_here())
+        return (*own, *ask_zygote(self.zygote, self._pids_here()))
 
     def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
         """Return what became of each rank so far; ``ranks`` hang, and go on."""
@@ -435,7 +381,7 @@ class World:
         """Return the stacks of ranks that go on, as far as they can answer."""
         for rank in ranks:
             self._tell(rank, Ask.STACKS)
-        return {rank: frames.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
+        return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
@@ -483,8 +429,8 @@ class World:
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         text = stacks.get(outcome.rank, "")
         if not text and outcome.receipt is None and outcome.rank in self._ended:
-            text = _written_at_end(self.processes[outcome.rank]._stacks)
-        outcome.stacks = frames.trim_stacks(text)
+            text = written_at_end(self.processes[outcome.rank]._stacks)
+        outcome.stacks = wording.trim_stacks(text)
         told = outcome.receipt.waits if outcome.receipt else ()
         # A look at a rank that has ended by itself is of some time before.
         outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
@@ -498,7 +444,7 @@ class World:
         killed = outcome.ending is Ending.KILLED and outcome.exit_code == -signal.SIGKILL
         outcome.out_of_memory = killed and machine_memory.kills() > self._kills
         outcome.collectives = self._collectives.get(outcome.rank, "")
-        outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
+        outcome.output = wording.trim_stacks(self.processes[outcome.rank]._capture.tail())
         if outcome.rank in self._ended:
             outcome.ended_s = self._ended[outcome.rank].time_s
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
@@ -525,38 +471,165 @@ class World:
             process.let_go()
 
 
-def _written_at_end(pipe: int) -> str:
-    """Return what a rank wrote when its own code ended it; see ``exits.py``."""
-    try:
-        os.set_blocking(pipe, False)
-        return os.read(pipe, 1 << 16).decode(errors="replace")
-    except OSError:  # nothing, and a process that the rank has left holds the other end; or it ran elsewhere
-        return ""
+# The zygote answers in milliseconds unless it imports something.
+_ANSWER_S = 1.0
 
 
-def read_stacks(
-    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
-) -> dict[int, str]:
-    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``.
+def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
+    """Ask the zygote behind a command channel who else may act; it is taken to be somebody if it does not answer.
 
-    If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
+    Args:
+        ranks: pids of the ranks of the world.
     """
-    texts = dict.fromkeys(pipes, b"")
-    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
-    with selectors.DefaultSelector() as ready:
-        for rank, pipe in pipes.items():
-            ready.register(pipe, selectors.EVENT_READ, rank)
-        while ready.get_map():
-            silent = [rank for rank, text in texts.items() if not text]
-            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
-                break
-            left = max(0.0, patience.look_s - monotonic())
-            events = ready.select(left if silent else min(left, _QUIET_S))
-            if not events and not silent:
-                break
-            for key, _ in events:
-                part = os.read(key.fd, 1 << 16)
-                texts[key.data] += part
-                if not part:
-                    ready.unregister(key.fd)
-    return {rank: text.decode(errors="replace") for rank, text in texts.items()}
+    ours, theirs = channel_pair()
+    try:
+        zygote.send(AskOthers(tuple(ranks)), [theirs.fileno()])
+        theirs.close()
+        if ours.poll(_ANSWER_S):
+            found, _ = ours.receive()
+            return tuple(str(each) for each in found)
+    except (ChannelClosedError, OSError):
+        pass
+    finally:
+        ours.close()
+        theirs.close()
+    return ("a process that the zygote, which does not answer, may know",)
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What one rank runs: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
+
+    ``connections`` pipes are made for it. The rank finds its ends where ``args`` hold
+    :class:`~torch_ext.world.protocol.Inherited`. ``environment`` is added to that of the process which starts it, and
+    ``host`` says in words where it runs, if there are several.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    connections: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
+
+
+@_os.with_room
+def start_world(
+    zygote: Channel,
+    tasks: Sequence[RankTask],
+    *,
+    interpreter: bool = False,
+    spares: int = 0,
+    show: bool | Live = False,
+    name: str = "process",
+    test: str = "",
+    own_address: bool = True,
+) -> World:
+    """Start one rank per task and return when all their processes exist.
+
+    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now.
+
+    Args:
+        zygote: a command channel to the zygote that has loaded what the tasks need.
+        interpreter: give every rank a fresh interpreter instead of forking it.
+        spares: how many processes the zygote forks ahead for the next call.
+        show: pass the ranks' output through, each line with its rank in front or as said, as well as keeping it.
+        name: each process is called this with its rank.
+        test: id of the test that the ranks run first; receipts must name it.
+        own_address: see Note [An address for each world]; not for ranks that meet over a network.
+
+    Raises:
+        ZygoteLostError: the zygote is gone.
+        OSError: the system refuses what so many ranks need, such as open files.
+    """
+    machine_memory.share()
+    address, reservation = threads.reserve() if own_address else ("", -1)
+    ranks: list[tuple[RankProcess, list[int]]] = []
+    try:
+        ranks += (_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks))
+    except OSError as error:
+        for process, descriptors in ranks:
+            process.let_go()
+            close_all(descriptors)
+        close_all([reservation] if address else [])
+        raise OSError(
+            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(ranks)}: start fewer{_more(error)}"
+        ) from None
+    group, theirs = channel_pair()
+    world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
+    inherited = [descriptors for _, descriptors in ranks]
+    try:
+        request = Start(_orders(ranks, tasks, world.ticket, address), dict(os.environ), interpreter, spares)
+        zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
+    except ChannelClosedError as error:
+        world.close()
+        raise ZygoteLostError(f"{_why_gone(zygote)}: no ranks can be started") from error
+    except BaseException:
+        world.close()
+        raise
+    finally:
+        theirs.close()
+        for descriptors in [*inherited, [reservation] if address else []]:
+            close_all(descriptors)  # the ranks keep the reservation
+    world.wait_started()
+    return world
+
+
+def _more(error: OSError) -> str:
+    return ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
+
+
+def _why_gone(zygote: Channel) -> str:
+    try:
+        while zygote.poll():  # a zygote that refuses what it was sent says so
+            zygote.receive()
+    except ChannelBrokenError as error:
+        return f"the zygote took no more orders, because this process {error}"
+    except ChannelClosedError:
+        pass
+    return "the zygote is gone"
+
+
+def _orders(
+    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket, address: str
+) -> tuple[Order, ...]:
+    environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
+    umask = _os.umask()
+    threads = settings.threads_per_rank(len(tasks))
+    return tuple(
+        Order(
+            "torch_ext.world.rank:main",
+            RankOrder(
+                process.rank,
+                process.name,
+                ticket,
+                _pickled(task),
+                {**environment, **task.environment},
+                directory,
+                umask,
+                argv,
+                threads,
+                process.has_page,
+                address,
+            ),
+            len(descriptors),
+        )
+        for (process, descriptors), task in zip(ranks, tasks, strict=True)
+    )
+
+
+def _pickled(task: RankTask) -> bytes:
+    return pickle.dumps((task.function, task.args, dict(task.kwargs)))
+
+
+def _open_rank(
+    rank: int, name: str, task: RankTask, show: bool | Live, reservation: int
+) -> tuple[RankProcess, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
+    page = WaitPage()
+    shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
+    ends, inherited = open_ends(rank, show, task.connections, shared)
+    process = RankProcess(rank, name, ends.channel, ends.capture, ends.stacks, page)
+    process.host = task.host
+    process.connections += ends.connections
+    return process, inherited

@@ -4,33 +4,71 @@ loaded.
 A thread that waits in a method of a store is in C++, and the Python frame above says what was called, but not on what:
 ``group.store().wait(...)`` has a receiver without a name. So :func:`watch_stores` has these methods called through a
 frame that holds the store, the arguments and the time. A store that is made waits too: a server for its clients.
+
+A page of shared memory in which a rank's device backend says what it waits for. Standard library only.
+
+Note [The page of waits]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Each rank inherits the descriptor of 4096 bytes, whose number it finds in ``TORCH_EXT_WAIT_PAGE``. Whatever waits for a
+peer keeps an entry there, so that the parent half can read what a rank is in without its help: also if it holds the
+GIL, has been stopped by a signal, or is dead. The rank reads its own page to tell which of its threads can go on: see
+Note [Provable hangs]. Neither side imports the other; this is the layout.
+
+======  ====================================================================  ======
+offset  what                                                                  type
+======  ====================================================================  ======
+0       2, the version of this layout; 0: nothing has been written            uint64
+64      entry 0 of 8; they are 504 bytes apart                                +0      changes before and after each change: odd while the entry is changed  uint32
++4      global rank that is waited for; -1: any                               int32
++8      since when, nanoseconds of ``CLOCK_MONOTONIC``; 0: not in use         int64
++16     number of the collective in its group; 0: a transfer                  uint64
++24     name of the group, zero-terminated                                    64
++88     operation, zero-terminated                                            40
++128    file and line of the call, zero-terminated                            200
++328    when the wait ends by itself, nanoseconds of ``CLOCK_MONOTONIC``      int64
++336    the thread that waits, as the kernel numbers it                       int32
+======  ====================================================================  ======
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import dis
 import functools
+import json
 import linecache
 import math
+import mmap
 import os
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch_ext.world import _os
+from torch_ext.world import _os, wording
 from torch_ext.world.protocol import Wait
 
 __all__ = [
+    "ALL",
+    "VARIABLE",
     "Operation",
+    "ThreadWait",
+    "WaitPage",
     "after_body",
     "look_through",
+    "note_destroyed",
     "operation_of",
+    "own_record",
+    "own_summary",
     "peers_waited_for",
+    "raised_by_transport",
     "test_began",
     "waits_of_error",
+    "waits_of_threads",
     "watch_stores",
 ]
 
@@ -42,31 +80,44 @@ _WAITING_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/rpc/backend_registry.py",
 )
+
 # It dispatches everything; the type of the receiver decides.
 _OPERATORS = "/torch/_ops.py"
+
 # Wait for their caller; with those of layers above, see look_through().
 _looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
+
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
+
 # Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
 # workers beforehand.
 _NEEDS_EVERYONE = frozenset(
     {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
 )
+
 # What such functions call their time limit.
 _LIMITS = ("timeout", "process_group_timeout")
+
 # Functions of these that wait for one peer, and the arguments that name it.
 _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
+
 # Methods by which a test waits itself, and the modules of their objects' types.
 _METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
+
 _TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed")
+
 _STORE_METHODS = ("barrier", "get", "multi_get", "queue_pop", "wait")
+
 _STORE_FRAMES = ("wait_in_store", "make_store")
+
 # The arguments of torch's TCPStore, and its time limit if it is given none, in seconds.
 _OF_SERVER = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
+
 _SERVER_S = 300.0
 
 # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 _RPC_TIMEOUT_S = 60.0
+
 # Characters of a call that a report shows.
 _MOST_OF_CALL = 80
 
@@ -326,3 +377,165 @@ def _receiver(call: ast.Call, frame: FrameType) -> Any:
     for name in reversed(names):
         found = getattr(found, "__dict__", {}).get(name)
     return found
+
+
+# In place of a group's name.
+ALL = "*"
+
+# Where the body has destroyed process groups, by the group's name.
+_destroyed: dict[str, str] = {}
+
+
+def note_destroyed(names: Sequence[str]) -> None:
+    """Note the user's line that destroys these groups now; no names: all groups."""
+    place = wording.place_here()
+    if place:
+        _destroyed.update(dict.fromkeys(names or [ALL], place))
+
+
+def own_record() -> str:
+    """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
+    ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
+
+    It is empty where torch is not loaded or has no recorder, and before the first process group exists.
+    """
+    if "torch" not in sys.modules:
+        return ""
+    try:
+        from torch_ext.compat.c10d import _dump_fr_trace_json, ranks_of_groups
+
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+        return json.dumps({"entries": entries, "groups": ranks_of_groups(), "destroyed": _destroyed})
+    except Exception:  # whatever a release of torch does here, it must not cost the rank its receipt
+        return ""
+
+
+def own_summary() -> str:
+    """Return a text that changes whenever a collective begins or ends; empty if there is no record."""
+    record = json.loads(own_record() or "{}")
+    return json.dumps([[entry.get("record_id"), entry.get("retired")] for entry in record.get("entries", [])][-64:])
+
+
+# Folders of torch whose Python code raises in the name of a process group, a store or RPC.
+_THREADED_GROUP = "/multi_threaded_pg.py"
+
+_FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THREADED_GROUP)
+
+
+def raised_by_transport(error: BaseException) -> bool:
+    """Whether ``error`` was raised by torch's C++ or by ``torch.distributed``, rather than by a test's own ``raise``.
+
+    Words cannot tell: a test may raise ``ValueError("unexpected EOF")`` of its own. Where it was raised can.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    innermost = _innermost(error.__traceback__)
+    if innermost is None:
+        return False
+    if isinstance(error, SystemExit):  # how torch's threaded group tells a rank that another one has failed
+        return innermost.tb_frame.f_code.co_filename.endswith(_THREADED_GROUP)
+    if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
+        return False
+    in_torch = any(folder in innermost.tb_frame.f_code.co_filename for folder in _FOLDERS)
+    return in_torch or not _is_raise(innermost)
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_raise(trace: TracebackType) -> bool:
+    """Whether the exception was raised by a ``raise`` statement in this frame, not by what it called."""
+    code = trace.tb_frame.f_code.co_code
+    if not 0 <= trace.tb_lasti < len(code):
+        return False
+    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+VARIABLE = "TORCH_EXT_WAIT_PAGE"
+
+_NAME = "torch_ext waits"
+
+_BYTES, _VERSION = 4096, 2
+
+_FIRST, _STRIDE, _ENTRIES = 64, 504, 8
+
+_ENTRY = struct.Struct("=IiqQ64s40s200sqi")
+
+
+class ThreadWait(NamedTuple):
+    """An entry of a page: what thread ``tid`` has waited for since ``since_ns``, and until when at most.
+
+    ``until_s`` is by :func:`time.monotonic`.
+    """
+
+    since_ns: int
+    wait: Wait
+    tid: int
+    until_s: float
+
+
+class WaitPage:
+    """One rank's page, as its parent half reads it. There is none where the system has no anonymous files.
+
+    Attributes:
+        descriptor: what the rank inherits; -1 without a page. Closed by :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self._memory: mmap.mmap | None = None
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create(_NAME)
+            os.ftruncate(self.descriptor, _BYTES)
+            self._memory = mmap.mmap(self.descriptor, _BYTES)
+
+    def waits(self) -> tuple[Wait, ...]:
+        """Return what the rank waits for now, the longest wait first."""
+        return tuple(entry.wait for entry in _entries(self._memory)) if self._memory is not None else ()
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def waits_of_threads() -> dict[int, ThreadWait]:
+    """Return what this process's own page says, by thread; nothing if it has none, or has closed it."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = int(os.environ.get(VARIABLE, ""))
+        # A program may close what it has inherited, and open something else under the number.
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} "):
+            with mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ) as memory:
+                return {entry.tid: entry for entry in _entries(memory)}
+    return {}
+
+
+def _entries(memory: mmap.mmap) -> list[ThreadWait]:
+    """Return what stands on a page, the longest wait first."""
+    if struct.unpack_from("=Q", memory)[0] != _VERSION:
+        return []
+    entries = (_entry(memory, _FIRST + number * _STRIDE) for number in range(_ENTRIES))
+    return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.since_ns)
+
+
+def _entry(memory: mmap.mmap, offset: int) -> ThreadWait | None:
+    """Return what an entry says; None for one that is not in use, or is being changed."""
+    before, peer, since_ns, number, group, operation, site, until_ns, tid = _ENTRY.unpack_from(memory, offset)
+    (after,) = struct.unpack_from("=I", memory, offset)
+    if before % 2 or before != after or not since_ns:
+        return None
+    which = f"#{number} {_text(operation)}" if number else _text(operation)
+    place = f", called at {_text(site)}" if _text(site) else ""
+    words = f"{which} in group {_text(group)}{place}"
+    return ThreadWait(since_ns, Wait(words, (peer,) if peer >= 0 else (), transport=True), tid, until_ns / 1e9)
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="replace")

@@ -11,20 +11,40 @@ Glossary
 - *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded what ranks
   need and forks them.
 - *parent half*: the part of a test that runs beside its ranks and waits for them, in the *class process*.
+
+Which collectives ranks have called, and how their transports failed: what a rank notes and tells, and what the
+parent half reads from that. The functions for ranks touch torch only if it is loaded; all others are pure.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.frames import place_in
 from torch_ext.world.protocol import Phase, Receipt, Said, Wait
+from torch_ext.world.wording import place_in, ranks_phrase
 
-__all__ = ["Ending", "Outcome", "may_be_expected"]
+__all__ = [
+    "Collective",
+    "Ending",
+    "Mismatch",
+    "Outcome",
+    "destroyed_at",
+    "disagreement",
+    "first_mismatch",
+    "may_be_expected",
+    "minority",
+    "ran_out_of_time",
+    "read_groups",
+    "read_record",
+    "uneven_sizes",
+]
 
 
 class Ending(Enum):
@@ -43,7 +63,9 @@ class Ending(Enum):
 
 # What faulthandler writes above the stacks of a process that dies, and how the name of an exception looks.
 _FATAL = "Fatal Python error:"
+
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
+
 _EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
@@ -202,3 +224,206 @@ def _shorten(text: str, limit: int = 160) -> str:
     'xxxxx...'
     """
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
+
+
+# What the recorder calls after the backend's method.
+_PUBLIC = {
+    "all_gather_base": "all_gather_into_tensor",
+    "allgather_base": "all_gather_into_tensor",
+    "reduce_scatter_base": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of a rank's record.
+
+    Attributes:
+        group: the process group's name, with its description.
+        sequence: its number among the collectives of its group, from 1. Point-to-point operations are counted apart.
+        operation: such as ``"gloo:all_reduce"``.
+        shapes: input sizes and types, such as ``"[3] Float"``.
+        finished: whether it has ended on this rank, with or without an error.
+    """
+
+    group: str
+    sequence: int
+    operation: str
+    shapes: str
+    finished: bool
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
+
+    @property
+    def name(self) -> str:
+        """The operation as its callers know it, such as ``"all_gather_into_tensor"``."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        return _PUBLIC.get(name, name)
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}({self.shapes})"
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What must be the same on all ranks; shapes count where the operation wants them equal."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        uneven = name == "scatter" or any(part in name for part in ("gather", "to_all", "alltoall"))
+        return self.operation, "" if uneven else self.shapes
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first point at which ranks do not go together.
+
+    Attributes:
+        sentence: what it is.
+        ranks: those that are to blame; empty if that cannot be told.
+        differ: whether ranks called different collectives, rather than one of them none.
+        calls: which ranks called what, if they differ.
+        cause: the first line of a report: the ranks to blame, what they did and where, in words of the user's program.
+    """
+
+    sentence: str
+    ranks: tuple[int, ...]
+    differ: bool = False
+    calls: tuple[tuple[tuple[int, ...], str], ...] = ()
+    cause: str = ""
+
+
+def read_record(record: str) -> list[Collective]:
+    """Read a flight record as a rank sends it; point-to-point operations are left out.
+
+    Empty input gives an empty list.
+    """
+    read = json.loads(record) if record else []
+    entries = read.get("entries", []) if isinstance(read, dict) else read
+    return [_read_entry(entry) for entry in entries if not entry.get("is_p2p")]
+
+
+def read_groups(record: str) -> dict[str, list[int]]:
+    """Return the ranks of each process group that a record tells of, by the group's name."""
+    read = json.loads(record) if record else {}
+    return dict(read.get("groups", {})) if isinstance(read, dict) else {}
+
+
+def destroyed_at(record: str, group: str) -> str:
+    """Return the line at which the rank destroyed ``group``, by the first word of its name; empty if it did not."""
+    read = json.loads(record) if record else {}
+    if not isinstance(read, dict) or group in read.get("groups", {}):
+        return ""
+    lines = read.get("destroyed", {})
+    return str(lines.get(group) or lines.get("*") or "")
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Collective:
+    name, description = [*entry.get("process_group", ["?"]), ""][:2]
+    sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
+    shapes = ", ".join(f"{list(size)} {type_}" for size, type_ in zip(sizes, types, strict=False))
+    finished = bool(entry.get("retired")) or entry.get("state") == "completed"
+    group = f"{name} ({description})" if description else str(name)
+    return Collective(
+        group, int(entry.get("collective_seq_id", 0)), str(entry.get("profiling_name", "?")), shapes, finished
+    )
+
+
+def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective in which the ranks differ or wait for each other; None if there is none.
+
+    Args:
+        records: for each rank, its collectives, oldest first.
+    """
+    groups = dict.fromkeys(each.group for record in records.values() for each in record)
+    found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that differ from more than half of all, by what each party of ranks did; empty if none do so.
+
+    >>> minority([[0, 3], [1], [2, 4, 5]])
+    ()
+    >>> minority([[0, 2, 3], [1]])
+    (1,)
+    """
+    ranked = sorted(parties, key=len)
+    few = sorted(rank for party in ranked[:-1] for rank in party)
+    return tuple(few) if ranked and len(ranked[-1]) > len(few) else ()
+
+
+def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective that has not ended and to which ranks brought inputs of different sizes.
+
+    Only some backends take those, so nobody is to blame. Ranks without inputs, as those of a scatter, do not count.
+    """
+    for each in (each for record in records.values() for each in record if not each.finished):
+        sizes: dict[str, list[int]] = {}
+        for rank, record in records.items():
+            for other in record:
+                if (other.group, other.sequence, other.operation) == (each.group, each.sequence, each.operation):
+                    sizes.setdefault(other.shapes, []).append(rank)
+        sizes.pop("", None)
+        if len(sizes) > 1:
+            parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
+            called = f"#{each.sequence} {each.operation} in group {each.group}"
+            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it wants that", ())
+    return None
+
+
+def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
+    return {each.sequence: each for each in record if each.group == group}
+
+
+def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
+    # Every rank belongs to the default group. Of any other group, the known members are those that called something.
+    everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
+    members = {rank: record for rank, record in records.items() if record or everyone}
+    for sequence in sorted({number for record in members.values() for number in record}):
+        here = {rank: record[sequence] for rank, record in members.items() if sequence in record}
+        missing = [rank for rank, record in members.items() if max(record, default=0) < sequence]
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for rank, each in here.items():
+            kinds.setdefault(each.kind, []).append(rank)
+        shown = {each.kind: each for each in here.values()}
+        if len(kinds) > 1:
+            parts = [
+                f"{ranks_phrase(ranks)} called {shown[kind].operation}({shown[kind].shapes})"
+                for kind, ranks in kinds.items()
+            ]
+            calls = tuple((tuple(ranks), shown[kind].words) for kind, ranks in kinds.items())
+            sentence = f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
+            return Mismatch(sentence, minority(kinds.values()), differ=True, calls=calls)
+        if missing:
+            called = next(iter(here.values()))
+            sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
+            return Mismatch(sentence, tuple(missing))
+    return None
+
+
+# How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
+_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+
+# How backends say that ranks called different collectives: `simccl`, and torch's threaded group as we complete it.
+_DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
+
+_CALLED = re.compile(
+    r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
+)
+
+
+def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the rank, the call and the line of each that ``reason`` names, if it says that ranks disagree.
+
+    >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
+    [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
+    """
+    if _DISAGREE.search(reason):
+        for rank, call, line in _CALLED.findall(reason):
+            yield int(rank), call, os.path.basename(line)
+
+
+def ran_out_of_time(reason: str) -> bool:
+    """Whether the transport raised with ``reason`` because a limit of its own ended: the peers did not come."""
+    return bool(_LIMIT.search(reason))

@@ -28,11 +28,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import _os, collectives, exits, frames, operations, transports
+from torch_ext.world import _os, exits, operations, threads, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import Debts, UnfinishedWorkError, unfinalized_globals
-from torch_ext.world.hosts import NUMBER_VARIABLE
+from torch_ext.world.operations import VARIABLE as WAIT_PAGE
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
@@ -49,8 +49,8 @@ from torch_ext.world.protocol import (
     Said,
     Ticket,
 )
+from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.threads import LISTENER, leave_out, observe
-from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
 __all__ = ["Rank", "current", "failure", "main", "this_rank"]
 
@@ -58,13 +58,17 @@ __all__ = ["Rank", "current", "failure", "main", "this_rank"]
 _RELEASE_WAIT_S = 1.0
 
 # Stand between a test and torch.
-frames.hide(r"/compat/c10d\.py")
-frames.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
-frames.hide(r"/world/threads\.py", "make_transport")
-frames.hide(r"/world/own_exits\.py", "_write_stacks", "_exit", "kill_after_writing")
+wording.hide(r"/compat/c10d\.py")
+
+wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
+
+wording.hide(r"/world/threads\.py", "make_transport")
+
+wording.hide(r"/world/own_exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
 # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": transports.LOOPBACK, "TP_SOCKET_IFNAME": transports.LOOPBACK}
+_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
+
 _DEFAULTS = {
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
@@ -122,7 +126,7 @@ class Rank:
         self._send(self._stamped(receipt))
         if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
-        self._send(Collectives(collectives.own_record()))  # a peer may be waiting for this rank in a collective
+        self._send(Collectives(operations.own_record()))  # a peer may be waiting for this rank in a collective
         return False
 
     @_os.with_room
@@ -137,7 +141,7 @@ class Rank:
         self._is_between_tests = True
         self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
-            self._send(Collectives(collectives.own_record()))
+            self._send(Collectives(operations.own_record()))
         return receipt
 
     def tell(self, text: str) -> None:
@@ -188,7 +192,7 @@ class Rank:
 
     def tell_place(self, error: BaseException) -> None:
         """Have the parent half know where this process has left by ``error``."""
-        exits.write_text(self._stacks, frames.read_error(error)[1])
+        exits.write_text(self._stacks, wording.read_error(error)[1])
 
     def say(self, message: Phase | Farewell) -> None:
         """Tell the parent half how far this process is."""
@@ -209,7 +213,7 @@ class Rank:
                 if message is Ask.RELEASE:
                     self._released.set()
                 elif message is Ask.COLLECTIVES:
-                    self._send(Collectives(collectives.own_record()))
+                    self._send(Collectives(operations.own_record()))
                 elif message is Ask.PROGRESS:
                     self._send(_look(self._is_between_tests))
                 elif message is Ask.STACKS:
@@ -256,7 +260,7 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
-        os.environ[transports.VARIABLE] = order.address
+        os.environ[threads.VARIABLE] = order.address
         connections.pop(0)  # stays open as long as this process lives
     _close_stdin()
     redirect(stdout, stderr)
@@ -307,8 +311,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     _current = rank = Rank(order, channel, stacks)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        transports.prepare()
-        transports.belong_to(order.address, rank.made_group)
+        threads.prepare()
+        threads.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit as left:
@@ -326,9 +330,9 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
 @_os.with_room
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
-    reason, trace = frames.read_error(error)
-    transport = collectives.raised_by_transport(error)
+    reason, trace = wording.read_error(error)
+    transport = operations.raised_by_transport(error)
     waits = operations.waits_of_error(error) if transport else ()
-    place = frames.place_of(error)
+    place = wording.place_of(error)
     parts = (Part("", expectable=False),) if isinstance(error, UnfinishedWorkError) else ()
     return Receipt(Said.FAILED, _os.monotonic(), reason, trace, transport, waits, place, parts=parts)

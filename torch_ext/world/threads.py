@@ -27,16 +27,35 @@ that handles that; or from another process. Any process of the run but ranks of 
 by a signal, a key of a store, or in ways that nobody lists, and so can each thread of the parent half by the same four
 rules: see ``processes.py``. Only where all ranks wait in memory that they alone share, the others do not matter.
 ``hangs.py`` decides over several looks.
+
+How torch's transports are set up in ranks, and the address that they use. Touches torch only if it is loaded.
+
+Note [An address for each world]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Two ranks of gloo's find each other by address, port and a number that counts the connections of a process; nothing
+says which job they belong to, and whoever finds nobody tries again. If all worlds shared 127.0.0.1, a rank whose peer
+has died could reach whoever was given the peer's port next, in a world beside its own, and take part there.
+
+So each world has an address of 127.0.0.0/8 for itself, and gloo is bound to it in all its ranks. An abstract socket of
+that name reserves it: the kernel gives a name to one socket only, in the same network namespace that the address is
+from. Every rank inherits the socket, so an address is free again when the last process of its world is gone, and nobody
+is left who could still be looking for a peer. A rank of another world cannot be reached by mistake then, because no
+process listens for gloo at an address that is not its world's. Ranks find it in ``TORCH_EXT_ADDRESS``, for servers of
+their own.
+
+Where there are no abstract sockets (macOS) or no such addresses, worlds share 127.0.0.1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import platform
 import re
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -46,12 +65,23 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from torch_ext.world import _os, collectives
-from torch_ext.world.operations import Operation, operation_of
+from torch_ext.world import _os, operations
+from torch_ext.world.operations import Operation, ThreadWait, operation_of, waits_of_threads, watch_stores
 from torch_ext.world.protocol import Progress
-from torch_ext.world.wait_page import ThreadWait, waits_of_threads
 
-__all__ = ["LISTENER", "Task", "judge_tasks", "leave_out", "makes_transport", "observe"]
+__all__ = [
+    "LISTENER",
+    "LOOPBACK",
+    "VARIABLE",
+    "Task",
+    "belong_to",
+    "judge_tasks",
+    "leave_out",
+    "makes_transport",
+    "observe",
+    "prepare",
+    "reserve",
+]
 
 # The name of the thread in which a rank answers its parent half.
 LISTENER = "torch_ext listener"
@@ -63,25 +93,35 @@ _CALLS = {
     "aarch64": {98: "lock", 124: "yield", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll", 207: "poll",
                 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
+
 # In these, a thread waits in an operation. One that polls is between two of them for a moment, or longer if it waits
 # for a core: then it is looked at so many more times.
 _WAITS = ("lock", "sleep", "poll", "shared")
+
 _MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
+
 # Names of threads that serve the network: of gloo, of stores, of TensorPipe, one of whose threads never sleeps.
 _TRANSPORTS = ("gloo_tcp_loop", "pt_tcpstore", "TP_")
+
 _SERVES = ("poll", "running", "yield")
 
 _FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
+
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
+
 _TIMESPEC = struct.Struct("@qq")
+
 # An operation that looks after its peers wakes at least this often, in seconds.
 _SLICE_S = 2.0
+
 _TASKS = "/proc/self/task"
 
 # Threads by their number and start, which together are never used twice: those that appeared while a transport was
 # made, and those of the harness.
 _made: set[tuple[int, str]] = set()
+
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
+
 _ours: set[tuple[int, str]] = set()
 
 
@@ -146,7 +186,7 @@ def observe(between_tests: bool = False) -> Progress:
         between_tests: its main thread waits for the harness's next word.
     """
     tasks = list(_tasks(_os.getpid() if between_tests else 0))
-    progress = judge_tasks(tasks, collectives.own_summary())
+    progress = judge_tasks(tasks, operations.own_summary())
     signals = tuple(_signals())
     return replace(
         progress,
@@ -332,3 +372,76 @@ def _handles_signals() -> bool:
     """Whether a handler in Python runs when some signal comes to this process."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+# What the world that this process belongs to wants of its transports.
+_address = ""
+
+_on_group: Callable[[float, float], None] | None = None
+
+
+def prepare() -> None:
+    """Have stores tell what is waited for in them, the threads of transports known, and gloo and groups do what
+    :func:`belong_to` asks of them. Idempotent: a zygote does it before it forks, so that its children need not.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return
+    from torch_ext.compat.c10d import bind_gloo, watch_groups
+    from torch_ext.compat.rpc import watch_agents
+
+    watch_stores(makes_transport)
+    watch_groups(_made_group, operations.note_destroyed, makes_transport)
+    watch_agents(makes_transport)
+    bind_gloo(LOOPBACK, lambda: _address, makes_transport)
+
+
+def belong_to(address: str, made_group: Callable[[float, float], None]) -> None:
+    """Have gloo listen at ``address`` in this process, or if it is empty, wherever torch would have it listen; and have
+    ``made_group`` called with the beginning and the end of the making of every process group.
+    """
+    global _address, _on_group
+    _address, _on_group = address, made_group
+
+
+def _made_group(began_s: float, ended_s: float) -> None:
+    if _on_group is not None:
+        _on_group(began_s, ended_s)
+
+
+VARIABLE = "TORCH_EXT_ADDRESS"
+
+_ATTEMPTS = 16
+
+
+def reserve() -> tuple[str, int]:
+    """Reserve an address that no other living world on this machine has.
+
+    Returns:
+        The address, and the descriptor that keeps it reserved as long as any process has it open; an empty string and
+        -1 if there is none to be had.
+    """
+    if not sys.platform.startswith("linux"):
+        return "", -1
+    for _ in range(_ATTEMPTS):
+        first, second, third = os.urandom(3)
+        address = f"127.{1 + first % 254}.{second}.{1 + third % 254}"
+        with contextlib.suppress(OSError):
+            return address, _take(address)
+    return "", -1
+
+
+def _take(address: str) -> int:
+    """Return the descriptor that reserves ``address``.
+
+    Raises:
+        OSError: another world has it, or this machine does not.
+    """
+    with socket.socket(socket.AF_INET) as probe:
+        probe.bind((address, 0))
+    with socket.socket(socket.AF_UNIX) as name:
+        name.bind(f"\0torch_ext {address}")
+        return name.detach()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ext.world import _os, frames
+from torch_ext.world import _os, wording
 from torch_ext.world.channel import (
     WRITE_TO_OWN,
     Channel,
@@ -22,8 +22,7 @@ from torch_ext.world.channel import (
     readable,
 )
 from torch_ext.world.child import PACKAGE_ROOT
-from torch_ext.world.follow import read_stacks
-from torch_ext.world.limits import Patience
+from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
@@ -39,6 +38,7 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
+from torch_ext.world.settings import Patience
 
 __all__ = [
     "ZYGOTE_ENVIRONMENT",
@@ -54,7 +54,7 @@ __all__ = [
     "start_root",
 ]
 
-_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
+_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
 # Set in every zygote, whatever the user has: otherwise importing numpy starts threads, and asking torch for a GPU a
 # driver, which no child survives. Children get the user's values back. See Note [Fork safety].
@@ -63,8 +63,10 @@ ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHEC
 
 # What loads for a process that runs tests by itself, such as pytest, which nobody supervises.
 _NO_LIMIT_S = 1e6
+
 # After how many seconds of silence a zygote is looked at, whether it has been stopped.
 _SILENCE_S = 2.0
+
 # How long the whole tree may take to end, leftovers that end by themselves included, in seconds.
 _END_S = 20.0
 
@@ -212,7 +214,7 @@ class ModuleZygote(ZygoteClient):
         self._stacks, stacks_writer = os.pipe()
         self.order = order
         self.imported: tuple[str, ...] | None = None
-        zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
+        zygote_order = Order("torch_ext.world.provider:load_module", order, 2)
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
         request = Start((zygote_order,), dict(os.environ))
         try:
@@ -249,7 +251,7 @@ class ModuleZygote(ZygoteClient):
             told += ": it had been stopped by a signal (SIGSTOP)"
         else:
             self.process.send_signal(STACK_SIGNAL)
-            stacks = frames.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
+            stacks = wording.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
             told = f"{stacks}\n\n{told}; above is where it was" if stacks else told
         self.kill()
         self._hung = HungImportError(told)
@@ -277,7 +279,7 @@ class ModuleZygote(ZygoteClient):
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
-        frames.add(message.hidden_frames)
+        wording.add(message.hidden_frames)
         self.imported = message.imported
 
     def close(self) -> None:
@@ -392,7 +394,7 @@ class RootZygote:
             raise LoadError(message.trace)
         if not isinstance(message, Loaded):
             raise AssertionError(f"unexpected message {message!r}")
-        frames.add(message.hidden_frames)
+        wording.add(message.hidden_frames)
         self._ready = True
 
     def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:

@@ -7,21 +7,39 @@ that replaces the one of the instance runs beside them, a skip ends the test whi
 that in more ways than there are places to look. So every start of ranks, or of a test on ranks that live on, is noted
 here until somebody takes their outcomes, and a test that ends before that has failed. The cleanup of each base class
 checks it, and so does the runner when it has the result of a test.
+
+Whether a call ran what it called. Runs wherever a test's body is called; standard library only.
+
+The text that tells a user what became of a world. Pure functions.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
-from torch_ext.world.collectives import Mismatch, disagreement, ran_out_of_time
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.wording import ranks_phrase, without_ranks
+from torch_ext.world.outcome import Ending, Mismatch, Outcome, disagreement, ran_out_of_time, read_record
+from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
-__all__ = ["Judgement", "UnjudgedRanksError", "Verdict", "WorldReport", "asked", "check", "judge", "started"]
+__all__ = [
+    "Judgement",
+    "UnjudgedRanksError",
+    "Verdict",
+    "WorldFailure",
+    "WorldReport",
+    "asked",
+    "check",
+    "check_fixtures",
+    "check_ran",
+    "end_of_output",
+    "judge",
+    "render",
+    "started",
+]
 
 # How transports say that a peer is gone: gloo, TensorPipe, NCCL and the stores. Such a failure is a consequence if
 # another rank ended badly for a reason of its own.
@@ -34,6 +52,7 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+
 # How simccl says who a message can no longer come from. No collective tells it, and where a device is waited for, the
 # call that asked for the message is over.
 _SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
@@ -240,3 +259,198 @@ def check() -> None:
             "Start the ranks once in a test, skip before they start, and leave the test method of the instance as it "
             "is: it waits for them."
         )
+
+
+_REMEDY = "Write it as a plain function, or in a subclass of unittest.IsolatedAsyncioTestCase as `async def`."
+
+_FIXTURE_REMEDY = (
+    "Write it as a plain function. unittest awaits asyncSetUp() and asyncTearDown() of IsolatedAsyncioTestCase alone."
+)
+
+_sound: set[type] = set()
+
+_FIXTURES = ("setUpClass", "setUp", "tearDown", "tearDownClass")
+
+
+def check_ran(returned: object, name: str) -> None:
+    """Return if the call of function ``name``, which returned ``returned``, has run its body.
+
+    A call of an ``async def`` function or of a generator function runs nothing: it returns an object that somebody
+    would have to await or iterate. Such an object is closed.
+
+    Raises:
+        TypeError: the body has not run.
+
+    >>> check_ran(None, "test_a")
+    >>> try:
+    ...     check_ran((number for number in range(3)), "test_a")
+    ... except TypeError as error:
+    ...     print(str(error).partition(". ")[0])
+    test_a() returned a generator, so that its body has not run
+    """
+    kind = _kind(returned)
+    if not kind:
+        return
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        returned.close()  # otherwise Python warns, at some later time, that nobody awaited it
+    remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
+    raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
+
+
+def check_fixtures(cls: type) -> None:
+    """Return if calling the fixtures of test class ``cls`` runs them, those that its base classes define included.
+
+    A call from an override, such as ``super().setUpClass()``, drops what it returns, so the definitions are looked at.
+
+    Raises:
+        TypeError: one of them is an ``async def`` function or a generator function.
+    """
+    if cls in _sound:
+        return
+    for base in cls.__mro__:
+        for name in _FIXTURES:
+            found = vars(base).get(name)
+            kind = _definition(getattr(found, "__func__", found))
+            if kind:
+                raise TypeError(
+                    f"{name}() of {base.__name__} is {kind}, so that calling it runs nothing. {_FIXTURE_REMEDY}"
+                )
+    _sound.add(cls)
+
+
+def _definition(function: object) -> str:
+    if inspect.iscoroutinefunction(function):
+        return "`async def`"
+    if inspect.isasyncgenfunction(function):
+        return "an asynchronous generator function"
+    return "a generator function" if inspect.isgeneratorfunction(function) else ""
+
+
+def _kind(returned: object) -> str:
+    if inspect.isgenerator(returned):
+        return "a generator"
+    if inspect.isasyncgen(returned):
+        return "an asynchronous generator"
+    if inspect.iscoroutine(returned):
+        return "a coroutine"
+    return f"something to await ({type(returned).__name__})" if inspect.isawaitable(returned) else ""
+
+
+_CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
+
+_OUTPUT_LINES = 20
+
+_COLLECTIVES = 3
+
+# The share of its time that a rank which timed out has waited for a core for, from which on that is told.
+_DELAYED = 0.25
+
+
+class WorldFailure(RuntimeError):
+    """A test failed in its ranks. ``report`` is what became of each; as text, the exception tells it."""
+
+    def __init__(self, report: WorldReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.report.outcomes)
+
+    def __str__(self) -> str:
+        return render(self.report)
+
+
+def render(report: WorldReport) -> str:
+    """Return the text of a failed world: the verdict, every rank's ending, then tracebacks and output."""
+    outcomes, verdict = report.outcomes, report.verdict
+    parts = [verdict.summary, *report.details]
+    if verdict.collectives:
+        parts.append(f"Collectives: {verdict.collectives}.")
+    parts.append(_endings(outcomes, verdict, report.took_s))
+    if failed := _failed_sub_tests(outcomes):
+        parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
+    if any(_was_delayed(outcome, report.took_s) for outcome in outcomes):
+        parts.append(
+            "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
+        )
+    if any(outcome.out_of_memory for outcome in outcomes):
+        parts.append(
+            "The kernel has killed processes of this machine for want of memory while these ranks ran: use fewer ranks "
+            "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
+        )
+    parts += _by_rank(outcomes, verdict)
+    return "\n\n".join(parts)
+
+
+def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
+    """Tracebacks, stacks and output, culprits first; what several ranks have in common is shown once."""
+    in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
+    parts = []
+    for title, text_of in (("Traceback", _trace), ("Stacks", _stacks), ("Output", _output)):
+        grouped: dict[str, tuple[list[int], str]] = {}
+        for outcome in in_order:
+            text = text_of(outcome)
+            if text:
+                # What a rank printed is its own, numbers included.
+                key = text if text_of is _output else without_ranks(text)
+                grouped.setdefault(key, ([], text))[0].append(outcome.rank)
+        parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
+    return parts
+
+
+def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        for name in outcome.sub_tests if outcome.ending is Ending.FAILED else ():
+            ranks.setdefault(name, []).append(outcome.rank)
+    return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
+
+
+def _trace(outcome: Outcome) -> str:
+    return outcome.receipt.trace.rstrip() if outcome.receipt else ""
+
+
+def _stacks(outcome: Outcome) -> str:
+    return outcome.stacks.rstrip()
+
+
+def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
+    lines = [f"What each rank did in {took_s:.1f} s:"]
+    for outcome in outcomes:
+        role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
+        because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
+        lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
+        lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
+        lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
+        if _was_delayed(outcome, took_s):
+            lines.append(f"    waited for a core for {outcome.delayed_s:.1f} s of these")
+        record = read_record(outcome.collectives)
+        lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
+    return "\n".join(lines)
+
+
+def _was_delayed(outcome: Outcome, took_s: float) -> bool:
+    return outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s > 0
+
+
+def _output(outcome: Outcome) -> str:
+    return "\n".join(end_of_output(outcome.output, died=outcome.ending is Ending.KILLED))
+
+
+def end_of_output(text: str, *, died: bool) -> list[str]:
+    """Return the last lines of what a process printed, and above them how many were left out.
+
+    A process that ``died`` gets more lines: they are all there is to go by, and the cause stands above the stacks.
+    """
+    lines = text.rstrip().splitlines()
+    most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
+    if len(lines) <= most:
+        return lines
+    # faulthandler tells first what the process died of, and then a stack that may be long.
+    cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
+    return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

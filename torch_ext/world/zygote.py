@@ -29,17 +29,16 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, processes, settings, threads, transports
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world import _os, settings, threads
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main, reason_not_to_fork, start_interpreter
 from torch_ext.world.exits import disown_exit_functions
-from torch_ext.world.processes import Leftovers, end_everything
 from torch_ext.world.protocol import (
+    OWNER_VARIABLE,
     AddClient,
     AskOthers,
     Copy,
@@ -54,11 +53,13 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-__all__ = ["Zygote", "read_when_loaded"]
+__all__ = ["Leftovers", "Zygote", "ends_by_itself", "read_when_loaded"]
 
 # What the copy of a zygote runs, and what a rank does.
-_SERVE = "torch_ext.world.loading:serve_as_copy"
+_SERVE = "torch_ext.world.provider:serve_as_copy"
+
 _RANK = "torch_ext.world.rank:main"
+
 # See Note [Huge pages].
 _FORKS_BEFORE_MOVE = 8
 
@@ -68,6 +69,7 @@ _READ_AT_LOAD = (
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
+
 # Exceptions: the first is set by the world for its zygotes and put back in every rank, the second is read on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
@@ -159,7 +161,7 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ours may not be reaped by a test module's
         _read_sources()
-        transports.prepare()
+        threads.prepare()
         disown_exit_functions()
         gc.collect()
         gc.freeze()
@@ -200,7 +202,7 @@ class Zygote:
             channel.close()
 
     def _copy(self, descriptors: list[int]) -> None:
-        others = (*self._others, *processes.known(self._adopted()))
+        others = (*self._others, *_os.known(self._adopted()))
         if self._copies:
             self._move_heap()
         self._copies += 1
@@ -254,9 +256,9 @@ class Zygote:
 
     def _others_than(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         worlds = {pid for pid, group in self._owners.items() if group.ranks}
-        found = [*processes.below_ranks(worlds), *processes.words_of(worlds.difference(ranks))]
-        found += processes.words_of(self._adopted())
-        found += processes.still_there(self._others)
+        found = [*_os.below_ranks(worlds), *_os.words_of(worlds.difference(ranks))]
+        found += _os.words_of(self._adopted())
+        found += _os.still_there(self._others)
         found += [f"{word} of the zygote" for word in threads.observe().may_act]
         if self._original and _os.tasks(self._original) > 1:
             found.append(f"a thread of process {self._original}, which has imported the file of the test")
@@ -372,3 +374,77 @@ class Zygote:
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(0)
+
+
+# What tells such a process from its command line.
+_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+# Torch's manager ends two seconds after its last client, and only then removes its socket.
+_PATIENCE_S = 4.0
+
+
+def ends_by_itself(command: str) -> bool:
+    """Whether a process with this command line ends once nobody uses it.
+
+    >>> ends_by_itself("/usr/bin/python3 -c from multiprocessing.resource_tracker import main;main(7)")
+    True
+    """
+    return any(name in command for name in _END_BY_THEMSELVES)
+
+
+class Leftovers:
+    """The processes that this zygote has adopted. See Note [Leftovers]."""
+
+    def __init__(self) -> None:
+        self._helpers: set[int] = set()  # adopted, and known to end by themselves
+
+    def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
+        """End what ended children have left behind; return those that were still running.
+
+        Args:
+            indices: pid -> index, the children of the group that has ended.
+            living: pids of children of this process that still run.
+            last: index of the child that ended last.
+        """
+        found: list[LeftBehind] = []
+        self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
+        while adopted := [
+            pid for pid in _os.children_of(_os.getpid()) if pid not in living and pid not in self._helpers
+        ]:
+            kept = 0
+            for pid in adopted:
+                command, owner = _os.command_line(pid), _owner(pid)
+                if ends_by_itself(command):
+                    self._helpers.add(pid)
+                elif owner in living:
+                    kept += 1
+                else:
+                    ended = not command or _os.is_ending(pid)  # a zombie has no command line
+                    _os.end_process(pid)
+                    _os.waitpid(pid, 0)
+                    if not ended:
+                        found.append(LeftBehind(indices.get(owner, last), pid, command))
+            if kept == len(adopted):
+                break
+        return tuple(found)
+
+
+def _owner(pid: int) -> int:
+    """Return the pid of the child that has started ``pid``, as far as that can be told; else 0."""
+    marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
+    return int(marked) if marked.isdigit() else _os.group_of(pid)
+
+
+def end_everything(patience_s: float = _PATIENCE_S) -> None:
+    """End and reap every child of this process, those that end by themselves after a while of patience."""
+    patience_end = _os.monotonic() + patience_s
+    while True:
+        patient = _os.monotonic() < patience_end
+        for pid in _os.children_of(_os.getpid()):
+            if not (patient and ends_by_itself(_os.command_line(pid))):
+                _os.end_process(pid)
+        try:
+            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+                _os.sleep(0.005)
+        except ChildProcessError:
+            return

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from torch_ext.world.calls import check_ran
-from torch_ext.world.wording import printable, short_command
+from torch_ext.world._os import short_command
+from torch_ext.world.verdict import check_ran
+from torch_ext.world.wording import printable
 
 
 async def coroutine() -> None:

@@ -22,14 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import operations, threads, transports
-from torch_ext.world.operations import Operation
+from torch_ext.world import operations, threads
+from torch_ext.world.operations import Operation, ThreadWait
 from torch_ext.world.protocol import Progress, Wait
 from torch_ext.world.threads import Task, judge_tasks
-from torch_ext.world.wait_page import ThreadWait
 
 # As zygotes and parent halves do.
-transports.prepare()
+threads.prepare()
 operations.look_through("/torch_ext/sim/races/_threads.py")
 
 INF = math.inf
