@@ -94,21 +94,15 @@ __all__ = [
 ]
 
 _P = ParamSpec("_P")
-
 _T = TypeVar("_T")
 
 SUPPORTED = sys.platform != "win32"
-
 CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
-
 _PR_SET_CHILD_SUBREAPER = 36
-
 _MADV_COLLAPSE = 25
-
 _HUGE_PAGE_BYTES = 2 << 20
-
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 
 

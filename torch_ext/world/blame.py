@@ -45,9 +45,7 @@ __all__ = ["blame_absent", "find_blame", "find_disagreement"]
 
 # A wait in words, such as "all_reduce() in test_a (test_a.py:12)", or as the simulated device has it.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
-
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
-
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 

@@ -47,32 +47,22 @@ __all__ = [
 ]
 
 _HEADER = struct.Struct("!III")
-
 _MAGIC = 0xF57E54C4
-
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
-
 # Far above any message of ours: an order carries what a test hands to its ranks, a result their output.
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
-
 _GROUP, _PART_BYTES = 200, 1 << 20
-
 _INT_BYTES = array("i").itemsize
-
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
-
 # How long nothing may arrive of a frame that has begun, in seconds. A sender writes a frame at one go, so only one that
 # has been stopped or starved keeps half of it back.
 _FRAME_S = 30.0
-
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
-
 # How much of what is no message is read and counted.
 _JUNK_BYTES = 1 << 20
 
 _PACKAGE = __name__.partition(".")[0]
-
 # Classes of the standard library that our messages hold.
 _STANDARD = {
     "builtins": ("bytearray", "complex", "frozenset", "range", "set"),

@@ -91,7 +91,6 @@ def _is_default(signal_number: int) -> bool:
 _Hook = Callable[..., Any]
 
 _INTERPRETERS_HOOKS = threading.__excepthook__, sys.__unraisablehook__
-
 # How Python begins the report of an exception in a thread that _thread has started.
 _IN_BARE_THREAD = "Exception ignored in thread started by"
 

@@ -42,11 +42,9 @@ __all__ = [
 ]
 
 _TAIL_BYTES = 16 << 10
-
 # What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
 # end. A line that is longer than the second is printed in pieces. Of what was shown, a tail is kept past the third.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
-
 _PART_BYTES = 1 << 16
 
 

@@ -80,44 +80,31 @@ _WAITING_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/rpc/backend_registry.py",
 )
-
 # It dispatches everything; the type of the receiver decides.
 _OPERATORS = "/torch/_ops.py"
-
 # Wait for their caller; with those of layers above, see look_through().
 _looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
-
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
-
 # Functions of these that only all ranks together can finish. The last is that of RPC, where it knows the number of its
 # workers beforehand.
 _NEEDS_EVERYONE = frozenset(
     {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
 )
-
 # What such functions call their time limit.
 _LIMITS = ("timeout", "process_group_timeout")
-
 # Functions of these that wait for one peer, and the arguments that name it.
 _PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
-
 # Methods by which a test waits itself, and the modules of their objects' types.
 _METHODS = frozenset({"wait", "get", "multi_get", "compare_set", "synchronize", "result", "barrier"})
-
 _TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed")
-
 _STORE_METHODS = ("barrier", "get", "multi_get", "queue_pop", "wait")
-
 _STORE_FRAMES = ("wait_in_store", "make_store")
-
 # The arguments of torch's TCPStore, and its time limit if it is given none, in seconds.
 _OF_SERVER = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
-
 _SERVER_S = 300.0
 
 # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 _RPC_TIMEOUT_S = 60.0
-
 # Characters of a call that a report shows.
 _MOST_OF_CALL = 80
 
@@ -381,7 +368,6 @@ def _receiver(call: ast.Call, frame: FrameType) -> Any:
 
 # In place of a group's name.
 ALL = "*"
-
 # Where the body has destroyed process groups, by the group's name.
 _destroyed: dict[str, str] = {}
 
@@ -418,7 +404,6 @@ def own_summary() -> str:
 
 # Folders of torch whose Python code raises in the name of a process group, a store or RPC.
 _THREADED_GROUP = "/multi_threaded_pg.py"
-
 _FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THREADED_GROUP)
 
 
@@ -458,11 +443,8 @@ def _is_raise(trace: TracebackType) -> bool:
 VARIABLE = "TORCH_EXT_WAIT_PAGE"
 
 _NAME = "torch_ext waits"
-
 _BYTES, _VERSION = 4096, 2
-
 _FIRST, _STRIDE, _ENTRIES = 64, 504, 8
-
 _ENTRY = struct.Struct("=IiqQ64s40s200sqi")
 
 

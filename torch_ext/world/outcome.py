@@ -63,9 +63,7 @@ class Ending(Enum):
 
 # What faulthandler writes above the stacks of a process that dies, and how the name of an exception looks.
 _FATAL = "Fatal Python error:"
-
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
-
 _EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
@@ -404,10 +402,8 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
 
 # How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
 _LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
-
 # How backends say that ranks called different collectives: `simccl`, and torch's threaded group as we complete it.
 _DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
-
 _CALLED = re.compile(
     r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
 )

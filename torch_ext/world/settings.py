@@ -87,7 +87,6 @@ __all__ = [
 
 # Larger worlds are started on demand: spares hold memory until the next test.
 _MOST_SPARES = 16
-
 _HANG_AFTER_S = 10.0
 
 
@@ -158,13 +157,9 @@ def _seconds(asked: str, default: float) -> float:
 
 
 NUMBER_VARIABLE = "TORCH_EXT_HOST"
-
 ADDRESS_VARIABLE = "TORCH_EXT_HOST_ADDRESS"
-
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
 _THIS_MACHINE = "127.0.0.1"
-
 _SIOCGIFADDR = 0x8915  # Linux
 
 
@@ -264,7 +259,6 @@ def _of_this_host(path: str) -> str:
 
 # In seconds.
 TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
-
 # By test name, in seconds. Test files add to it.
 TIMEOUT_OVERRIDE: dict[str, int] = {"test_ddp_uneven_inputs": 400, "test_DistributedDataParallel": 500}
 
@@ -352,7 +346,6 @@ def seconds_of(limit: Any, what: str) -> float:
 # A process that has computed for less than a twentieth of a second in the last one is taken to hang. If the sum has
 # become smaller, one of several processes has ended, which is progress too.
 _LOOK_S, _COMPUTES_S = 1.0, 0.05
-
 # What computes at its limit, on a machine that has much else to do, gets this much more, in seconds.
 MORE_S = 30.0
 

@@ -93,35 +93,25 @@ _CALLS = {
     "aarch64": {98: "lock", 124: "yield", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll", 207: "poll",
                 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
-
 # In these, a thread waits in an operation. One that polls is between two of them for a moment, or longer if it waits
 # for a core: then it is looked at so many more times.
 _WAITS = ("lock", "sleep", "poll", "shared")
-
 _MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
-
 # Names of threads that serve the network: of gloo, of stores, of TensorPipe, one of whose threads never sleeps.
 _TRANSPORTS = ("gloo_tcp_loop", "pt_tcpstore", "TP_")
-
 _SERVES = ("poll", "running", "yield")
 
 _FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
-
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
-
 _TIMESPEC = struct.Struct("@qq")
-
 # An operation that looks after its peers wakes at least this often, in seconds.
 _SLICE_S = 2.0
-
 _TASKS = "/proc/self/task"
 
 # Threads by their number and start, which together are never used twice: those that appeared while a transport was
 # made, and those of the harness.
 _made: set[tuple[int, str]] = set()
-
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
-
 _ours: set[tuple[int, str]] = set()
 
 
@@ -379,7 +369,6 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # What the world that this process belongs to wants of its transports.
 _address = ""
-
 _on_group: Callable[[float, float], None] | None = None
 
 

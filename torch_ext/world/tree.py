@@ -63,10 +63,8 @@ ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHEC
 
 # What loads for a process that runs tests by itself, such as pytest, which nobody supervises.
 _NO_LIMIT_S = 1e6
-
 # After how many seconds of silence a zygote is looked at, whether it has been stopped.
 _SILENCE_S = 2.0
-
 # How long the whole tree may take to end, leftovers that end by themselves included, in seconds.
 _END_S = 20.0
 

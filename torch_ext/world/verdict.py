@@ -52,7 +52,6 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-
 # How simccl says who a message can no longer come from. No collective tells it, and where a device is waited for, the
 # call that asked for the message is over.
 _SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
@@ -262,13 +261,10 @@ def check() -> None:
 
 
 _REMEDY = "Write it as a plain function, or in a subclass of unittest.IsolatedAsyncioTestCase as `async def`."
-
 _FIXTURE_REMEDY = (
     "Write it as a plain function. unittest awaits asyncSetUp() and asyncTearDown() of IsolatedAsyncioTestCase alone."
 )
-
 _sound: set[type] = set()
-
 _FIXTURES = ("setUpClass", "setUp", "tearDown", "tearDownClass")
 
 
@@ -337,11 +333,8 @@ def _kind(returned: object) -> str:
 
 
 _CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
-
 _OUTPUT_LINES = 20
-
 _COLLECTIVES = 3
-
 # The share of its time that a rank which timed out has waited for a core for, from which on that is told.
 _DELAYED = 0.25
 

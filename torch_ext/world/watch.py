@@ -23,16 +23,12 @@ __all__ = ["PARENT_HALF", "SILENCE_S", "Act", "Finding", "HangWatch", "Measures"
 
 # Stands for the parent half where ranks stand.
 PARENT_HALF = -1
-
 # After so many seconds without progress the user is told why nothing is proven.
 SILENCE_S = 60.0
-
 # A rank that computes for this share of the time makes progress.
 _COMPUTES = 0.05
-
 # So many looks are made in the time after which a hang is proven.
 _LOOKS = 8
-
 _MOST_WORDS = 3
 
 

@@ -130,7 +130,6 @@ def without_ranks(text: str) -> str:
 PREFIX = "torch_ext: "
 
 _told: set[tuple[int, str]] = set()
-
 _shown_by: list[Callable[[str], object]] = []
 
 
@@ -173,16 +172,12 @@ _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
     r"|/torch/_\w+\.py|/testing/_internal/|^<"
 )
-
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
 )
-
 # A frame as tracebacks write it (with a comma, the outermost first), or faulthandler (the innermost first).
 _WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
-
 _THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
-
 # Between a test and the collective that it calls.
 _WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
 
@@ -347,17 +342,10 @@ def _pattern(each: HiddenFrames) -> str:
 
 
 _OWN = re.escape(os.path.dirname(os.path.abspath(__file__)) + os.sep)
-
 hide(rf"{_OWN}[^/]*")
-
 hide(r"/world/rank\.py", "_listen", thread=True)
-
 hide(r"/world/rank\.py", "_run_task", outwards=True)
-
 hide(r"/multiprocessing/process\.py")
-
 hide(r"/unittest/(?:async_case|case|mock|suite)\.py")
-
 hide(r"/asyncio/(?:runners|base_events)\.py", "run", "run_until_complete")
-
 hide(r"/torch/distributed/c10d_logger\.py")

@@ -59,7 +59,6 @@ __all__ = ["Leftovers", "Zygote", "ends_by_itself", "read_when_loaded"]
 _SERVE = "torch_ext.world.provider:serve_as_copy"
 
 _RANK = "torch_ext.world.rank:main"
-
 # See Note [Huge pages].
 _FORKS_BEFORE_MOVE = 8
 
@@ -69,7 +68,6 @@ _READ_AT_LOAD = (
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-
 # Exceptions: the first is set by the world for its zygotes and put back in every rank, the second is read on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
@@ -378,7 +376,6 @@ class Zygote:
 
 # What tells such a process from its command line.
 _END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-
 # Torch's manager ends two seconds after its last client, and only then removes its socket.
 _PATIENCE_S = 4.0
 
