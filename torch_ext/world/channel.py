@@ -191,6 +191,22 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError("the process at the other end is gone") from error
 
+    def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:
+        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end.
+
+        Raises:
+            ChannelClosedError: as :meth:`send`.
+        """
+        ours, theirs = channel_pair()
+        try:
+            self.send(message, [theirs.fileno(), *descriptors])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
     def _owns_descriptor(self) -> bool:
         """Whether the descriptor is still this channel's: a test may close it, and open a file that gets its number."""
         try:
@@ -357,8 +373,6 @@ def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     is infinite.
     """
     limit_s = None if timeout_s == float("inf") else timeout_s
-    if not hasattr(select, "poll"):
-        return bool(select.select([descriptor], [], [], limit_s)[0])
     ready = select.poll()  # unlike select(), it takes descriptors above 1023
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(None if limit_s is None else limit_s * 1000))

@@ -298,8 +298,6 @@ def reason_not_to_fork() -> str:
 
     See Note [Fork safety].
     """
-    if not _os.CAN_FORK:
-        return "this operating system cannot fork a process that has loaded torch"
     if _os.tasks() > 1 and settings.trial_fork():
         _trial_fork()
     if _os.tasks() > 1:

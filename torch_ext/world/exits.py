@@ -40,9 +40,8 @@ __all__ = [
 
 # Signals that end a process, of which nothing else tells where it was: faulthandler's own write to stderr.
 _SILENT = {
-    getattr(signal, name)
+    signal.Signals[name]
     for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGPIPE")
-    if hasattr(signal, name)
 }
 
 

@@ -72,8 +72,8 @@ __all__ = [
     "Wait",
 ]
 
-# Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals; macOS has none.
-STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
+# Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals.
+STACK_SIGNAL = signal.SIGRTMIN + 5
 
 
 # In the environment of every child of a zygote: its pid. See Note [Leftovers].

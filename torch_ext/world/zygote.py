@@ -17,6 +17,14 @@ Native libraries and some of torch's modules read variables once, when they are 
 other values, so a request whose environment differs in one of them from the zygote's gets fresh interpreters, and the
 user is told why. A prefix that is missing here shows as a variable without effect in forked ranks; one too many costs
 time only. ``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``) or, with ``0``, forks whatever changed.
+
+Note [Leftovers]
+~~~~~~~~~~~~~~~~
+A zygote is the subreaper of its descendants: a process whose parent has ended becomes the zygote's child. Its owner is
+the child of the zygote that started it. Every child of a zygote leads a process group of its own, which the processes
+that it starts join, so the group names the owner. A process that has left the group still has ``TORCH_EXT_OWNER`` in
+its environment; one with neither is charged to the child that ended last. A process whose owner still lives stays: the
+processes of a class serve until the class ends. Helpers that end by themselves are nobody's leftovers.
 """
 
 from __future__ import annotations
@@ -93,6 +101,77 @@ def _read_sources() -> None:
     files |= {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
     for file in files:
         linecache.getlines(file)
+
+
+# Command lines of processes that end once their clients are gone, and clean up before they do.
+_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Torch's manager ends two seconds after its last client, and only then removes its socket.
+_CLEANUP_S = 4.0
+
+
+def ends_by_itself(command: str) -> bool:
+    """Whether a process with this command line ends once nobody uses it.
+
+    >>> ends_by_itself("/usr/bin/python3 -c from multiprocessing.resource_tracker import main;main(7)")
+    True
+    """
+    return any(name in command for name in _END_BY_THEMSELVES)
+
+
+class Leftovers:
+    """The processes that this zygote has adopted. See Note [Leftovers]."""
+
+    def __init__(self) -> None:
+        self._helpers: set[int] = set()  # adopted, and known to end by themselves
+
+    def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
+        """Kill the processes that ended children have left behind; return those that were still running.
+
+        Args:
+            indices: pid -> index, the children of the group that has ended.
+            living: pids of children of this process that still run.
+            last: index of the child that ended last.
+        """
+        found: list[LeftBehind] = []
+        self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
+        # A killed process may leave children of its own to this one.
+        while adopted := {
+            pid: owner
+            for pid in _os.children_of(_os.getpid())
+            if pid not in living and pid not in self._helpers and (owner := _owner(pid)) not in living
+        }:
+            for pid, owner in adopted.items():
+                command = _os.command_line(pid)
+                if ends_by_itself(command):
+                    self._helpers.add(pid)
+                    continue
+                ended = not command or _os.is_ending(pid)  # a zombie has no command line
+                _os.end_process(pid)
+                _os.waitpid(pid, 0)
+                if not ended:
+                    found.append(LeftBehind(indices.get(owner, last), pid, command))
+        return tuple(found)
+
+
+def _owner(pid: int) -> int:
+    """Return the pid of the child that has started ``pid``; 0 if unknown."""
+    marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
+    return int(marked) if marked.isdigit() else _os.group_of(pid)
+
+
+def end_everything() -> None:
+    """Kill and reap every child of this process; those that end by themselves get :data:`_CLEANUP_S` for it."""
+    patience_end_s = _os.monotonic() + _CLEANUP_S
+    while True:
+        patient = _os.monotonic() < patience_end_s
+        for pid in _os.children_of(_os.getpid()):
+            if not (patient and ends_by_itself(_os.command_line(pid))):
+                _os.end_process(pid)
+        try:
+            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+                _os.sleep(0.005)
+        except ChildProcessError:
+            return
 
 
 @dataclass
@@ -254,7 +333,10 @@ class Zygote:
 
     def _others_than(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         worlds = {pid for pid, group in self._owners.items() if group.ranks}
-        found = [*_os.below_ranks(worlds), *_os.words_of(worlds.difference(ranks))]
+        found = [
+            *_os.words_of(child for pid in worlds for child in _os.children_of(pid)),
+            *_os.words_of(worlds.difference(ranks)),
+        ]
         found += _os.words_of(self._adopted())
         found += _os.still_there(self._others)
         found += [f"{word} of the zygote" for word in threads.observe().may_act]
@@ -372,76 +454,3 @@ class Zygote:
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(0)
-
-
-# What tells such a process from its command line.
-_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# Torch's manager ends two seconds after its last client, and only then removes its socket.
-_PATIENCE_S = 4.0
-
-
-def ends_by_itself(command: str) -> bool:
-    """Whether a process with this command line ends once nobody uses it.
-
-    >>> ends_by_itself("/usr/bin/python3 -c from multiprocessing.resource_tracker import main;main(7)")
-    True
-    """
-    return any(name in command for name in _END_BY_THEMSELVES)
-
-
-class Leftovers:
-    """The processes that this zygote has adopted. See Note [Leftovers]."""
-
-    def __init__(self) -> None:
-        self._helpers: set[int] = set()  # adopted, and known to end by themselves
-
-    def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
-        """End what ended children have left behind; return those that were still running.
-
-        Args:
-            indices: pid -> index, the children of the group that has ended.
-            living: pids of children of this process that still run.
-            last: index of the child that ended last.
-        """
-        found: list[LeftBehind] = []
-        self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
-        while adopted := [
-            pid for pid in _os.children_of(_os.getpid()) if pid not in living and pid not in self._helpers
-        ]:
-            kept = 0
-            for pid in adopted:
-                command, owner = _os.command_line(pid), _owner(pid)
-                if ends_by_itself(command):
-                    self._helpers.add(pid)
-                elif owner in living:
-                    kept += 1
-                else:
-                    ended = not command or _os.is_ending(pid)  # a zombie has no command line
-                    _os.end_process(pid)
-                    _os.waitpid(pid, 0)
-                    if not ended:
-                        found.append(LeftBehind(indices.get(owner, last), pid, command))
-            if kept == len(adopted):
-                break
-        return tuple(found)
-
-
-def _owner(pid: int) -> int:
-    """Return the pid of the child that has started ``pid``, as far as that can be told; else 0."""
-    marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
-    return int(marked) if marked.isdigit() else _os.group_of(pid)
-
-
-def end_everything(patience_s: float = _PATIENCE_S) -> None:
-    """End and reap every child of this process, those that end by themselves after a while of patience."""
-    patience_end = _os.monotonic() + patience_s
-    while True:
-        patient = _os.monotonic() < patience_end
-        for pid in _os.children_of(_os.getpid()):
-            if not (patient and ends_by_itself(_os.command_line(pid))):
-                _os.end_process(pid)
-        try:
-            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
-                _os.sleep(0.005)
-        except ChildProcessError:
-            return
