@@ -1,5 +1,5 @@
-"""Files of a run: its folder for short-lived ones, and those that take a rank's stdout and stderr (or a pipe, which is
-passed on as it fills). Standard library only.
+"""The parent half's ends of a rank (its process, channel, output, stacks), and the run's folder for short-lived files.
+Standard library and own layer only.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ __all__ = [
 ]
 
 _TAIL_BYTES = 16 << 10
-# What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
-# end. A line that is longer than the second is printed in pieces. Of what was shown, a tail is kept past the third.
+# Bytes to read of one rank before turning to the others: more than a pipe holds, so that once is enough at its end.
+# Bytes from which on a line is printed in pieces, and from which on only a tail of the output is kept.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
 _PART_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Live:
-    """Which output is passed on as it comes, and how.
+    """How to pass output on as it comes.
 
     Attributes:
-        ranks: those of these ranks; None: of all.
-        prefix: whole lines, with the rank in front. Otherwise bytes, as they are.
-        verbatim: lines keep the control characters that a terminal obeys, such as colours.
+        ranks: of these ranks; None: of all.
+        prefix: in whole lines, with the rank in front. Otherwise in bytes.
+        verbatim: with the control characters of its lines, such as colours.
     """
 
     ranks: Collection[int] | None = None
@@ -70,7 +70,7 @@ _LINES = Live()
 
 
 class Capture:
-    """What a rank printed. Its stdout and stderr share one file, so that their lines keep their order."""
+    """The output of a rank. Its stdout and stderr share one file, so that their lines keep their order."""
 
     def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = _LINES) -> None:
         self.live = live
@@ -80,7 +80,7 @@ class Capture:
         self._line = bytearray()
 
     def pass_through(self) -> bool:
-        """Print what has arrived, as :class:`Live` says; return False at the end of the output."""
+        """Print new output as :class:`Live` says; return False at its end."""
         if self.live is None:
             return False
         for _ in range(_TURN_BYTES // _PART_BYTES):
@@ -156,13 +156,13 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
 
 
 class _Scratch:
-    """The folder of this process. A forked child does not own its parent's."""
+    """The folder of this process, not of a forked child."""
 
     def __init__(self) -> None:
         self.owner = _os.getpid()
         self.path = ""
         self.made_here = False
-        self.temporary = ""  # the folder for everybody's short-lived files
+        self.temporary = ""  # tempfile's folder
 
 
 _scratch = _Scratch()
@@ -182,18 +182,18 @@ def use(path: str) -> None:
 
 
 def restore() -> None:
-    """Make the folders for short-lived files anew that a test has removed."""
+    """Recreate the folders for short-lived files if a test has removed them."""
     scratch = _mine()
     for path in (scratch.temporary, scratch.path):
         if path and not os.path.isdir(path):
-            with contextlib.suppress(OSError):  # who needs the folder says so
+            with contextlib.suppress(OSError):  # the user of the folder reports it
                 os.makedirs(path, 0o700)
 
 
 def folder() -> str:
-    """Return the folder. It is made on first use and removed when the process is gone, however that ends."""
+    """Return the folder. First use makes it; it is removed when the process is gone, however that ends."""
     scratch = _mine()
-    restore()  # a zygote that has ended removes it, and the next one does so again
+    restore()  # a zygote removes it at its end, and so does the next one
     if not scratch.path:
         scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
         scratch.made_here = True
@@ -214,21 +214,22 @@ def _remove(scratch: _Scratch) -> None:
         shutil.rmtree(scratch.path, ignore_errors=True)
 
 
-# How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
+# Seconds for a rank to write its stacks; of silence after which its pipe counts as done; and on top, for one that waits
+# for a core.
 _STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
 
 
-class _World(Protocol):
+class _Owner(Protocol):
     def pump(self, timeout_s: float | None) -> None: ...
     def send_signal(self, rank: int, number: int) -> None: ...
 
 
 class RankProcess:
-    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started.
+    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
 
     Attributes:
-        host: where it runs, in words, if its test asked for several hosts.
-        is_far: it may run on another machine, where its pid means something else.
+        host: in words, if its test asked for several hosts.
+        is_far: it may run on another machine, whose pids are not ours.
     """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
@@ -236,7 +237,7 @@ class RankProcess:
         self.name = name
         self.pid: int | None = None
         self.connections: list[Connection] = []
-        self._world: _World | None = None  # set by the world that it joins
+        self._world: _Owner | None = None  # set by its world
         self._channel = channel
         self._capture = capture
         self._stacks = stacks
@@ -247,7 +248,7 @@ class RankProcess:
 
     @property
     def has_page(self) -> bool:
-        """Whether it was given a page of waits."""
+        """Whether it has a page of waits."""
         return self._page.descriptor >= 0
 
     @property
@@ -277,7 +278,7 @@ class RankProcess:
             self._world.send_signal(self.rank, number)
 
     def close(self) -> None:
-        """Nothing is held for a single rank; the world closes as one."""
+        """Do nothing: the world closes as one."""
 
     def let_go(self) -> None:
         """Close all that connects this process with the rank. Idempotent."""
@@ -292,20 +293,20 @@ class RankProcess:
 
 
 def written_at_end(pipe: int) -> str:
-    """Return what a rank wrote when its own code ended it; see ``exits.py``."""
+    """Return the stacks that a rank wrote as its own code ended it; see ``exits.py``."""
     try:
         os.set_blocking(pipe, False)
         return os.read(pipe, 1 << 16).decode(errors="replace")
-    except OSError:  # nothing, and a process that the rank has left holds the other end; or it ran elsewhere
+    except OSError:  # nothing, while a leftover process holds the other end; or it ran elsewhere
         return ""
 
 
 def read_stacks(
     pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
 ) -> dict[int, str]:
-    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``.
+    """Read the output of faulthandler from each pipe until all have been quiet for a moment, for at most ``most_s``.
 
-    If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
+    With ``starved_s``, the seconds for which a rank has waited for a core, wait longer for silent ones that do.
     """
     texts = dict.fromkeys(pipes, b"")
     patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
@@ -329,7 +330,7 @@ def read_stacks(
 
 
 class Ends(NamedTuple):
-    """Our side of what connects us with a rank: messages, what it prints, where it is, and the pipes of its task."""
+    """The parent half's ends: messages, output, stacks, and the pipes of the task."""
 
     channel: Channel
     capture: Capture
@@ -338,11 +339,11 @@ class Ends(NamedTuple):
 
 
 def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[int] = ()) -> tuple[Ends, list[int]]:
-    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
+    """Return our ends of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
 
     Args:
-        show: see :func:`start_world`.
-        connections: how many pipes its task has.
+        show: see ``start_world()``.
+        connections: number of pipes of its task.
         shared: descriptors of ours that it inherits too.
     """
     ours, theirs = channel_pair()

@@ -1,8 +1,5 @@
-"""Following the ranks of a world: events, waiting, what became of each. Runs wherever a test's parent half runs;
-imports the standard library and its own layer only.
-
-Starting the ranks of a world through a zygote. Runs wherever a test's parent half runs; imports the standard library
-and its own layer only.
+"""The ranks of a world as the parent half sees them: starts them, handles their events, waits for their outcomes. Runs
+in the parent half of a test; imports the standard library and its own layer only.
 """
 
 from __future__ import annotations
@@ -58,17 +55,16 @@ from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_tex
 
 __all__ = ["RankTask", "World", "ZygoteLostError", "ask_zygote", "start_world"]
 
-# How long a rank has to answer, in seconds; then it is looked at for one more whether it waits for a core, and how much
-# longer one has that does.
+# Seconds for an answer; and on top for a rank that, sampled for one more second, waits for a core.
 _ANSWER_S, _MORE_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
-    """The process that starts and reaps ranks is gone, and with it the ranks and all knowledge about them."""
+    """The zygote is gone, and with it the ranks and all knowledge about them."""
 
 
 class World:
-    """The ranks of one test, from their start until :meth:`close`, which ends those that still live.
+    """The ranks of one test, from their start until :meth:`close`, which kills those that still live.
 
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``start_world()`` makes one.
 
@@ -79,7 +75,7 @@ class World:
         ticket: of the first test. Receipts with another one count for nothing.
 
     Attributes:
-        store: what the ranks meet at, if this process serves it; it lives as long as the world.
+        store: the ranks' rendezvous, if this process serves it; it lives as long as the world.
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
@@ -139,7 +135,7 @@ class World:
 
     @_os.with_room
     def pump(self, timeout_s: float | None) -> None:
-        """Handle what has happened. If nothing has, wait for at most ``timeout_s`` seconds; without limit if None.
+        """Handle the pending events. If there are none, wait for at most ``timeout_s`` seconds; without limit if None.
 
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
@@ -184,8 +180,8 @@ class World:
         self._on_output(process)
 
     def _on_ready(self, process: RankProcess) -> None:
-        # What was there may have been read with the rank's end, in the same round. Nothing more may ever come, and the
-        # channel may stay open: the rank may have left a process behind that has it.
+        # The rank's end may have read the message in the same round. Then a receive may block for ever: a process that
+        # the rank has left behind may hold the channel open.
         if process._channel.poll():
             self._on_rank(process)
 
@@ -200,7 +196,7 @@ class World:
             return
         close_all(descriptors)
         if process.rank in self._interrupted:
-            return  # what it says now is what the signal has made it do
+            return  # a consequence of our signal
         if isinstance(message, Receipt):
             self._take_receipt(process.rank, message)
         elif isinstance(message, Progress):
@@ -217,7 +213,7 @@ class World:
             wording.announce(message.text)
 
     def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
-        """Have a rank fail that can say nothing more: see Note [Broken channels]."""
+        """Fail a rank whose channel is broken: see Note [Broken channels]."""
         who = f"the parent half of the test, at the end of rank {process.rank}," if error.own else "this rank"
         reason = f"{who} {error}"
         trace, pid = f"{reason}. {WRITE_TO_OWN}\n", process.pid or 0
@@ -236,7 +232,7 @@ class World:
             watch.hangs.observed(rank, progress)
 
     def _pids_here(self) -> list[int]:
-        """Return the processes of the ranks that live on this machine."""
+        """Return the pids of the live ranks on this machine."""
         return [each.pid for each in self.processes if each.pid and not each.is_far and each.rank not in self._ended]
 
     def _on_output(self, process: RankProcess) -> None:
@@ -247,7 +243,7 @@ class World:
     # Waiting
 
     def new_round(self, test: str) -> Ticket:
-        """Begin another test on the same ranks: what they have handed in so far no longer counts.
+        """Begin another test on the same ranks: earlier receipts no longer count.
 
         Returns:
             The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
@@ -271,10 +267,10 @@ class World:
         keep: bool = False,
         on_hang: Callable[[list[Outcome]], object] = lambda outcomes: None,
     ) -> list[Outcome]:
-        """Wait until every rank has ended, stopping those that must be stopped; return what became of each.
+        """Wait until every rank has ended, killing those that hang or wait for a dead peer; return their outcomes.
 
-        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` is told of a hang whose ranks
-        go on, with what they do. The other arguments are :class:`Watch`'s.
+        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` gets the outcomes so far of a
+        hang whose ranks go on. The other arguments are :class:`Watch`'s.
 
         Raises:
             ZygoteLostError: the zygote died meanwhile.
@@ -320,9 +316,7 @@ class World:
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
 
     def _catch_up(self) -> None:
-        """Take in all that was told before now: this process may have been kept from listening until a limit was over
-        that its ranks have kept.
-        """
+        """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
             while not process._channel.closed and process._channel.poll():
                 self._on_rank(process)
@@ -342,7 +336,7 @@ class World:
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
-            # Those that passed may have kept the one that failed waiting; once released they are gone.
+            # A rank that passed may have kept the failed one waiting, and is gone once released.
             for rank in ranks:
                 self._tell(rank, Ask.COLLECTIVES)
             self._await_collectives(ranks)
@@ -366,7 +360,7 @@ class World:
         return (*own, *ask_zygote(self.zygote, self._pids_here()))
 
     def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
-        """Return what became of each rank so far; ``ranks`` hang, and go on."""
+        """Return the outcomes so far; ``ranks`` hang, and go on."""
         stacks = self._stacks_of(ranks)
         self._collectives.clear()
         for rank in ranks:
@@ -378,7 +372,7 @@ class World:
         return [self._complete(outcome, stacks) for outcome in outcomes]
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of ranks that go on, as far as they can answer."""
+        """Return the stacks of ranks that go on; empty for those that cannot answer."""
         for rank in ranks:
             self._tell(rank, Ask.STACKS)
         return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
@@ -387,7 +381,7 @@ class World:
         return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
 
     def _look_at(self, rank: int) -> None:
-        """Ask a rank what it waits for; one that has been stopped by a signal cannot answer, and is seen to be."""
+        """Ask a rank for its progress; answer for one that a signal has stopped."""
         if self._is_stopped(rank):
             self._take_progress(
                 rank,
@@ -411,8 +405,8 @@ class World:
         able = [rank for rank in ranks if not self._is_stopped(rank)]
         stacks.update(self._read_stacks(able))
         self._await_collectives([rank for rank in able if stacks[rank]])
-        # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
-        # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
+        # Send signals last, and only to ranks that cannot answer, as one that holds the GIL: a signal interrupts system
+        # calls, so that a rank goes on, and faulthandler crashes if a thread runs while its handler reads the frames.
         silent = [rank for rank in able if not stacks[rank]]
         self._interrupted.update(silent)
         for rank in silent:
@@ -432,7 +426,7 @@ class World:
             text = written_at_end(self.processes[outcome.rank]._stacks)
         outcome.stacks = wording.trim_stacks(text)
         told = outcome.receipt.waits if outcome.receipt else ()
-        # A look at a rank that has ended by itself is of some time before.
+        # An answer of a rank that has ended by itself is out of date.
         outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
@@ -463,7 +457,7 @@ class World:
                 self._group.send(Signal(rank, number))
 
     def close(self) -> None:
-        """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
+        """Abandon the ranks: the zygote kills and reaps those that still live. Idempotent."""
         self.store = None
         self._group.close()
         self._callbacks.close()  # so that pump() finds nothing
@@ -471,38 +465,26 @@ class World:
             process.let_go()
 
 
-# The zygote answers in milliseconds unless it imports something.
-_ANSWER_S = 1.0
-
-
 def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
-    """Ask the zygote behind a command channel who else may act; it is taken to be somebody if it does not answer.
-
-    Args:
-        ranks: pids of the ranks of the world.
-    """
-    ours, theirs = channel_pair()
-    try:
-        zygote.send(AskOthers(tuple(ranks)), [theirs.fileno()])
-        theirs.close()
+    """Ask a zygote for the processes that may act besides ``ranks`` (pids); count one that does not answer as such."""
+    with (
+        contextlib.suppress(ChannelClosedError, OSError),
+        contextlib.closing(zygote.connect(AskOthers(tuple(ranks)))) as ours,
+    ):
         if ours.poll(_ANSWER_S):
-            found, _ = ours.receive()
-            return tuple(str(each) for each in found)
-    except (ChannelClosedError, OSError):
-        pass
-    finally:
-        ours.close()
-        theirs.close()
+            return tuple(str(each) for each in ours.receive()[0])
     return ("a process that the zygote, which does not answer, may know",)
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """What one rank runs: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
+    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
 
-    ``connections`` pipes are made for it. The rank finds its ends where ``args`` hold
-    :class:`~torch_ext.world.protocol.Inherited`. ``environment`` is added to that of the process which starts it, and
-    ``host`` says in words where it runs, if there are several.
+    Attributes:
+        connections: number of pipes for it. The rank's ends replace
+            :class:`~torch_ext.world.protocol.Inherited` in ``args``.
+        environment: added to that of the starting process.
+        host: of the rank, in words, if there are several.
     """
 
     function: Callable[..., Any]
@@ -530,17 +512,17 @@ def start_world(
     The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now.
 
     Args:
-        zygote: a command channel to the zygote that has loaded what the tasks need.
+        zygote: a command channel to a zygote that has loaded the modules of the tasks.
         interpreter: give every rank a fresh interpreter instead of forking it.
-        spares: how many processes the zygote forks ahead for the next call.
-        show: pass the ranks' output through, each line with its rank in front or as said, as well as keeping it.
-        name: each process is called this with its rank.
-        test: id of the test that the ranks run first; receipts must name it.
+        spares: number of processes that the zygote forks ahead for the next call.
+        show: also pass the ranks' output through; by default each line with its rank in front.
+        name: of each process, in front of its rank.
+        test: id of the ranks' first test, which their receipts must name.
         own_address: see Note [An address for each world]; not for ranks that meet over a network.
 
     Raises:
         ZygoteLostError: the zygote is gone.
-        OSError: the system refuses what so many ranks need, such as open files.
+        OSError: the system refuses resources for so many ranks, such as open files.
     """
     machine_memory.share()
     address, reservation = threads.reserve() if own_address else ("", -1)
@@ -581,7 +563,7 @@ def _more(error: OSError) -> str:
 
 def _why_gone(zygote: Channel) -> str:
     try:
-        while zygote.poll():  # a zygote that refuses what it was sent says so
+        while zygote.poll():  # a zygote that has refused a message says why
             zygote.receive()
     except ChannelBrokenError as error:
         return f"the zygote took no more orders, because this process {error}"

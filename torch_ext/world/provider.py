@@ -1,14 +1,9 @@
-"""Which zygote serves this process. Standard library and own layer only.
+"""The zygote that serves this process, and how a process becomes a zygote: by a fork of itself, by loading modules in a
+fresh interpreter, or by loading one more in a child. Loads torch only if its orders name it.
 
-A class process is told by its supervisor (:func:`use`). Any other process that runs tests (``python -m unittest``,
-``pytest``, a debugger) gets a zygote of its own: a fork of itself, taken early, while forking is still safe (see Note
+The supervisor gives a zygote to each class process (:func:`use`). Any other process that runs tests (``python -m
+unittest``, ``pytest``, a debugger) makes one: a fork of itself, taken early, while forking is still safe (see Note
 [Fork safety]); otherwise a fresh interpreter that loads what this process has loaded.
-
-How a process becomes a zygote: by loading modules in a fresh interpreter, by loading one more in a child, or by
-forking as it is.
-
-Runs in zygotes. :func:`main` and :func:`load_module` import what they are told to, torch included; this file itself
-imports the standard library and its own layer only.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from torch_ext.world.child import (
     uncollected,
 )
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
-from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
+from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
@@ -72,8 +67,7 @@ class _Zygotes:
         self.is_watched = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
-        self.loaded: dict[str, Channel] = {}
-        self.zygotes: list[ModuleZygote] = []
+        self.loaded: dict[str, ZygoteClient] = {}  # below the root, by module
 
 
 _zygotes = _Zygotes()
@@ -87,16 +81,16 @@ def _mine() -> _Zygotes:
 
 
 def use(channel: Channel, scratch_folder: str) -> None:
-    """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
+    """Have the zygote behind ``channel`` serve this process for every module."""
     own = _mine()
     own.given, own.lost_given = channel, False
     files.use(scratch_folder)
 
 
 def given_is_gone() -> bool:
-    """Whether the zygote that this process was told to use has ended."""
+    """Whether the zygote of :func:`use` has ended."""
     own = _mine()
-    return own.lost_given or (own.given is not None and own.given.poll())  # nothing is sent on it unasked
+    return own.lost_given or (own.given is not None and own.given.poll())  # only its end is readable
 
 
 def never_start_ranks() -> None:
@@ -112,10 +106,14 @@ def zygote_for(module: str) -> Channel:
     if own.forked is not None and module in own.forked[1] and _alive(own):
         return own.forked[0]
     if module in own.loaded:
-        if not own.loaded[module].poll():  # nothing is sent on it unasked: what can be read is its end
-            return own.loaded[module]
-        if _loads_again(own, module):
-            return _load(own, module)
+        zygote = own.loaded[module]
+        if not zygote.channel.poll():  # only its end is readable
+            return zygote.channel
+        del own.loaded[module]
+        zygote.close()
+        if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
+            return _load(own, module)  # the root stays, with the folder that it removes at its end
+        _end_root(own)
     _os.require_supported()
     why = reason_not_to_fork()
     if not why:
@@ -125,15 +123,15 @@ def zygote_for(module: str) -> Channel:
 
 
 def pid_behind(channel: Channel) -> int:
-    """Return the pid of the zygote that :func:`zygote_for` has answered with; 0 if another process started it."""
+    """Return the pid of the zygote whose channel :func:`zygote_for` has returned; 0 if another process started it."""
     own = _mine()
     if own.forked is not None and own.forked[0] is channel:
         return own.forked[2]
-    return next((zygote.pid for zygote in own.zygotes if zygote.channel is channel), 0)
+    return next((zygote.pid for zygote in own.loaded.values() if zygote.channel is channel), 0)
 
 
 def zygote_of_this_process() -> Channel | None:
-    """Return a command channel to the zygote that adopts what this process leaves behind; None if this process does."""
+    """Return a command channel to the zygote that adopts this process's orphans; None if this process does."""
     return _mine().given
 
 
@@ -145,8 +143,8 @@ def zygotes() -> tuple[int, ...]:
 
 
 def watch_this_process() -> None:
-    """Have this process, which runs tests by itself, adopt its orphans, and know the threads of its transports. A child
-    of a zygote need not: see Note [Who else may act].
+    """Adopt the orphans of this process and note the threads of its transports, unless a zygote does so for it. See
+    Note [Who else may act].
     """
     own = _mine()
     if own.given is None and not own.starts_none and not own.is_watched:
@@ -156,9 +154,7 @@ def watch_this_process() -> None:
 
 
 def prepare(module: str) -> None:
-    """Fork the zygote of ``module`` now if that is safe, before something in this process makes it unsafe. Otherwise do
-    nothing.
-    """
+    """Fork the zygote of ``module`` now if that is safe, before this process does something that makes it unsafe."""
     own = _mine()
     watch_this_process()
     known = (
@@ -172,7 +168,7 @@ def prepare(module: str) -> None:
 
 
 def forget(channel: Channel) -> None:
-    """The zygote behind ``channel`` is gone: have the next request start another."""
+    """Note that the zygote behind ``channel`` is gone: the next request starts another."""
     own = _mine()
     channel.close()
     if own.forked is not None and own.forked[0] is channel:
@@ -181,7 +177,7 @@ def forget(channel: Channel) -> None:
         own.forked = None
     if own.given is channel:
         own.given, own.lost_given = None, True
-    if channel in own.loaded.values():
+    if any(zygote.channel is channel for zygote in own.loaded.values()):
         _end_root(own)
 
 
@@ -207,9 +203,7 @@ def _fork(own: _Zygotes) -> Channel:
 
 
 def _is_loadable(name: str) -> bool:
-    """Whether a fresh interpreter should import ``name`` at once: test modules and ``__main__``; whatever they need
-    follows.
-    """
+    """Whether a fresh interpreter imports ``name`` itself: ``__main__`` and test modules, which import the rest."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None) or ""
     return name == "__main__" or os.path.basename(file).startswith("test_")
@@ -224,7 +218,7 @@ def _alive(own: _Zygotes) -> bool:
         if _os.waitpid(pid, os.WNOHANG) == (0, 0):
             return True
     except ChildProcessError:
-        pass  # somebody else in this process reaped it
+        pass  # other code of this process has reaped it
     forget(channel)
     return False
 
@@ -236,30 +230,13 @@ def _load(own: _Zygotes, module: str) -> Channel:
         atexit.register(_end_root, own)
     own.root.wait_ready()
     if module == "__main__":
-        own.loaded[module] = own.root.channel
+        own.loaded[module] = ZygoteClient(own.root.channel, own.root.process.pid)
         return own.root.channel
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     order = ModuleOrder(module, sys.path[0] or os.getcwd(), file, dict(os.environ), tuple(sys.argv))
-    zygote = own.root.load(order)
+    own.loaded[module] = zygote = own.root.load(order)
     zygote.wait_loaded()
-    own.zygotes.append(zygote)
-    own.loaded[module] = zygote.channel
     return zygote.channel
-
-
-def _loads_again(own: _Zygotes, module: str) -> bool:
-    """Let go of the dead zygote of ``module``; return whether the root that loaded it is there to load it once more.
-
-    The root stays, and so does the scratch folder, which it removes when it ends and where a test may have files.
-    """
-    channel = own.loaded.pop(module)
-    for zygote in [each for each in own.zygotes if each.channel is channel]:
-        own.zygotes.remove(zygote)
-        zygote.close()
-    if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
-        return True
-    forget(channel)
-    return False
 
 
 def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
@@ -271,11 +248,11 @@ def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
 
 def _end_root(own: _Zygotes) -> None:
     if own.owner == _os.getpid():
-        for zygote in own.zygotes:
+        for zygote in own.loaded.values():
             zygote.close()
         if own.root is not None:
             own.root.close()
-        own.root, own.zygotes, own.loaded = None, [], {}
+        own.root, own.loaded = None, {}
 
 
 wording.hide(r"/world/provider\.py", "load_module", outwards=True)
@@ -293,15 +270,15 @@ def main() -> NoReturn:
     _os.lead_process_group()
     try:
         order, _ = command.receive()
-        # What a module prints while it is imported must not mix with the runner's own output.
+        # A module's prints during its import must not mix with the runner's output.
         os.dup2(2, 1)
         load_and_serve(command, order)
-    except ChannelClosedError:  # whoever started this process was interrupted, and is gone or needs it no more
+    except ChannelClosedError:  # the parent was interrupted, and is gone or does not need this process any more
         os._exit(0)
 
 
 def load_and_serve(command: Channel, order: RootOrder) -> NoReturn:
-    """Load what ``order`` says, tell whether that went well, and serve as the first zygote of a run.
+    """Load the modules of ``order``, report success or failure, and serve as the first zygote of a run.
 
     Raises:
         ChannelClosedError: the run is gone.
@@ -323,10 +300,10 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     command = Channel.from_descriptor(descriptors[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
-    _os.adopt_orphans()  # those of the import too: see Note [Who else may act]
+    _os.adopt_orphans()  # the import's too: see Note [Who else may act]
     os.environ.clear()
     os.environ.update(order.environment)
-    # In front, wherever it stood: another folder may have a module of the same name.
+    # In front: another folder may have a module of the same name.
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
     importing = _os.getpid()
@@ -347,9 +324,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
 
 
 def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
-    """Target of a child of a zygote, which has loaded what that has: serve as it does. Descriptor: the command
-    channel.
-    """
+    """Target of a child of a zygote: serve as its copy. Descriptor: the command channel."""
     command = Channel.from_descriptor(descriptors[0])
     compute_on_one_thread()
     command.send(Loaded())
@@ -358,7 +333,7 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
 
 @contextlib.contextmanager
 def _stacks_to(pipe: int) -> Iterator[None]:
-    """Have the stack signal write to ``pipe``, which is closed at the end so that no child keeps it."""
+    """Have the stack signal write to ``pipe``. Close it at the end, so that no child keeps it."""
     faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
     try:
         yield
@@ -368,7 +343,7 @@ def _stacks_to(pipe: int) -> Iterator[None]:
 
 
 def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> NoReturn:
-    """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked to do so."""
+    """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked for it."""
     _os.lead_process_group()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     load_first_uses()
@@ -377,7 +352,7 @@ def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> N
 
 
 def _leave(error: BaseException) -> str:
-    """Return why a module that raised ``error`` asked not to be run; empty if ``error`` is a failure.
+    """Return the reason why a module skipped itself or ended the program by ``error``; empty for a failure.
 
     >>> _leave(SystemExit(0)), _leave(SystemExit(1)), _leave(unittest.SkipTest("no C++ compiler"))
     ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
