@@ -1,19 +1,16 @@
-"""What became of one rank: the typed endings. Standard library and own layer only.
+"""The outcome of one rank: its ending, and the flight record of its collectives. Pure functions.
 
 Glossary
 ~~~~~~~~
-- *world*: the set of ranks of one test. *World size*: how many there are.
+- *world*: the set of ranks of one test. *World size*: their number.
 - *rank*: one of these processes (or threads), and its number.
-- *task*: what a rank is told to run. *Body*: the test method that runs as part of it.
-- *receipt*: the rank's own statement about its body, handed in before the rank ends.
-- *ending*: what became of the rank, as established from its receipt and from how its process ended.
+- *task*: the function that a rank runs. *Body*: the test method that it calls.
+- *receipt*: the rank's statement about its body, handed in before the rank ends.
+- *ending*: how the rank ended, by its receipt and its process.
 - *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
-- *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded what ranks
-  need and forks them.
+- *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded the modules
+  of the ranks and forks them.
 - *parent half*: the part of a test that runs beside its ranks and waits for them, in the *class process*.
-
-Which collectives ranks have called, and how their transports failed: what a rank notes and tells, and what the
-parent half reads from that. The functions for ranks touch torch only if it is loaded; all others are pure.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-# What faulthandler writes above the stacks of a process that dies, and how the name of an exception looks.
+# The line of faulthandler above the stacks of a process that dies; and the name of an exception.
 _FATAL = "Fatal Python error:"
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
 _EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
@@ -75,9 +72,9 @@ class Outcome:
         rank: its number.
         ending: the state in which it ended.
         exit_code: of its process; negative for a signal; None if it was never started.
-        time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
-        receipt: what it said, if anything.
-        phase: how far it was; None if it had not loaded what its task needs.
+        time_s: its end by its own receipt, else as the harness saw it (``time.monotonic``).
+        receipt: its statement, if any.
+        phase: its progress; None if it had not loaded the modules of its task.
         stacks: Python stacks of its threads, taken before it was stopped.
         waits: what its threads waited for then.
         collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
@@ -114,7 +111,7 @@ class Outcome:
 
     @property
     def transport_failure(self) -> Receipt | None:
-        """What it said of a failure that a process group, a store or RPC raised; None if it did not fail by one."""
+        """Its receipt if a process group, a store or RPC raised its failure; else None."""
         return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
 
     @property
@@ -141,16 +138,14 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """Where in the user's code the rank was when it ended or was stopped, such as ``"at test_a.py:31"``; empty if
-        it is not known.
-        """
+        """The user's line at which the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
         if self.receipt is not None and self.receipt.said is Said.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
         fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
         return self.died_at or place_in(self.stacks) or place_in(fatal)
 
     def describe(self) -> str:
-        """Say in a few words how the rank ended, and where in the user's code.
+        """Return the rank's ending and its place in the user's code, in words.
 
         >>> Outcome(1, Ending.KILLED, exit_code=-11).describe()
         'was killed by SIGSEGV'
@@ -183,13 +178,13 @@ class Outcome:
         if not _EXCEPTION.fullmatch(error):
             return f"failed: {reason}"
         where = f" {self.place}" if self.place else ""
-        if error.startswith("torch_ext.world."):  # a name that says nothing to a user
+        if error.startswith("torch_ext.world."):  # a name that users do not know
             return f"failed{where}: {message}"
         error = error.rpartition(".")[2] if error.startswith("torch_ext.") else error
         return f"raised {error}{where}: {message}" if message else f"raised {error}{where}"
 
     def _when(self, otherwise: str) -> str:
-        """Return how far the test was, with a space before it."""
+        """Return the progress of the test, with a space in front."""
         if self.receipt is not None:
             return f" after its {self.task} had {self.receipt.said.value}"
         if self.phase is Phase.SETTLING:
@@ -198,8 +193,8 @@ class Outcome:
 
 
 def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
-    """Whether ranks ended in a way in which they may where the test is expected to fail: one that fails is enough. None
-    may hang or die, no cleanup or thread may fail, and no rank may skip alone.
+    """Whether these endings fit a test that is expected to fail: one failure is enough. No rank may hang or die, no
+    cleanup or thread may fail, and no rank may skip alone.
 
     >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
     True
@@ -216,7 +211,7 @@ def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
 
 
 def _shorten(text: str, limit: int = 160) -> str:
-    """Keep the beginning of a long line; the whole of it stands in the traceback.
+    """Keep the beginning of a long line; the traceback has the whole.
 
     >>> _shorten("x" * 10, 5)
     'xxxxx...'
@@ -224,7 +219,7 @@ def _shorten(text: str, limit: int = 160) -> str:
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
 
 
-# What the recorder calls after the backend's method.
+# Operations that the recorder names after the backend's method.
 _PUBLIC = {
     "all_gather_base": "all_gather_into_tensor",
     "allgather_base": "all_gather_into_tensor",
@@ -239,7 +234,7 @@ class Collective:
 
     Attributes:
         group: the process group's name, with its description.
-        sequence: its number among the collectives of its group, from 1. Point-to-point operations are counted apart.
+        sequence: its number in its group, from 1, without point-to-point operations.
         operation: such as ``"gloo:all_reduce"``.
         shapes: input sizes and types, such as ``"[3] Float"``.
         finished: whether it has ended on this rank, with or without an error.
@@ -266,7 +261,7 @@ class Collective:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What must be the same on all ranks; shapes count where the operation wants them equal."""
+        """The part that must be the same on all ranks; shapes count where the operation wants them equal."""
         name = self.operation.rpartition(":")[2].strip("_")
         uneven = name == "scatter" or any(part in name for part in ("gather", "to_all", "alltoall"))
         return self.operation, "" if uneven else self.shapes
@@ -274,14 +269,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first point at which ranks do not go together.
+    """The first point at which ranks diverge.
 
     Attributes:
-        sentence: what it is.
-        ranks: those that are to blame; empty if that cannot be told.
-        differ: whether ranks called different collectives, rather than one of them none.
-        calls: which ranks called what, if they differ.
-        cause: the first line of a report: the ranks to blame, what they did and where, in words of the user's program.
+        sentence: describes it.
+        ranks: to blame; empty if unknown.
+        differ: whether ranks called different collectives, rather than some of them none.
+        calls: if they differ, the ranks and their call.
+        cause: the first line of a report: the ranks to blame, their deed and its place, in the user's words.
     """
 
     sentence: str
@@ -292,28 +287,24 @@ class Mismatch:
 
 
 def read_record(record: str) -> list[Collective]:
-    """Read a flight record as a rank sends it; point-to-point operations are left out.
-
-    Empty input gives an empty list.
-    """
-    read = json.loads(record) if record else []
-    entries = read.get("entries", []) if isinstance(read, dict) else read
-    return [_read_entry(entry) for entry in entries if not entry.get("is_p2p")]
+    """Read the collectives of a rank's flight record, without point-to-point operations."""
+    return [_read_entry(entry) for entry in _parsed(record).get("entries", []) if not entry.get("is_p2p")]
 
 
 def read_groups(record: str) -> dict[str, list[int]]:
-    """Return the ranks of each process group that a record tells of, by the group's name."""
-    read = json.loads(record) if record else {}
-    return dict(read.get("groups", {})) if isinstance(read, dict) else {}
+    """Return the ranks of each process group in a record, by the group's name."""
+    return dict(_parsed(record).get("groups", {}))
 
 
 def destroyed_at(record: str, group: str) -> str:
-    """Return the line at which the rank destroyed ``group``, by the first word of its name; empty if it did not."""
-    read = json.loads(record) if record else {}
-    if not isinstance(read, dict) or group in read.get("groups", {}):
-        return ""
-    lines = read.get("destroyed", {})
+    """Return the line at which the rank destroyed ``group`` (the first word of its name); empty if it did not."""
+    lines = {} if group in read_groups(record) else _parsed(record).get("destroyed", {})
     return str(lines.get(group) or lines.get("*") or "")
+
+
+def _parsed(record: str) -> dict[str, Any]:
+    read = json.loads(record or "{}")
+    return read if isinstance(read, dict) else {"entries": read}
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Collective:
@@ -339,7 +330,7 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
 
 
 def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that differ from more than half of all, by what each party of ranks did; empty if none do so.
+    """Return the ranks outside of the party that has more than half of all; empty if there is none.
 
     >>> minority([[0, 3], [1], [2, 4, 5]])
     ()
@@ -352,9 +343,9 @@ def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    """Return the first collective that has not ended and to which ranks brought inputs of different sizes.
+    """Return the first unfinished collective whose ranks have inputs of different sizes.
 
-    Only some backends take those, so nobody is to blame. Ranks without inputs, as those of a scatter, do not count.
+    Some backends accept those, so no rank is to blame. Ranks without inputs, as in a scatter, do not count.
     """
     for each in (each for record in records.values() for each in record if not each.finished):
         sizes: dict[str, list[int]] = {}
@@ -375,7 +366,7 @@ def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
 
 
 def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
-    # Every rank belongs to the default group. Of any other group, the known members are those that called something.
+    # Every rank belongs to the default group. The known members of another group are its callers.
     everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
     members = {rank: record for rank, record in records.items() if record or everyone}
     for sequence in sorted({number for record in members.values() for number in record}):
@@ -400,9 +391,9 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
     return None
 
 
-# How transports say that nobody came in time; such a failure shows who waited, not who is to blame.
+# A transport's timeout: it shows the waiting rank, not the one to blame.
 _LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
-# How backends say that ranks called different collectives: `simccl`, and torch's threaded group as we complete it.
+# A backend's report of different collectives: `simccl`'s, and that of torch's threaded group as we complete it.
 _DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
 _CALLED = re.compile(
     r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
@@ -410,7 +401,7 @@ _CALLED = re.compile(
 
 
 def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the rank, the call and the line of each that ``reason`` names, if it says that ranks disagree.
+    """Yield rank, call and line for each call in ``reason``, if that reports a disagreement of ranks.
 
     >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
     [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
@@ -421,5 +412,5 @@ def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
 
 
 def ran_out_of_time(reason: str) -> bool:
-    """Whether the transport raised with ``reason`` because a limit of its own ended: the peers did not come."""
+    """Whether the transport's own timeout raised ``reason``: the peers did not come."""
     return bool(_LIMIT.search(reason))

@@ -1,23 +1,18 @@
-"""The judgement over all ranks of a world, and which worlds still wait for it. No I/O.
+"""The judgement over all ranks of a world, the text of its report, and checks that nothing evades it. No I/O.
 
 Note [Judged once]
 ~~~~~~~~~~~~~~~~~~
-A test whose ranks nobody waits for says nothing about them: a second start of ranks drops the first ones, a test method
-that replaces the one of the instance runs beside them, a skip ends the test while they run. A test class can do all of
-that in more ways than there are places to look. So every start of ranks, or of a test on ranks that live on, is noted
-here until somebody takes their outcomes, and a test that ends before that has failed. The cleanup of each base class
-checks it, and so does the runner when it has the result of a test.
-
-Whether a call ran what it called. Runs wherever a test's body is called; standard library only.
-
-The text that tells a user what became of a world. Pure functions.
+A test may end without waiting for its ranks: a second start drops the first ranks, a replaced method of the instance
+runs beside them, a skip ends the test while they run. A test class can do so in more ways than there are places to
+look. So note every start of ranks, or of a test on ranks that live on, until a caller takes their outcomes; a test that
+ends before that has failed. The cleanup of each base class checks it, and so does the runner with each result.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,8 +36,8 @@ __all__ = [
     "started",
 ]
 
-# How transports say that a peer is gone: gloo, TensorPipe, NCCL and the stores. Such a failure is a consequence if
-# another rank ended badly for a reason of its own.
+# Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences, if another rank ended badly for
+# a reason of its own.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
@@ -52,8 +47,8 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-# How simccl says who a message can no longer come from. No collective tells it, and where a device is waited for, the
-# call that asked for the message is over.
+# Simccl's message about a sender that has left. The record has no transfers, and the receiver's call may be over when
+# it waits for the device.
 _SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
 
 
@@ -68,11 +63,11 @@ class Verdict:
     """The judgement over a world.
 
     Attributes:
-        judgement: what the test counts as.
+        judgement: of the test.
         summary: one line that names the guilty rank of a failure, or the reason of a skip.
         culprits: ranks that ended badly for a reason of their own, the first one first.
         victims: ranks that ended badly because of those.
-        collectives: at which of their collectives the ranks do not go together, in a sentence; empty if at none.
+        collectives: the first collective at which the ranks diverge, in a sentence; empty if there is none.
     """
 
     judgement: Judgement
@@ -84,12 +79,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class WorldReport:
-    """A world that was judged, as data: what the report of a failure is made of.
+    """The data of a failure's report.
 
     Attributes:
         outcomes: one per rank.
         took_s: seconds from the start of the ranks to the end of the last one.
-        details: paragraphs of the test's own, shown below the summary.
+        details: the test's own paragraphs, below the summary.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -99,12 +94,12 @@ class WorldReport:
 
 
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
-    """Judge a world. It passes only if every rank handed in a receipt that says so; one without ranks is skipped.
+    """Judge a world. It passes only if the receipt of every rank says so; one without ranks is skipped.
 
     Args:
         outcomes: one per rank.
-        expected_exit: the code with which ranks without a receipt must have ended; negative for a signal.
-        any_exit: it does not matter how ranks without a receipt ended. Failures that were handed in still count.
+        expected_exit: the exit code of ranks without a receipt; negative for a signal.
+        any_exit: accept any exit code of ranks without a receipt. Receipts of failures still count.
     """
     if not outcomes:
         return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")
@@ -143,7 +138,7 @@ def _is_consequence(outcome: Outcome) -> bool:
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
-    """Whether the rank waited for others in vain, until its own limit or the test's, or provably for ever."""
+    """Whether the rank waited for peers in vain, until a time limit or provably for ever."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
         return outcome.receipt is None
     failure = outcome.transport_failure
@@ -151,9 +146,8 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
-    """Judge a world that failed. The same decision names the ranks to blame and writes the line that says so."""
-    # A death is reaped a little after the peers notice it, so what a failure says counts for more than when it was
-    # said.
+    """Judge a world that failed: the same decision names the ranks to blame and writes the summary."""
+    # Peers notice a death before it is reaped, so the message of a failure counts for more than its time.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     acted = [o for o in own if not _ran_out_of_time(o)]
     skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
@@ -188,7 +182,7 @@ def _disagrees(outcome: Outcome) -> bool:
 
 
 def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
-    """Return the ranks that the transport names as the cause of what ``waited`` failed with."""
+    """Return the ranks that the transport names as the cause of the failures of ``waited``."""
     for outcome in waited:
         found = _BARRIER.search(_reason(outcome))
         failure = outcome.transport_failure
@@ -201,7 +195,7 @@ def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
 
 
 def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all that did not wait, where the others waited and nothing says for whom."""
+    """Blame all ranks that did not wait, if the others waited for unknown ranks."""
     waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
     return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
@@ -230,26 +224,22 @@ _started: dict[int, tuple[object, int]] = {}  # by the identity of the owner, wh
 
 
 class UnjudgedRanksError(AssertionError):
-    """A test ended though nobody had asked what became of its ranks."""
+    """A test has ended, and no caller has taken the outcomes of its ranks."""
 
 
 def started(owner: object, ranks: int) -> None:
-    """Note that ``owner``, such as a world, has started a test on that many ranks."""
+    """Note that ``owner``, such as a world, has started a test on so many ranks."""
     if ranks:
         _started[id(owner)] = owner, ranks
 
 
 def asked(owner: object) -> None:
-    """Note that somebody takes the outcomes of the ranks of ``owner``."""
+    """Note that a caller takes the outcomes of the ranks of ``owner``."""
     _started.pop(id(owner), None)
 
 
 def check() -> None:
-    """Return if no ranks are left whose outcomes nobody has asked for; forget them.
-
-    Raises:
-        UnjudgedRanksError: there are some.
-    """
+    """Raise UnjudgedRanksError if there are ranks whose outcomes no caller has taken; forget them."""
     left = [ranks for _, ranks in _started.values()]
     _started.clear()
     if left:
@@ -269,13 +259,10 @@ _FIXTURES = ("setUpClass", "setUp", "tearDown", "tearDownClass")
 
 
 def check_ran(returned: object, name: str) -> None:
-    """Return if the call of function ``name``, which returned ``returned``, has run its body.
+    """Raise TypeError if function ``name``, whose call returned ``returned``, has not run its body.
 
-    A call of an ``async def`` function or of a generator function runs nothing: it returns an object that somebody
-    would have to await or iterate. Such an object is closed.
-
-    Raises:
-        TypeError: the body has not run.
+    A call of an ``async def`` function or of a generator function only returns an object to await or iterate, which
+    this closes.
 
     >>> check_ran(None, "test_a")
     >>> try:
@@ -284,29 +271,26 @@ def check_ran(returned: object, name: str) -> None:
     ...     print(str(error).partition(". ")[0])
     test_a() returned a generator, so that its body has not run
     """
-    kind = _kind(returned)
+    kind = _kind(returned, _RESULTS).format(type(returned).__name__)
     if not kind:
         return
     if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
-        returned.close()  # otherwise Python warns, at some later time, that nobody awaited it
+        returned.close()  # otherwise Python warns later that it was not awaited
     remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
     raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
 
 
 def check_fixtures(cls: type) -> None:
-    """Return if calling the fixtures of test class ``cls`` runs them, those that its base classes define included.
+    """Raise TypeError if a fixture of test class ``cls`` or of a base is an ``async def`` or generator function.
 
-    A call from an override, such as ``super().setUpClass()``, drops what it returns, so the definitions are looked at.
-
-    Raises:
-        TypeError: one of them is an ``async def`` function or a generator function.
+    A call such as ``super().setUpClass()`` drops its result, so look at the definitions.
     """
     if cls in _sound:
         return
     for base in cls.__mro__:
         for name in _FIXTURES:
             found = vars(base).get(name)
-            kind = _definition(getattr(found, "__func__", found))
+            kind = _kind(getattr(found, "__func__", found), _DEFINITIONS)
             if kind:
                 raise TypeError(
                     f"{name}() of {base.__name__} is {kind}, so that calling it runs nothing. {_FIXTURE_REMEDY}"
@@ -314,33 +298,32 @@ def check_fixtures(cls: type) -> None:
     _sound.add(cls)
 
 
-def _definition(function: object) -> str:
-    if inspect.iscoroutinefunction(function):
-        return "`async def`"
-    if inspect.isasyncgenfunction(function):
-        return "an asynchronous generator function"
-    return "a generator function" if inspect.isgeneratorfunction(function) else ""
+_DEFINITIONS: dict[Callable[[object], bool], str] = {
+    inspect.iscoroutinefunction: "`async def`",
+    inspect.isasyncgenfunction: "an asynchronous generator function",
+    inspect.isgeneratorfunction: "a generator function",
+}
+_RESULTS: dict[Callable[[object], bool], str] = {
+    inspect.isgenerator: "a generator",
+    inspect.isasyncgen: "an asynchronous generator",
+    inspect.iscoroutine: "a coroutine",
+    inspect.isawaitable: "an awaitable ({})",
+}
 
 
-def _kind(returned: object) -> str:
-    if inspect.isgenerator(returned):
-        return "a generator"
-    if inspect.isasyncgen(returned):
-        return "an asynchronous generator"
-    if inspect.iscoroutine(returned):
-        return "a coroutine"
-    return f"something to await ({type(returned).__name__})" if inspect.isawaitable(returned) else ""
+def _kind(value: object, kinds: Mapping[Callable[[object], bool], str]) -> str:
+    return next((words for is_kind, words in kinds.items() if is_kind(value)), "")
 
 
 _CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
-# The share of its time that a rank which timed out has waited for a core for, from which on that is told.
+# Report a rank that timed out if it has waited for a core for this share of its time.
 _DELAYED = 0.25
 
 
 class WorldFailure(RuntimeError):
-    """A test failed in its ranks. ``report`` is what became of each; as text, the exception tells it."""
+    """A test failed in its ranks. ``report`` has the outcomes; ``str()`` renders it."""
 
     def __init__(self, report: WorldReport) -> None:
         super().__init__(report)
@@ -355,7 +338,7 @@ class WorldFailure(RuntimeError):
 
 
 def render(report: WorldReport) -> str:
-    """Return the text of a failed world: the verdict, every rank's ending, then tracebacks and output."""
+    """Return the text of a failed world: the verdict, every rank's ending, tracebacks and output."""
     outcomes, verdict = report.outcomes, report.verdict
     parts = [verdict.summary, *report.details]
     if verdict.collectives:
@@ -377,7 +360,7 @@ def render(report: WorldReport) -> str:
 
 
 def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
-    """Tracebacks, stacks and output, culprits first; what several ranks have in common is shown once."""
+    """Return tracebacks, stacks and output, culprits first, each distinct one once."""
     in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
     parts = []
     for title, text_of in (("Traceback", _trace), ("Stacks", _stacks), ("Output", _output)):
@@ -385,7 +368,7 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
         for outcome in in_order:
             text = text_of(outcome)
             if text:
-                # What a rank printed is its own, numbers included.
+                # Numbers in a rank's output are its own.
                 key = text if text_of is _output else without_ranks(text)
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
@@ -432,15 +415,15 @@ def _output(outcome: Outcome) -> str:
 
 
 def end_of_output(text: str, *, died: bool) -> list[str]:
-    """Return the last lines of what a process printed, and above them how many were left out.
+    """Return the last lines of a process's output, below the number of omitted ones.
 
-    A process that ``died`` gets more lines: they are all there is to go by, and the cause stands above the stacks.
+    Of a process that ``died``, show more lines: they are the only evidence, with the cause above the stacks.
     """
     lines = text.rstrip().splitlines()
     most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
     if len(lines) <= most:
         return lines
-    # faulthandler tells first what the process died of, and then a stack that may be long.
+    # faulthandler writes the cause first, and then stacks that may be long.
     cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
     return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
 

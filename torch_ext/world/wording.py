@@ -1,15 +1,12 @@
-"""Words for users: phrases of reports, and the lines that the harness itself prints. Standard library and own layer
-only.
-
-Which frames of tracebacks and stacks a report leaves out. Standard library only.
+"""Words for users: phrases of reports, lines that the harness prints, and tracebacks and stacks without its frames.
+Standard library and own layer only.
 
 Note [Hidden frames]
 ~~~~~~~~~~~~~~~~~~~~
 Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
-registers its own with :func:`hide` when it is imported; nothing else in the project knows which they are. Whole files
-are left out of tracebacks only: a rank that hangs may hang in any of their functions, so stacks lose just the functions
-that a layer names. What a zygote has registered travels with :class:`~torch_ext.world.protocol.Loaded` to the
-supervisor, which loads none of these layers.
+registers its own with :func:`hide` at its import. Whole files are left out of tracebacks only: a rank may hang in any of
+their functions, so stacks lose just the functions that a layer names. A zygote sends its list with
+:class:`~torch_ext.world.protocol.Loaded` to the supervisor, which loads none of these layers.
 """
 
 from __future__ import annotations
@@ -45,14 +42,13 @@ __all__ = [
     "without_ranks",
 ]
 
-# What is said of a rank whose processes outlive it.
+# For a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
 
-# What a terminal obeys instead of showing it: control characters but tab and newline, and those that turn the
-# direction of writing round.
+# Characters that a terminal obeys: control characters but tab and newline, and those that reverse the direction.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-# What differs between what ranks say that failed in the same way.
+# The parts in which messages of ranks differ that failed in the same way.
 _RANK_DEPENDENT = re.compile(
     r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b"
     r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices, as each rank has its own
@@ -75,7 +71,7 @@ def _spelt(found: re.Match[str]) -> str:
 
 
 def left_behind(command: str) -> str:
-    """Return what is said of a rank that left the process ``command`` behind.
+    """Return the line for a rank that left the process ``command`` behind.
 
     >>> left_behind("sleep 600")
     'left a process behind, which was ended: sleep 600'
@@ -118,7 +114,7 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
 
 
 def without_ranks(text: str) -> str:
-    """Return ``text`` without what differs between ranks that say the same.
+    """Return ``text`` without the parts that depend on the rank.
 
     >>> without_ranks("rank 3 has no memory left on sim:3") == without_ranks("rank 0 has no memory left on sim:0")
     True
@@ -126,7 +122,7 @@ def without_ranks(text: str) -> str:
     return _RANK_DEPENDENT.sub("*", text)
 
 
-# Marks these lines among the output of a process, so that the runner can repeat them in its summary.
+# Marks these lines in the output of a process; the runner repeats them in its summary.
 PREFIX = "torch_ext: "
 
 _told: set[tuple[int, str]] = set()
@@ -142,12 +138,12 @@ def announce(message: str) -> None:
 
 
 def show_by(show: Callable[[str], object]) -> None:
-    """Have :func:`show` call ``show`` from now on, in place of printing."""
+    """Replace the printing of :func:`show` by ``show``."""
     _shown_by[:] = [show]
 
 
 def show(text: str) -> None:
-    """Tell the user ``text``, of one or more lines, at once: on stderr, or as :func:`show_by` has it."""
+    """Show ``text``, of one or more lines, at once: on stderr, or by :func:`show_by`."""
     if _shown_by:
         _shown_by[0](text)
         return
@@ -155,7 +151,7 @@ def show(text: str) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to ``error``, if it is not there yet. Before Python 3.11 errors have no notes: nothing happens.
+    """Add ``note`` to ``error``, once. Errors have no notes before Python 3.11.
 
     >>> error = ValueError("x")
     >>> for _ in range(2):
@@ -167,7 +163,7 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-# Code that a user has not written: frames in it say what was called, and the one below them where.
+# Files that the user has not written: their frames show the operation, and the user's frame below shows the place.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
     r"|/torch/_\w+\.py|/testing/_internal/|^<"
@@ -175,7 +171,7 @@ _NOT_THE_USERS = re.compile(
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
 )
-# A frame as tracebacks write it (with a comma, the outermost first), or faulthandler (the innermost first).
+# A frame of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
 _WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
 # Between a test and the collective that it calls.
@@ -183,7 +179,7 @@ _WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
 
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
-# A failure that was caused by more others than these shows the last ones only.
+# Causes of a failure that are shown, from the last one.
 _MOST_LINKS = 20
 
 _hidden: dict[HiddenFrames, None] = {}
@@ -213,10 +209,9 @@ def add(frames: Iterable[HiddenFrames]) -> None:
 
 
 def read_error(error: BaseException) -> tuple[str, str]:
-    """Return what ``error`` says, in one line, and its traceback without hidden frames.
+    """Return the message of ``error``, in one line, and its traceback without hidden frames.
 
-    A traceback of nothing but hidden frames is shown in full, unless a cause or a line that cannot be compiled tells
-    more.
+    A traceback of hidden frames alone is shown in full, unless it has a cause or a line that cannot be compiled.
 
     >>> read_error(SyntaxError("invalid syntax", ("/home/train.py", 1, 6, "def f(:", 1, 7)))[0]
     'SyntaxError: invalid syntax (train.py, line 1)'
@@ -231,7 +226,7 @@ def read_error(error: BaseException) -> tuple[str, str]:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the user's line from which ``error`` came, such as ``"test_a.py:31"``; empty if none is known."""
+    """Return the user's line that raised ``error``, such as ``"test_a.py:31"``; empty if unknown."""
     stack = traceback.extract_tb(error.__traceback__)
     found = _place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
     if found is None and error.__cause__ is not None and _links(error) <= _MOST_LINKS:
@@ -247,7 +242,7 @@ def place_here() -> str:
 
 
 def place_in(stacks: str) -> str:
-    """Return where the test of a rank is, in words, by the stacks of its threads: the current one, else the main one.
+    """Return the place of a rank's test, in words, by the stack of its current thread, else of the main one.
 
     >>> place_in('  File "/home/u/test_a.py", line 31 in test_b')
     'at test_a.py:31'
@@ -271,7 +266,7 @@ def place_in(stacks: str) -> str:
 
 
 def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
-    """Return the function of torch's that the user's innermost frame is in, if any, and the line of that frame."""
+    """Return the function of torch's that the user's innermost frame calls, if any, and the line of that frame."""
     inside = ""
     for file, line, name in frames:
         if not _is_not_the_users(file):
@@ -286,7 +281,7 @@ def _is_not_the_users(file: str) -> bool:
 
 
 def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # which begins with the place, over lines
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # its text begins with lines of source
         place = f"{os.path.basename(str(error.filename))}, line {error.lineno}"
         return f"{type(error).__name__}: {error.msg} ({place})"
     first, *more = [line.strip() for line in "".join(shown.format_exception_only()).splitlines() if line.strip()] or [
@@ -296,7 +291,7 @@ def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> s
 
 
 def _links(error: BaseException) -> int:
-    """Return how many exceptions led to ``error``."""
+    """Return the number of exceptions that led to ``error``."""
     seen: set[int] = set()
     linked: BaseException | None = error
     while linked is not None and id(linked) not in seen:
@@ -306,7 +301,7 @@ def _links(error: BaseException) -> int:
 
 
 def _trim(shown: traceback.TracebackException, links: int) -> None:
-    """Leave out hidden frames, and what lies more than ``links`` causes back."""
+    """Leave out hidden frames, and exceptions more than ``links`` causes back."""
     kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
     if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
         shown.stack[:] = kept
@@ -324,7 +319,7 @@ def _covers(each: HiddenFrames, frame: traceback.FrameSummary) -> bool:
 
 
 def trim_stacks(text: str) -> str:
-    """Leave hidden frames out of what faulthandler wrote, and its list of extension modules."""
+    """Leave hidden frames out of faulthandler's output, and its list of extension modules."""
     return re.sub("|".join((*_patterns(), r"^Extension modules: .*\n?")), "", text, flags=re.MULTILINE)
 
 

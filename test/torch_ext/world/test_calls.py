@@ -39,7 +39,7 @@ class Awaitable:
         (coroutine, "a coroutine"),
         (generator, "a generator"),
         (async_generator, "an asynchronous generator"),
-        (Awaitable, r"something to await \(Awaitable\)"),
+        (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
 def test_body_that_has_not_run_is_refused_in_words_and_closed(function: Callable[[], Any], kind: str) -> None:
