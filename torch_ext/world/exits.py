@@ -143,8 +143,8 @@ class ExitFunctions:
 class ThreadErrors:
     """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`.
 
-    ``thread`` is None for one of :mod:`_thread`, whose exception Python reports as unraisable. An exception that a hook of
-    the test gets does not count; one that the interpreter's hook gets, put back by a test, does.
+    ``thread`` is None for one of :mod:`_thread`, whose exception Python reports as unraisable. An exception that
+    a hook of the test gets does not count; one that the interpreter's hook gets, put back by a test, does.
     """
 
     def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:

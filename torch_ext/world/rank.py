@@ -110,8 +110,8 @@ class Rank:
 
     @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. Unless it is a failure, first finish the body's threads and exit functions; then wait
-        for the peers.
+        """Hand in the receipt, once. Unless it is a failure, finish the body's threads and exit functions before, and
+        wait for the peers afterwards.
 
         Returns:
             Whether every rank is done, so that this process may end without teardown.

@@ -88,8 +88,8 @@ class HangWatch:
         self._moved, self._since_s, self._asked, self._before = True, None, {}, {}
 
     def look(self, ranks: Collection[int], now_s: float) -> bool:
-        """Begin a look at ``ranks``, which each answers by :meth:`observed`. Return False while an answer to the last look
-        is missing.
+        """Begin a look at ``ranks``, which each answers by :meth:`observed`. Return False while the last look lacks an
+        answer.
         """
         if self._moved or self._computes(ranks, now_s - (self.next_s - self._every_s)):
             self._note_progress(now_s)

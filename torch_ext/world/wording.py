@@ -4,8 +4,8 @@ Standard library and own layer only.
 Note [Hidden frames]
 ~~~~~~~~~~~~~~~~~~~~
 Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
-registers its own with :func:`hide` at its import. Whole files are left out of tracebacks only: a rank may hang in any of
-their functions, so stacks lose just the functions that a layer names. A zygote sends its list with
+registers its own with :func:`hide` at its import. Whole files are left out of tracebacks only: a rank may hang in any
+function of them, so stacks lose just the functions that a layer names. A zygote sends its list with
 :class:`~torch_ext.world.protocol.Loaded` to the supervisor, which loads none of these layers.
 """
 
