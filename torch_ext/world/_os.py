@@ -29,51 +29,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from os import fork, getpid, getppid, waitpid
-from time import monotonic, sleep
+from os import fork as fork
+from os import getpid as getpid
+from os import getppid as getppid
+from os import waitpid as waitpid
+from time import monotonic as monotonic
+from time import sleep as sleep
 from typing import IO, ParamSpec, TypeVar
 
 from torch_ext.world.protocol import Process
-
-__all__ = [
-    "adopt_orphans",
-    "children_of",
-    "command_line",
-    "computed_s",
-    "delayed_s",
-    "descendants_of",
-    "die_with_parent",
-    "end_process",
-    "environment_at_start",
-    "environment_of",
-    "flush_output",
-    "fork",
-    "getpid",
-    "getppid",
-    "group_of",
-    "is_ending",
-    "is_stopped",
-    "known",
-    "lead_process_group",
-    "lists_children",
-    "monotonic",
-    "move_heap_to_huge_pages",
-    "others_of_parent_half",
-    "require_supported",
-    "short_command",
-    "signal_name",
-    "sleep",
-    "starved_s",
-    "stat_of",
-    "still_there",
-    "tasks",
-    "umask",
-    "unnamed_file",
-    "waitpid",
-    "watch_exit",
-    "with_room",
-    "words_of",
-]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

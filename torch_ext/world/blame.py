@@ -41,8 +41,6 @@ from torch_ext.world.outcome import (
 )
 from torch_ext.world.wording import ranks_phrase
 
-__all__ = ["blame_absent", "find_blame", "find_disagreement"]
-
 # A wait in words: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")

@@ -33,17 +33,6 @@ from typing import Any
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
 
-__all__ = [
-    "WRITE_TO_OWN",
-    "Callbacks",
-    "Channel",
-    "ChannelBrokenError",
-    "ChannelClosedError",
-    "channel_pair",
-    "close_all",
-    "readable",
-]
-
 _HEADER = struct.Struct("!III")
 _MAGIC = 0xF57E54C4
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")

@@ -47,25 +47,6 @@ from torch_ext.world import _os, settings
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.protocol import Preparation
 
-__all__ = [
-    "PACKAGE_ROOT",
-    "child_main",
-    "compute_on_one_thread",
-    "end_fork",
-    "enter",
-    "exit_code_of",
-    "load",
-    "load_first_uses",
-    "main",
-    "noted",
-    "preparation_of_this_process",
-    "reason_not_to_fork",
-    "redirect",
-    "replace_thread_pool",
-    "start_interpreter",
-    "uncollected",
-]
-
 # Exit codes from here on overflow in Python.
 _LONG = 1 << 63
 

@@ -26,17 +26,6 @@ from typing import Any
 
 from torch_ext.world import _os
 
-__all__ = [
-    "Debts",
-    "ExitFunctions",
-    "ThreadErrors",
-    "UnfinishedWorkError",
-    "disown_exit_functions",
-    "unfinalized_globals",
-    "write_stacks_before",
-    "write_text",
-]
-
 # Deadly signals without a handler of faulthandler's, which would write the stacks to stderr.
 _SILENT = {
     signal.Signals[name]

@@ -27,20 +27,6 @@ from torch_ext.world.operations import WaitPage
 from torch_ext.world.settings import Patience
 from torch_ext.world.wording import printable
 
-__all__ = [
-    "Capture",
-    "Ends",
-    "Live",
-    "RankProcess",
-    "folder",
-    "give_up",
-    "open_capture",
-    "open_ends",
-    "read_stacks",
-    "restore",
-    "use",
-]
-
 _TAIL_BYTES = 16 << 10
 # Bytes to read of one rank before turning to the others: more than a pipe holds, so that once is enough at its end.
 # Bytes from which on a line is printed in pieces, and from which on only a tail of the output is kept.

@@ -53,8 +53,6 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import Limits, Patience
 from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
-__all__ = ["RankTask", "World", "ZygoteLostError", "ask_zygote", "start_world"]
-
 # Seconds for an answer; and on top for a rank that, sampled for one more second, waits for a core.
 _ANSWER_S, _MORE_S = 1.0, 10.0
 

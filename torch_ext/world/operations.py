@@ -51,26 +51,6 @@ from typing import Any, NamedTuple
 from torch_ext.world import _os, wording
 from torch_ext.world.protocol import Wait
 
-__all__ = [
-    "ALL",
-    "VARIABLE",
-    "Operation",
-    "ThreadWait",
-    "WaitPage",
-    "after_body",
-    "look_through",
-    "note_destroyed",
-    "operation_of",
-    "own_record",
-    "own_summary",
-    "peers_waited_for",
-    "raised_by_transport",
-    "test_began",
-    "waits_of_error",
-    "waits_of_threads",
-    "watch_stores",
-]
-
 _THREADED_GROUP = "/multi_threaded_pg.py"
 # Python files of torch whose functions call into a process group, a store or RPC, and wait there.
 _WAITING_FILES = (

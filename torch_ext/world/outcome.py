@@ -27,22 +27,6 @@ from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, Receipt, Said, Wait
 from torch_ext.world.wording import place_in, ranks_phrase
 
-__all__ = [
-    "Collective",
-    "Ending",
-    "Mismatch",
-    "Outcome",
-    "destroyed_at",
-    "disagreement",
-    "first_mismatch",
-    "may_be_expected",
-    "minority",
-    "ran_out_of_time",
-    "read_groups",
-    "read_record",
-    "uneven_sizes",
-]
-
 
 class Ending(Enum):
     """How a rank ended."""

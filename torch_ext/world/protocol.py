@@ -35,42 +35,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = [
-    "NO_TICKET",
-    "OWNER_VARIABLE",
-    "STACK_SIGNAL",
-    "AddClient",
-    "Ask",
-    "AskOthers",
-    "Collectives",
-    "Copy",
-    "CopyOrder",
-    "Devices",
-    "Ended",
-    "Farewell",
-    "HiddenFrames",
-    "Inherited",
-    "LeftBehind",
-    "Loaded",
-    "ModuleOrder",
-    "NotLoaded",
-    "Notice",
-    "Order",
-    "Phase",
-    "Preparation",
-    "Process",
-    "Progress",
-    "RankOrder",
-    "Receipt",
-    "RootOrder",
-    "Said",
-    "Signal",
-    "Start",
-    "Started",
-    "Ticket",
-    "Wait",
-]
-
 # Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 

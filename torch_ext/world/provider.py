@@ -37,24 +37,6 @@ from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
-__all__ = [
-    "become_zygote",
-    "forget",
-    "given_is_gone",
-    "load_and_serve",
-    "load_module",
-    "main",
-    "never_start_ranks",
-    "pid_behind",
-    "prepare",
-    "serve_as_copy",
-    "use",
-    "watch_this_process",
-    "zygote_for",
-    "zygote_of_this_process",
-    "zygotes",
-]
-
 
 class _Zygotes:
     """The zygotes of this process. A forked child has none: its parent's are not its own."""

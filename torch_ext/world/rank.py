@@ -52,8 +52,6 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.threads import LISTENER, leave_out, observe
 
-__all__ = ["Rank", "current", "failure", "main", "this_rank"]
-
 # Seconds for which a rank that passed waits for its peers before it tears down by itself.
 _RELEASE_WAIT_S = 1.0
 

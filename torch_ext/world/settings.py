@@ -29,38 +29,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = [
-    "ADDRESS_VARIABLE",
-    "INTERFACE_VARIABLES",
-    "LIMIT_ATTRIBUTE",
-    "MORE_S",
-    "NUMBER_VARIABLE",
-    "TIMEOUT_DEFAULT",
-    "TIMEOUT_OVERRIDE",
-    "HostFile",
-    "Limits",
-    "Patience",
-    "address",
-    "full_teardown",
-    "get_timeout",
-    "hang_after_s",
-    "hosts_of",
-    "interface_of",
-    "interface_variables",
-    "interpreter_wanted",
-    "is_spread",
-    "launcher_variables",
-    "ranks_per_host",
-    "read_at_load",
-    "seconds_of",
-    "show_output",
-    "spares_wanted",
-    "threads_per_rank",
-    "time_limit_s",
-    "timeout_of",
-    "trial_fork",
-]
-
 # Larger worlds are started on demand: spares hold memory until the next test.
 _MOST_SPARES = 16
 _HANG_AFTER_S = 10.0

@@ -61,20 +61,6 @@ from torch_ext.world import _os, operations
 from torch_ext.world.operations import Operation, ThreadWait, operation_of, waits_of_threads, watch_stores
 from torch_ext.world.protocol import Progress
 
-__all__ = [
-    "LISTENER",
-    "LOOPBACK",
-    "VARIABLE",
-    "ThreadState",
-    "belong_to",
-    "judge_threads",
-    "leave_out",
-    "makes_transport",
-    "observe",
-    "prepare",
-    "reserve",
-]
-
 # The name of the thread in which a rank answers its parent half.
 LISTENER = "torch_ext listener"
 

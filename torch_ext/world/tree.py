@@ -40,20 +40,6 @@ from torch_ext.world.protocol import (
 )
 from torch_ext.world.settings import Patience
 
-__all__ = [
-    "ZYGOTE_ENVIRONMENT",
-    "Child",
-    "HungImportError",
-    "LeftWhileLoadingError",
-    "LoadError",
-    "ModuleZygote",
-    "RootZygote",
-    "ZygoteClient",
-    "ZygoteCopy",
-    "ZygoteDiedError",
-    "start_root",
-]
-
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
 # Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, which no

@@ -20,22 +20,6 @@ from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
 from torch_ext.world.outcome import Ending, Mismatch, Outcome, disagreement, ran_out_of_time, read_record
 from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
-__all__ = [
-    "Judgement",
-    "UnjudgedRanksError",
-    "Verdict",
-    "WorldFailure",
-    "WorldReport",
-    "asked",
-    "check",
-    "check_fixtures",
-    "check_ran",
-    "end_of_output",
-    "judge",
-    "render",
-    "started",
-]
-
 # Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences, if another rank ended badly for
 # a reason of its own.
 _PEER_IS_GONE = re.compile(

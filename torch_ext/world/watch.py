@@ -17,8 +17,6 @@ from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
 from torch_ext.world.settings import MORE_S, Limits, Patience
 from torch_ext.world.wording import ranks_phrase, without_ranks
 
-__all__ = ["PARENT_HALF", "SILENCE_S", "Act", "Finding", "HangWatch", "Measures", "Step", "Watch", "silence_text"]
-
 # The parent half among ranks.
 PARENT_HALF = -1
 # Seconds without progress after which a message says why nothing is proven.

@@ -20,28 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from torch_ext.world import _os
 from torch_ext.world.protocol import HiddenFrames
 
-__all__ = [
-    "LEFT_BEHIND",
-    "PREFIX",
-    "add",
-    "add_note",
-    "announce",
-    "hidden",
-    "hide",
-    "left_behind",
-    "own_message",
-    "place_here",
-    "place_in",
-    "place_of",
-    "printable",
-    "ranks_phrase",
-    "read_error",
-    "show",
-    "show_by",
-    "trim_stacks",
-    "without_ranks",
-]
-
 # For a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
 

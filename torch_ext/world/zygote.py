@@ -57,8 +57,6 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-__all__ = ["Leftovers", "Zygote", "ends_by_itself", "read_when_loaded"]
-
 # Targets of a zygote's copy and of a rank.
 _SERVE = "torch_ext.world.provider:serve_as_copy"
 
