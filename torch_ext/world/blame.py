@@ -86,7 +86,7 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     """
     told: dict[int, tuple[str, str]] = {}
     for outcome in failed:
-        for rank, called, line in disagreement(_reason(outcome)):
+        for rank, called, line in disagreement(outcome.reason):
             told.setdefault(rank, (called, line))
     parties: dict[str, list[int]] = {}
     for rank, (call, _) in sorted(told.items()):
@@ -375,7 +375,3 @@ def _split(words: str) -> tuple[str, str]:
 def _in_words(call: tuple[str, str]) -> str:
     name, line = call
     return f"{name or 'a collective'} ({line})" if line else name or "a collective"
-
-
-def _reason(outcome: Outcome) -> str:
-    return outcome.receipt.reason if outcome.receipt is not None else ""

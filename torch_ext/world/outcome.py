@@ -99,6 +99,11 @@ class Outcome:
         return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
 
     @property
+    def reason(self) -> str:
+        """The reason of its receipt; empty without one."""
+        return self.receipt.reason if self.receipt is not None else ""
+
+    @property
     def sub_tests(self) -> tuple[str, ...]:
         """The sub-tests that failed, or skipped if no part failed."""
         return tuple(part.sub_test for part in self.receipt.parts if part.sub_test) if self.receipt else ()
@@ -141,7 +146,7 @@ class Outcome:
         if self.ending is Ending.PASSED:
             return "passed"
         if self.ending is Ending.SKIPPED:
-            return f"skipped: {_shorten(self.receipt.reason) if self.receipt else ''}"
+            return f"skipped: {_shorten(self.reason)}"
         if self.ending is Ending.FAILED:
             return self._failure()
         place = f" {self.place}" if self.place else ""
@@ -157,7 +162,7 @@ class Outcome:
         return f"was stopped{place}{self._when(f'while its {self.task} was running')}"
 
     def _failure(self) -> str:
-        reason = _shorten(self.receipt.reason) if self.receipt else ""
+        reason = _shorten(self.reason)
         error, _, message = reason.partition(": ")
         if not _EXCEPTION.fullmatch(error):
             return f"failed: {reason}"

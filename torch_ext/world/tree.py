@@ -194,6 +194,18 @@ class ZygoteClient:
         return descriptor
 
 
+def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) -> tuple[Channel, Child]:
+    """Start a zygote in another one; return its command channel. ``more``: descriptors that it gets besides."""
+    ours, theirs = channel_pair()
+    try:
+        return ours, Child(zygote, request, [theirs.fileno(), *more], pid)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+
+
 class ModuleZygote(ZygoteClient):
     """A zygote that loads one test module, in the background until :meth:`wait_loaded`.
 
@@ -204,21 +216,19 @@ class ModuleZygote(ZygoteClient):
     process: Child
 
     def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
-        ours, theirs = channel_pair()
-        self._stacks, stacks_writer = os.pipe()
         self.order = order
         self.imported: tuple[str, ...] | None = None
+        self._stacks, stacks_writer = os.pipe()
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
         request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
         try:
-            process = Child(root, request, [theirs.fileno(), stacks_writer], root_pid)
+            channel, process = _start_zygote(root, request, root_pid, stacks_writer)
         except BaseException:
             os.close(self._stacks)
             raise
         finally:
-            theirs.close()
             os.close(stacks_writer)
-        super().__init__(ours, process.pid, process)
+        super().__init__(channel, process.pid, process)
         self._limit_s = limit_s
         self._hung: HungImportError | None = None
         self._patience = Patience(limit_s, _os.monotonic())
@@ -289,15 +299,8 @@ class ZygoteCopy(ZygoteClient):
     process: Child
 
     def __init__(self, original: ZygoteClient) -> None:
-        ours, theirs = channel_pair()
-        try:
-            process = Child(original.channel, Copy(), [theirs.fileno()], original.pid)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        super().__init__(ours, process=process)
+        channel, process = _start_zygote(original.channel, Copy(), original.pid)
+        super().__init__(channel, process=process)
 
     def wait_loaded(self) -> None:
         """Wait until the copy serves.

@@ -162,13 +162,13 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
 
 
 def _disagrees(outcome: Outcome) -> bool:
-    return outcome.transport_failure is not None and any(disagreement(_reason(outcome)))
+    return outcome.transport_failure is not None and any(disagreement(outcome.reason))
 
 
 def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
     """Return the ranks that the transport names as the cause of the failures of ``waited``."""
     for outcome in waited:
-        found = _BARRIER.search(_reason(outcome))
+        found = _BARRIER.search(outcome.reason)
         failure = outcome.transport_failure
         if found is None and failure is not None:
             found = _SENDER_LEFT.search(failure.reason)
@@ -185,16 +185,12 @@ def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outc
     return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
 
 
-def _reason(outcome: Outcome) -> str:
-    return outcome.receipt.reason if outcome.receipt is not None else ""
-
-
 def _plural(words: str, ranks: Sequence[int]) -> str:
     return words if len(ranks) == 1 else re.sub("^was ", "were ", words)
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
-    reason = skipped[0].receipt.reason if skipped[0].receipt else ""
+    reason = skipped[0].reason
     what = "".join(f" sub-test {name}" for name in skipped[0].sub_tests)
     first, rest = [o.rank for o in skipped], [o.rank for o in others]
     said = f"{ranks_phrase(first)} skipped{what} ({reason}), and {ranks_phrase(rest)} did not"
@@ -228,7 +224,7 @@ def check() -> None:
     _started.clear()
     if left:
         raise UnjudgedRanksError(
-            f"{ranks_phrase(range(max(left)))} ran and nobody asked what became of them, so this test has not passed. "
+            f"{ranks_phrase(range(max(left)))} ran and this test ended without waiting for them, so it has not passed. "
             "Start the ranks once in a test, skip before they start, and leave the test method of the instance as it "
             "is: it waits for them."
         )
