@@ -1,5 +1,5 @@
 """The operating-system calls of the world that Python lacks or that tests replace, and what /proc says about processes.
-What is imported from here is as it was before any test module was imported.
+Tests may replace functions of ``os`` and ``time``; the names here keep the originals.
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. Linux only.
 

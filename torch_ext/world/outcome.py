@@ -60,17 +60,17 @@ class Outcome:
         receipt: its statement, if any.
         phase: its progress; None if it had not loaded the modules of its task.
         stacks: Python stacks of its threads, taken before it was stopped.
-        waits: what its threads waited for then.
+        waits: of its threads at the end.
         collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
             the same time.
-        output: the end of its own stdout and stderr.
+        output: the end of its stdout and stderr.
         left_behind: command lines of processes that it left running.
-        task: what it ran, in a word.
+        task: the word for it.
         started_s: when its world was asked for, or its test (``time.monotonic``).
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
         host: where it ran, in words, if the test asked for several hosts.
         out_of_memory: SIGKILL ended it, and the kernel has killed processes meanwhile for want of memory.
-        died_at: :attr:`place`, if ``output`` no longer holds what tells of it.
+        died_at: :attr:`place`, if ``output`` no longer shows it.
         delayed_s: for how many seconds of its test it could have run, and waited for a core, until it was stopped.
     """
 

@@ -128,7 +128,7 @@ class Rank:
 
     @_os.with_room
     def report(self, receipt: Receipt) -> Receipt:
-        """Hand in the receipt of one test and live on for the next; return what was handed in."""
+        """Hand in the receipt of one test and live on for the next; return the receipt."""
         self._end_fork(receipt)
         if receipt.said is not Said.FAILED:
             try:

@@ -1,4 +1,4 @@
-"""What a user sets: environment variables, time limits, hosts. Standard library only; the supervisor reads them too.
+"""The settings of a user: environment variables, time limits, hosts. Standard library only; the supervisor reads them.
 
 ``docs/architecture.md`` lists the variables. They are read on use, in the process that acts on them, since a test class
 may set them in ``setUp``.

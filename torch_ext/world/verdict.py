@@ -122,7 +122,7 @@ def _is_consequence(outcome: Outcome) -> bool:
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
-    """Whether the rank waited for peers in vain, until a time limit or provably for ever."""
+    """Whether the rank waited for absent peers, until a time limit or provably for ever."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
         return outcome.receipt is None
     failure = outcome.transport_failure

@@ -44,7 +44,7 @@ class Measures:
 
 
 class Finding(Enum):
-    HUNG = "no rank can go on, and nobody else can end their waits"
+    HUNG = "no rank can go on, and no other process can end their waits"
     SILENT = "there is no progress, and no proof either"
 
 
@@ -52,7 +52,7 @@ class HangWatch:
     """Watches one world.
 
     A hang is found ``limits.hang_s`` seconds after a look at which every rank was blocked, if that holds at each look
-    since, no thread has run meanwhile, and nobody else may act.
+    since, no thread has run meanwhile, and no other process may act.
 
     Args:
         limits: of the test.
@@ -352,7 +352,7 @@ class Watch:
         return all(rank in self._receipts for rank in self._alive())
 
     def _trouble(self) -> bool:
-        """Whether some rank failed or died, so that its peers may wait for it in vain."""
+        """Whether some rank failed or died, so that its peers may wait for it forever."""
         if any(receipt.said is Said.FAILED for receipt in self._receipts.values()):
             return True
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())

@@ -182,7 +182,7 @@ def hidden() -> tuple[HiddenFrames, ...]:
 
 
 def add(frames: Iterable[HiddenFrames]) -> None:
-    """Register what another process has registered."""
+    """Register the frames that another process has registered."""
     _hidden.update(dict.fromkeys(frames))
 
 

@@ -20,7 +20,7 @@ A zygote is the subreaper of its descendants: a process whose parent has ended b
 the child of the zygote that started it. Every child of a zygote leads a process group of its own, which the processes
 that it starts join, so the group names the owner. A process that has left the group still has ``TORCH_EXT_OWNER`` in
 its environment; one with neither is charged to the child that ended last. A process whose owner still lives stays: the
-processes of a class serve until the class ends. Helpers that end by themselves are nobody's leftovers.
+processes of a class serve until the class ends. Helpers that end by themselves are no leftovers.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _CLEANUP_S = 4.0
 
 
 def ends_by_itself(command: str) -> bool:
-    """Whether a process with this command line ends once nobody uses it.
+    """Whether a process with this command line ends after its last client.
 
     >>> ends_by_itself("/usr/bin/python3 -c from multiprocessing.resource_tracker import main;main(7)")
     True
