@@ -30,7 +30,7 @@ TIERS = ("quick", "promises", "rest", "all")
 
 _OURS = "torch_ext.testing._internal."
 _STARTERS = (
-    "multiprocessing", "pty", "subprocess", "torch_ext.program.run", "torch_ext.world.start",
+    "multiprocessing", "pty", "subprocess", "torch_ext.program.run", "torch_ext.world.follow.start_world",
     *(_OURS + name for name in ("_distributed.continuous", "_distributed.multi_process", "_fsdp.cases")),
 )  # fmt: skip
 _EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
@@ -74,7 +74,11 @@ def _imports_a_starter(name: str) -> bool:
 
 def _imported_by(module: ModuleType) -> Iterator[str]:
     for value in vars(module).values():
-        yield value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", "") or "")
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        else:
+            home = str(getattr(value, "__module__", "") or "")
+            yield from (home, f"{home}.{getattr(value, '__name__', '')}")
 
 
 def refuse_processes(refused: bool) -> None:

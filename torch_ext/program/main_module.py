@@ -22,16 +22,16 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
 from torch_ext.program.autoload import packages as packages_asked_for
-from torch_ext.world import frames
+from torch_ext.world import wording
 
 __all__ = ["Program", "finalize", "run_main"]
 
-frames.hide(r"/torch_ext/program/main_module\.py")
-frames.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
-frames.hide(r"/torch_ext/cuda_as_sim/loader\.py")
-frames.hide(r"/ast\.py", "parse")
-frames.hide(r"(?:<frozen runpy>|/runpy\.py)")
-frames.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
+wording.hide(r"/torch_ext/program/main_module\.py")
+wording.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
+wording.hide(r"/torch_ext/cuda_as_sim/loader\.py")
+wording.hide(r"/ast\.py", "parse")
+wording.hide(r"(?:<frozen runpy>|/runpy\.py)")
+wording.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
 
 
 @dataclass(frozen=True)

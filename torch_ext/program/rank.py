@@ -29,7 +29,7 @@ from torch_ext.program import usage
 from torch_ext.program.autoload import mark_worker
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.program.usage import Facts
-from torch_ext.world import frames, operations
+from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
@@ -42,7 +42,7 @@ __all__ = ["STORE_HOST", "run", "serve_store"]
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 
-frames.hide(r"/torch_ext/program/rank\.py")
+wording.hide(r"/torch_ext/program/rank\.py")
 # Wait for their caller.
 operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
 
@@ -81,7 +81,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
         own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
     except OSError:
         if error is not None and not isinstance(error, SystemExit):
-            print(frames.read_error(error)[1], end="", file=sys.stderr, flush=True)
+            print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
     _call_exit_functions()
     finalize(LISTENER)
     sys.exit(code)

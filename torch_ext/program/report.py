@@ -8,8 +8,7 @@ from dataclasses import replace
 from torch_ext.program.options import Options, Output
 from torch_ext.program.usage import Facts
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.render import render
-from torch_ext.world.verdict import Verdict, WorldReport, judge
+from torch_ext.world.verdict import Verdict, WorldReport, judge, render
 from torch_ext.world.wording import PREFIX, left_behind, ranks_phrase
 
 __all__ = ["as_program", "exit_code", "failure", "hang", "remarks"]

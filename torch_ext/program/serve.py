@@ -29,7 +29,7 @@ from typing import NoReturn
 from torch_ext.program import autoload
 from torch_ext.program.options import HOST
 from torch_ext.program.zygote import Welcome, is_own, key_of, listen, preparation, search_path
-from torch_ext.world import files, frames, wording
+from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 
@@ -147,7 +147,7 @@ class _Server:
             return
         descriptor = self._zygote.add_client()
         try:
-            line.send(Welcome(frames.hidden(), self._root.process.pid), [descriptor])
+            line.send(Welcome(wording.hidden(), self._root.process.pid), [descriptor])
         except (ChannelClosedError, OSError):
             line.close()
             return

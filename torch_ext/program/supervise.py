@@ -23,12 +23,10 @@ from torch_ext.program.zygote import search_path, zygote_for
 from torch_ext.world import settings, wording
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.files import Live
-from torch_ext.world.follow import World, ZygoteLostError
-from torch_ext.world.hosts import launcher_variables
-from torch_ext.world.limits import Limits
+from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Inherited
-from torch_ext.world.start import RankTask, start_world
+from torch_ext.world.settings import Limits, launcher_variables
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, judge
 from torch_ext.world.wording import own_message

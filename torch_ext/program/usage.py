@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ext.program import autoload
-from torch_ext.world import collectives
+from torch_ext.world import operations
 from torch_ext.world.wording import ranks_phrase
 
 __all__ = ["Facts", "groups_made", "report_at_end", "uses_of_device", "what_was_never_used"]
@@ -69,7 +69,7 @@ def uses_of_device() -> int:
 def _objects_alone() -> int:
     """Return the number of objects moved between ranks; 0 if other tensors of the host moved, too."""
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
-    entries = json.loads(collectives.own_record() or "{}").get("entries", []) if moved else []
+    entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
     types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
     return moved if types <= _TYPES_OF_OBJECTS else 0
 

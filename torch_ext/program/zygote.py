@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ext.world import files, frames, wording
+from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import HiddenFrames, Preparation
@@ -159,7 +159,7 @@ def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
             return None
         welcome, descriptors = line.receive()
         if isinstance(welcome, Welcome) and descriptors:
-            frames.add(welcome.hidden_frames)
+            wording.add(welcome.hidden_frames)
             channel = Channel.from_descriptor(descriptors[0])
             held.callback(channel.close)
             return ZygoteClient(channel, welcome.zygote_pid)

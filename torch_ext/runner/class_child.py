@@ -24,7 +24,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
-from torch_ext.world import _os, frames
+from torch_ext.world import _os, wording
 from torch_ext.world.channel import (
     WRITE_TO_OWN,
     ChannelBrokenError,
@@ -32,9 +32,9 @@ from torch_ext.world.channel import (
     channel_pair,
     close_all,
 )
-from torch_ext.world.follow import read_stacks
-from torch_ext.world.limits import Patience
+from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Notice
+from torch_ext.world.settings import Patience
 from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
 from torch_ext.world.wording import printable
 
@@ -214,7 +214,7 @@ class ClassChild:
         self._hung = ""
         if not stopped:
             self._child.send_signal(STACK_SIGNAL)
-            self._hung = frames.trim_stacks(read_stacks({0: self._stacks})[0])
+            self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
         self._child.send_signal(signal.SIGKILL)
         end_s = _os.monotonic() + _KILL_S
         while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
@@ -272,7 +272,7 @@ class ClassChild:
         Args:
             to: up to this position in all that it has printed, in bytes; None: up to now.
         """
-        return frames.trim_stacks(self._output.new(to))
+        return wording.trim_stacks(self._output.new(to))
 
 
 class _Kept:

@@ -30,16 +30,15 @@ from torch_ext.runner.messages import (
     TestStarted,
 )
 from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.world import _os, child, files, frames, provider, verdict, wording
-from torch_ext.world.calls import check_fixtures, check_ran
+from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import ExitFunctions, UnfinishedWorkError
 from torch_ext.world.follow import ZygoteLostError
-from torch_ext.world.limits import TIMEOUT_DEFAULT, timeout_of
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
-from torch_ext.world.render import WorldFailure
+from torch_ext.world.settings import TIMEOUT_DEFAULT, timeout_of
+from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
 __all__ = ["main"]
 
@@ -239,7 +238,7 @@ class _ClassResult(unittest.TestResult):
     def end_fork(self, error: BaseException | None) -> None:
         """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
         if _os.getpid() != self._pid:
-            end_fork(error, frames.read_error(error)[1] if error is not None else "")
+            end_fork(error, wording.read_error(error)[1] if error is not None else "")
 
     def begin(self, test: unittest.TestCase) -> None:
         """Unittest is about to run ``test``."""
@@ -393,5 +392,5 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
     if isinstance(error, ZygoteLostError):  # where that was noticed says nothing either
         way = "A signal of the test to a parent process or a process group may have reached it."
         return Remark(f"The ranks were lost: {error}. {way}")
-    said, trace = frames.read_error(error)
+    said, trace = wording.read_error(error)
     return Raised(said, trace.rstrip(), where)

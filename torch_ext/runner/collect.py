@@ -15,8 +15,8 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.results import Needs
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel
-from torch_ext.world.hosts import hosts_of
 from torch_ext.world.protocol import STACK_SIGNAL
+from torch_ext.world.settings import hosts_of
 
 __all__ = ["find_tests", "main", "needs_of"]
 

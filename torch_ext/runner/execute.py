@@ -26,11 +26,11 @@ from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.runner.zygotes import RunZygotes
-from torch_ext.world import _os, frames
+from torch_ext.world import _os, wording
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
-from torch_ext.world.follow import read_stacks
-from torch_ext.world.limits import Patience
+from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Devices
+from torch_ext.world.settings import Patience
 from torch_ext.world.tree import (
     HungImportError,
     LeftWhileLoadingError,
@@ -129,7 +129,7 @@ class RunExecutor:
                 yield Pause((ours,), patience.look_s)
                 if not ours.poll() and patience.is_over(_os.monotonic(), _os.computed_s(child.pid)):
                     child.send_signal(STACK_SIGNAL)
-                    found = frames.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
+                    found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                     told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
                     raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
             message: TestNames = ours.receive()[0]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_ext.runner.results import Needs, Problem, Status
-from torch_ext.world import frames
+from torch_ext.world import wording
 from torch_ext.world.outcome import Outcome
 
 __all__ = [
@@ -36,9 +36,9 @@ __all__ = [
 
 # Frames of the process that sends these messages, hidden on both sides: what a class process prints is read where none
 # of its own modules is loaded.
-frames.hide(r"/runner/class_process\.py", "main", outwards=True)
-frames.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
-frames.hide(r"/runner/interrupts\.py", "_take")
+wording.hide(r"/runner/class_process\.py", "main", outwards=True)
+wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
+wording.hide(r"/runner/interrupts\.py", "_take")
 
 
 @dataclass(frozen=True)

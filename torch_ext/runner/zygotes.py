@@ -13,8 +13,8 @@ from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
 from torch_ext.world.child import first_uses
-from torch_ext.world.limits import Patience
 from torch_ext.world.protocol import ModuleOrder, Preparation
+from torch_ext.world.settings import Patience
 from torch_ext.world.tree import (
     LoadError,
     ModuleZygote,

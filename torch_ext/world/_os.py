@@ -1,67 +1,46 @@
-"""Every operating-system call that the world makes beyond what Python offers on all systems, and those that tests put
-others in the place of: taken from here, they are what they were before a test module was imported.
+"""The operating-system calls of the world that Python lacks or that tests replace, and what /proc says about processes.
+Tests may replace functions of ``os`` and ``time``; the names here keep the originals.
 
-Runs in the supervisor, in zygotes and in ranks; imports the standard library only. On Linux everything here works;
-elsewhere the functions say so through :data:`CAN_FORK` or return nothing, and ranks are fresh interpreters.
+Runs in the supervisor, in zygotes and in ranks; imports the standard library only. Linux only.
+
+Note [Who else may act]
+~~~~~~~~~~~~~~~~~~~~~~~
+A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. It knows the children that
+it has forked: ranks, spares, the class process, its copies. A rank, the parent half or the import of the test's file
+started all others. Processes of the import stay with the original zygote, which tells its copies about them. The parent
+half looks at its own children and threads. If it is no child of a zygote (pytest, ``python test_x.py``), it adopts its
+orphans itself, so that it can find them.
+
+Processes that have ended or are being killed do not count, nor do two that only clean up: multiprocessing's resource
+tracker and torch's shared memory manager. Read descendants before the zygote's own children: a process whose parent
+ends in between is then seen in one of the two places.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from os import fork, getpid, getppid, waitpid
-from time import monotonic, sleep
+from collections.abc import Callable, Iterable, Iterator
+from os import fork as fork
+from os import getpid as getpid
+from os import getppid as getppid
+from os import waitpid as waitpid
+from time import monotonic as monotonic
+from time import sleep as sleep
 from typing import IO, ParamSpec, TypeVar
 
-__all__ = [
-    "CAN_FORK",
-    "SUPPORTED",
-    "adopt_orphans",
-    "children_of",
-    "command_line",
-    "computed_s",
-    "delayed_s",
-    "descendants_of",
-    "die_with_parent",
-    "end_process",
-    "environment_at_start",
-    "environment_of",
-    "flush_output",
-    "fork",
-    "getpid",
-    "getppid",
-    "group_of",
-    "is_ending",
-    "is_stopped",
-    "lead_process_group",
-    "lists_children",
-    "monotonic",
-    "move_heap_to_huge_pages",
-    "require_supported",
-    "signal_name",
-    "sleep",
-    "starved_s",
-    "stat_of",
-    "tasks",
-    "umask",
-    "unnamed_file",
-    "waitpid",
-    "watch_exit",
-    "with_room",
-]
+from torch_ext.world.protocol import Process
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-SUPPORTED = sys.platform != "win32"
-CAN_FORK = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,16 +54,9 @@ _FRAMES = 1000
 
 
 def require_supported() -> None:
-    """Raise where ranks cannot be started at all.
-
-    Raises:
-        RuntimeError: this is Windows.
-    """
-    if not SUPPORTED:
-        raise RuntimeError(
-            "torch_ext starts ranks on Linux and macOS: it hands open files from process to process, which Windows "
-            "cannot. Use the Windows Subsystem for Linux."
-        )
+    """Raise RuntimeError on any system but Linux."""
+    if sys.platform != "linux":
+        raise RuntimeError("torch_ext starts ranks on Linux only; on Windows, use the Windows Subsystem for Linux")
 
 
 @functools.cache
@@ -93,23 +65,15 @@ def _libc() -> ctypes.CDLL:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the thread that started it ends; exit now if ``parent`` is gone already."""
-    if CAN_FORK:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if getppid() != parent:
-            os._exit(1)
-
-
-def own_group() -> None:
-    """Leave the process group: a signal to the group of what runs here is not meant for who started it."""
-    with contextlib.suppress(OSError):  # it leads one already, or a session
-        os.setpgid(0, 0)
+    """Have the kernel kill this process when the thread that started it ends; exit now if ``parent`` is gone."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if getppid() != parent:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that leftovers can be found and reaped."""
-    if CAN_FORK:
-        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of every descendant whose own parent ends, to find and reap leftovers."""
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -128,12 +92,12 @@ def lists_children() -> bool:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the pids of the children of ``pid``, and of theirs, as :func:`children_of` finds them."""
+    """Return the pids of the children of ``pid``, and of theirs."""
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` that follow the name, which may hold anything: the state first.
+    """Return the fields of ``/proc/PID/stat`` after the name (which may hold anything): the state first.
 
     Raises:
         OSError: the process is gone, or hidden, or the system has no such file.
@@ -143,8 +107,8 @@ def stat_of(pid: int) -> list[str]:
 
 
 def computed_s(pid: int) -> float:
-    """Return for how many seconds ``pid``, its descendants and those that they have reaped have computed, and the first
-    thread of each has waited for a core; 0 if the system cannot tell.
+    """Return the CPU time of ``pid``, its descendants and those that they have reaped, plus the time that the first
+    thread of each has waited for a core, in seconds; 0 if unknown.
     """
     try:
         fields = stat_of(pid)
@@ -156,7 +120,7 @@ def computed_s(pid: int) -> float:
 
 
 def starved_s(pid: int) -> float:
-    """Return for how many seconds the threads of ``pid`` have waited for a core; 0 if the system cannot tell."""
+    """Return the seconds for which the threads of ``pid`` have waited for a core; 0 if unknown."""
     try:
         return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -164,7 +128,7 @@ def starved_s(pid: int) -> float:
 
 
 def delayed_s(pid: int) -> float:
-    """Return for how many seconds the first thread of ``pid`` has waited for a core; 0 if the system cannot tell."""
+    """Return the seconds for which the first thread of ``pid`` has waited for a core; 0 if unknown."""
     return _waited_s(f"/proc/{pid}")
 
 
@@ -186,7 +150,7 @@ def command_line(pid: int) -> str:
 
 
 def tasks(pid: int = 0) -> int:
-    """Return how many threads, native ones included, ``pid`` has; by default this process. 0 if it is gone."""
+    """Return the number of threads, native ones included, of ``pid`` (default: this process); 0 if it is gone."""
     try:
         return len(os.listdir(f"/proc/{pid or 'self'}/task"))
     except OSError:
@@ -194,13 +158,13 @@ def tasks(pid: int = 0) -> int:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the environment that this process's program was started with, whatever has been set since."""
+    """Return the environment with which this process's program was started."""
     return dict(environment_of(getpid()) or os.environ)
 
 
 def watch_exit(pid: int) -> int:
     """Return a descriptor that becomes readable when child ``pid`` ends. The caller closes it and reaps the child."""
-    if hasattr(os, "pidfd_open"):
+    if hasattr(os, "pidfd_open"):  # which a Python built for old kernels lacks
         return os.pidfd_open(pid)
     reader, writer = os.pipe()
 
@@ -236,7 +200,7 @@ def group_of(pid: int) -> int:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that the program of ``pid`` was started with; empty if it is gone or not ours to read."""
+    """Return the environment with which the program of ``pid`` was started; empty if it is gone or not ours."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             entries = stream.read().split(b"\0")
@@ -247,7 +211,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether ``pid`` ends, or will as soon as it gets a core because it has been sent SIGKILL; False if it is gone."""
+    """Whether ``pid`` is exiting or has a pending SIGKILL; False if it is gone."""
     try:
         with open(f"/proc/{pid}/status") as stream:
             pending = (int(line.split()[1], 16) for line in stream if line.startswith(("SigPnd:", "ShdPnd:")))
@@ -278,7 +242,7 @@ def signal_name(number: int) -> str:
 
 
 def with_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have ``function`` run with frames enough, whatever recursion limit the test that calls it has set."""
+    """Decorator: run ``function`` with enough frames, whatever recursion limit the test has set."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -295,35 +259,30 @@ def with_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def flush_output() -> None:
-    """Write what this process has printed so far to where it goes. A test may have put anything there."""
+    """Flush stdout and stderr, which a test may have replaced with anything."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def umask() -> int:
-    """Return this process's umask, which cannot be read without setting it."""
+    """Return this process's umask, which only setting it reads."""
     found = os.umask(0)
     os.umask(found)
     return found
 
 
 def unnamed_file() -> IO[bytes]:
-    """Open a temporary file that has no name, so that nothing is left behind however its holders end. Writes append."""
+    """Open a temporary file without a name, which leaves nothing behind however its holders end. Writes append."""
     os.makedirs(tempfile.gettempdir(), 0o700, exist_ok=True)  # a test may have removed it
     file = tempfile.TemporaryFile(prefix="torch_ext-", buffering=0)  # noqa: SIM115  # the caller closes it
-    if SUPPORTED:
-        import fcntl
-
-        # Otherwise writers share one file position with the reader, and would overwrite what it has gone back to read.
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    # Otherwise writers share the reader's file position, and overwrite the part that it has gone back to.
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
 
 
 def move_heap_to_huge_pages() -> None:
     """See Note [Huge pages]. Kernels before 6.1, or without huge pages, refuse."""
-    if not CAN_FORK:
-        return
     libc = _libc()
     with open("/proc/self/maps") as stream:
         areas = [line.split() for line in stream]
@@ -333,3 +292,79 @@ def move_heap_to_huge_pages() -> None:
             for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end, _HUGE_PAGE_BYTES):
                 if page + _HUGE_PAGE_BYTES <= end:
                     libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
+
+
+_COMMAND_CHARACTERS = 100
+
+
+def short_command(command: str) -> str:
+    """Return the first 100 characters of a command line, which may be a program of several, as one line.
+
+    >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
+    True
+    >>> short_command("python -c while True:\\n    pass")
+    'python -c while True: pass'
+    """
+    command = " ".join(command.split())
+    return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
+
+
+_CLEANS_UP = re.compile(
+    r"\S+ (-\S+ )*-c from multiprocessing\.resource_tracker import main;main\(\d+\)|\S*/torch_shm_manager"
+)
+
+
+def others_of_parent_half(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
+    """Return the children of this process that may act, in words: all but ``zygotes`` and those of ``ranks``."""
+    ours = set(zygotes).union(*map(_ancestors, ranks))
+    return tuple(words_of(pid for pid in children_of(getpid()) if pid not in ours))
+
+
+def known(pids: Iterable[int]) -> tuple[Process, ...]:
+    """Return those of ``pids`` that may act, told apart from later processes of the same number."""
+    return tuple(Process(pid, start) for pid in _live(pids) if (start := start_of(pid)))
+
+
+def still_there(processes: Iterable[Process]) -> Iterator[str]:
+    """Yield those of ``processes`` that may still act, in words."""
+    return words_of(each.pid for each in processes if start_of(each.pid) == each.start)
+
+
+def words_of(pids: Iterable[int]) -> Iterator[str]:
+    """Yield those of ``pids`` that may act, in words."""
+    return (f"process {pid} ({short_command(command_line(pid)) or '?'})" for pid in _live(pids))
+
+
+def _live(pids: Iterable[int]) -> Iterator[int]:
+    """Yield those that may act. A process that only cleans up stands for those below it."""
+    for pid in pids:
+        if _has_ended(pid) or is_ending(pid):
+            continue
+        if _CLEANS_UP.fullmatch(command_line(pid)):
+            yield from _live(children_of(pid))
+        else:
+            yield pid
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return stat_of(pid)[0] in "ZX"
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+
+
+def start_of(pid: int) -> str:
+    """Return when process or thread ``pid`` started, in the kernel's ticks; empty if it is gone."""
+    try:
+        return stat_of(pid)[19]
+    except OSError:
+        return ""
+
+
+def _ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        while pid > 1 and pid not in found:
+            found.add(pid)
+            pid = int(stat_of(pid)[1])
+    return found

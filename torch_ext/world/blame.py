@@ -1,22 +1,22 @@
-"""Which rank is to blame, and the first line of a report. Pure functions.
+"""Finds the rank to blame, and writes the first line of a report. Pure functions.
 
 Note [Who is to blame for a hang]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that waits is rarely the one at fault. In this order:
+A rank that waits is rarely at fault. In this order:
 
-1. Ranks that create a process group need everyone: those who never came are to blame.
-2. Ranks that called different collectives as number *n* of one group disagree; the few are to blame, if there are few,
-   else those whose body is over, if the others' is not: what they wait in is the harness's.
+1. Ranks that create a process group need all ranks: the absent ones are to blame.
+2. Ranks that called different collectives as number *n* of one group disagree. A minority is to blame; without one, the
+   ranks whose body is over, if the others' is not: they wait in the harness's own collective.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
-   for its peer. These are the edges of a graph; a collective that raised an error has not ended in this sense. Those
-   that are waited for and wait for nobody are to blame; if their bodies are over, a collective that only a few have
-   called, which others wait for elsewhere, counts for nothing. If there are none, the ranks are in a deadlock, and its
-   cycle is shown; in it, a rank whose body is over is to blame, or the few that wait in another collective than most.
-4. Where some ranks wait for others and the rest does something else, the rest is to blame. One that was in a collective
-   when it ended has come, whatever it did then.
-5. Sizes that differ in a collective which may want them equal are told, and nobody is blamed.
+   for its peer. These are the edges of a graph; a collective that raised an error counts as unfinished. Ranks with
+   edges to them alone are to blame. If their bodies are over, ignore a collective that only a few ranks have called
+   and whose callers are awaited elsewhere. Without such ranks, report a deadlock and its cycle; in it, a rank whose
+   body is over is to blame, or the minority that waits in another collective.
+4. If some ranks wait and the others do something else, the others are to blame, but for a rank that was in a collective
+   when it ended.
+5. Different sizes in a collective that may want them equal are reported, without blame.
 
-A rank that holds the GIL or has been stopped cannot tell what it called; then the others' word counts.
+A rank that holds the GIL or is stopped cannot send its record; then the records of its peers count.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_ext.world.collectives import (
+from torch_ext.world.outcome import (
     Collective,
+    Ending,
     Mismatch,
+    Outcome,
     destroyed_at,
     disagreement,
     first_mismatch,
@@ -37,12 +39,9 @@ from torch_ext.world.collectives import (
     read_record,
     uneven_sizes,
 )
-from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.wording import ranks_phrase
 
-__all__ = ["blame_absent", "find_blame", "find_disagreement"]
-
-# A wait in words, such as "all_reduce() in test_a (test_a.py:12)", or as the simulated device has it.
+# A wait in words: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
@@ -50,12 +49,12 @@ _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 @dataclass(frozen=True)
 class _Edge:
-    """Rank ``waiting`` needs ``missing``; ``what`` is the operation, in words.
+    """Rank ``waiting`` waits for ``missing`` in the operation ``what``.
 
     Attributes:
-        call: what the user has called, and the line.
-        group: the process group, if it is a collective that all of them call.
-        came: how many ranks have called it.
+        call: the user's call, and its line.
+        group: the process group of a collective.
+        came: number of ranks that have called it.
     """
 
     waiting: int
@@ -67,10 +66,7 @@ class _Edge:
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
-    """Return what the ranks did not agree on, and the ranks that are to blame; None if they show nothing.
-
-    See Note [Who is to blame for a hang].
-    """
+    """Return the divergence of the ranks and those to blame; None if unknown. See Note [Who is to blame for a hang]."""
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     found = (
         _creation(outcomes)
@@ -84,14 +80,13 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
 
 
 def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
-    """Return what ranks of one collective disagree on, by what the backend raised in each of ``failed``; None if it
-    raised nothing of the kind.
+    """Return the disagreement of ranks in one collective, by the backend's errors in ``failed``; None if there is none.
 
-    Each error tells the rank's own call and one that differs from it; the ranks of the smaller party are to blame.
+    Each error has the rank's own call and one that differs from it; the ranks of the smaller party are to blame.
     """
     told: dict[int, tuple[str, str]] = {}
     for outcome in failed:
-        for rank, called, line in disagreement(_reason(outcome)):
+        for rank, called, line in disagreement(outcome.reason):
             told.setdefault(rank, (called, line))
     parties: dict[str, list[int]] = {}
     for rank, (call, _) in sorted(told.items()):
@@ -106,7 +101,7 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
 
 
 def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Sequence[Outcome]) -> Mismatch:
-    """Return that ``ranks`` kept ``waiting`` ones waiting, of which a backend or their not waiting tells."""
+    """Blame ``ranks``, by a backend's message or because they did not wait, for keeping ``waiting`` ranks waiting."""
     call = _call_of(waiting[0]) if waiting else ("", "")
     return Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, [o.rank for o in waiting], call))
 
@@ -133,7 +128,7 @@ def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
 def _destroyed(
     outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], group: str, call: tuple[str, str]
 ) -> Mismatch | None:
-    """Return that the ranks of ``absent`` that destroyed ``group``, if there are any, did so while others needed it."""
+    """Blame the ranks of ``absent`` that destroyed ``group`` while others needed it; None if there are none."""
     lines = {o.rank: line for o in outcomes if o.rank in absent and (line := destroyed_at(o.collectives, group))}
     if not lines:
         return None
@@ -153,7 +148,7 @@ def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Coll
 
 
 def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    """Return the first collective that some rank has not called, whatever became of it elsewhere."""
+    """Return the first collective that some rank has not called, finished elsewhere or not."""
     found = first_mismatch(records)
     if found is None or found.differ:
         return found
@@ -162,7 +157,7 @@ def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence
 
 
 def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
-    """Blame those of ``ranks`` whose body is over, if it is not so for all of them: their peers wait for more."""
+    """Blame the ranks whose body is over while their peers' is not."""
     over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
     if not over or len(over) == len(ranks):
         return found
@@ -187,7 +182,7 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
 
 
 def _roots(edges: Sequence[_Edge]) -> tuple[int, ...]:
-    """Return the ranks that are waited for and wait for nobody."""
+    """Return the ranks with edges to them alone."""
     return tuple(sorted({rank for edge in edges for rank in edge.missing} - {edge.waiting for edge in edges}))
 
 
@@ -228,11 +223,11 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
 
 
 def _failed_in_a_collective(outcome: Outcome) -> bool:
-    """Whether a collective raised what the rank failed with, of which the record soon says that it has ended."""
+    """Whether a collective raised the rank's failure: the record then shows it as finished."""
     failure = outcome.transport_failure
     if failure is None:
         return False
-    if not failure.waits:  # nothing is known of a wait for work that was begun elsewhere
+    if not failure.waits:  # a wait for work that was begun elsewhere
         return ran_out_of_time(failure.reason)
     return any(wait.transport and not wait.peers and not wait.everyone for wait in failure.waits)
 
@@ -264,7 +259,7 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
-    """Follow the edges from the first one until a rank comes up again."""
+    """Follow the edges from the first one to a rank that was seen before."""
     after = {edge.waiting: edge for edge in reversed(edges)}
     path = [edges[0].waiting]
     while True:
@@ -317,7 +312,7 @@ def _with_calls(found: Mismatch, outcomes: Sequence[Outcome]) -> Mismatch:
 def _cause_of_calls(
     calls: Sequence[tuple[tuple[int, ...], str]], guilty: Sequence[int], lines: Mapping[int, str]
 ) -> str:
-    """Return who called what, beginning with the guilty ranks; if there are none, with all."""
+    """Return the calls of the ranks, the guilty ones first."""
     first = [(ranks, call) for ranks, call in calls if set(ranks) <= set(guilty)]
     others = [(ranks, call) for ranks, call in calls if (ranks, call) not in first]
 
@@ -350,7 +345,7 @@ def _kept(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[
 
 
 def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
-    """Return what the first of the absent ranks did instead, as the end of a sentence; empty if it is not known."""
+    """Return what the first absent rank did instead, as the end of a sentence; empty if unknown."""
     outcome = next(o for o in outcomes if o.rank == absent[0])
     who = "it" if len(absent) == 1 else f"rank {absent[0]}"
     if any(wait.over for wait in outcome.waits) or outcome.ending in (Ending.PASSED, Ending.SKIPPED):
@@ -361,7 +356,7 @@ def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
 
 
 def _call_of(outcome: Outcome) -> tuple[str, str]:
-    """Return the collective or the like that a rank waits in, and the line."""
+    """Return the operation that a rank waits in, and its line."""
     call, line = _split(next((wait.words for wait in outcome.waits if wait.transport and not wait.over), ""))
     return call, line or (outcome.receipt.place if outcome.receipt is not None else "")
 
@@ -380,7 +375,3 @@ def _split(words: str) -> tuple[str, str]:
 def _in_words(call: tuple[str, str]) -> str:
     name, line = call
     return f"{name or 'a collective'} ({line})" if line else name or "a collective"
-
-
-def _reason(outcome: Outcome) -> str:
-    return outcome.receipt.reason if outcome.receipt is not None else ""

@@ -2,16 +2,16 @@
 
 A frame is a 12-byte header (a magic number, the length of the payload in bytes and the number of descriptors, each an
 unsigned 32-bit integer in network order) and the pickled payload. The descriptors travel with the header in groups,
-since the kernel accepts at most 253 per message. A payload holds plain data and instances of our own classes; nothing
-else is unpickled. No channel ever leaves the machine.
+since the kernel accepts at most 253 per message. The unpickler accepts plain data and instances of our own classes.
+Both ends are on one machine.
 
 Note [Broken channels]
 ~~~~~~~~~~~~~~~~~~~~~~
 A test can write into any descriptor of its process, and so into its end of a channel. Reading therefore never blocks on
-half a frame: :meth:`Channel.poll` takes in what has arrived and is true when :meth:`Channel.receive` has a whole frame,
-or an end, to tell of. A channel with a wrong magic number, a length or a payload that cannot be, or a frame of which
-nothing more comes for 30 seconds is broken: it carries no further message. The reader tells its peer why, so that the
-process whose channel it was can say so in its own report, and treats the channel as closed.
+half a frame: :meth:`Channel.poll` reads pending bytes and is true when :meth:`Channel.receive` has a whole frame or an
+end. A wrong magic number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: it
+carries no further message. The reader sends its peer the reason, so that the writing process can report it, and treats
+the channel as closed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import io
 import os
 import pickle
 import select
+import selectors
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import fstat  # as it is now: a test may replace it
 from typing import Any
@@ -32,30 +33,19 @@ from typing import Any
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
 
-__all__ = [
-    "WRITE_TO_OWN",
-    "Channel",
-    "ChannelBrokenError",
-    "ChannelClosedError",
-    "channel_pair",
-    "close_all",
-    "readable",
-]
-
 _HEADER = struct.Struct("!III")
 _MAGIC = 0xF57E54C4
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
-# Far above any message of ours: an order carries what a test hands to its ranks, a result their output.
+# Far above any message of ours: an order carries a test's arguments, a result the output of ranks.
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
 _GROUP, _PART_BYTES = 200, 1 << 20
 _INT_BYTES = array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
-# How long nothing may arrive of a frame that has begun, in seconds. A sender writes a frame at one go, so only one that
-# has been stopped or starved keeps half of it back.
+# Seconds for which a frame may stall. A sender writes a frame at once, unless it is stopped or starved.
 _FRAME_S = 30.0
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
-# How much of what is no message is read and counted.
+# Bytes of junk to read and count.
 _JUNK_BYTES = 1 << 20
 
 _PACKAGE = __name__.partition(".")[0]
@@ -68,7 +58,7 @@ _STANDARD = {
     "signal": ("Signals",),
 }
 
-# Tests may replace it.
+# A test may replace pickle.dumps.
 _dumps = pickle.dumps
 
 
@@ -77,7 +67,7 @@ class ChannelClosedError(ConnectionError):
 
 
 class ChannelBrokenError(ChannelClosedError):
-    """Something other than messages of the harness was written into a channel; the message says what, after a subject.
+    """A process has written junk into a channel; the message describes it, for a subject in front.
 
     Attributes:
         own: this process wrote it, and its peer refused it.
@@ -89,7 +79,7 @@ class ChannelBrokenError(ChannelClosedError):
 
 
 class _NoFrameError(Exception):
-    """What arrived is no frame; the message says what it is."""
+    """The bytes are no frame; the message describes them."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,7 +95,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Refused:
-    """Sent back to a process that has broken a channel."""
+    """The answer to a process that has broken a channel."""
 
     what: str
 
@@ -115,12 +105,11 @@ class Channel:
 
     Args:
         sock: the socket.
-        peer: inode of the socket at the other end, by which :meth:`receive` names its descriptor in an error; 0 if it
-            is not known.
+        peer: inode of the socket at the other end, to name its descriptor in errors; 0 if unknown.
     """
 
     def __init__(self, sock: socket.socket, peer: int = 0) -> None:
-        sock.settimeout(None)  # whatever socket.setdefaulttimeout() says
+        sock.settimeout(None)  # socket.setdefaulttimeout() of a test
         self._socket = sock
         self._peer = peer
         self._inode = fstat(sock.fileno()).st_ino
@@ -130,7 +119,7 @@ class Channel:
     def _begin(self) -> None:
         self._header, self._payload = bytearray(), bytearray()
         self._descriptors: list[int] = []
-        self._groups = 0  # bytes that are still to come with groups of descriptors
+        self._groups = 0  # missing bytes that carry groups of descriptors
         self.deadline_s = float("inf")
 
     @classmethod
@@ -187,8 +176,24 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError("the process at the other end is gone") from error
 
+    def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:
+        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end.
+
+        Raises:
+            ChannelClosedError: as :meth:`send`.
+        """
+        ours, theirs = channel_pair()
+        try:
+            self.send(message, [theirs.fileno(), *descriptors])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
     def _owns_descriptor(self) -> bool:
-        """Whether the descriptor is still this channel's: a test may close it, and open a file that gets its number."""
+        """Whether the descriptor is still this channel's: a test may close it and reuse its number."""
         try:
             return fstat(self._socket.fileno()).st_ino == self._inode
         except OSError:
@@ -203,8 +208,7 @@ class Channel:
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Whether :meth:`receive` returns or raises without waiting, at once or within ``timeout_s`` seconds.
 
-        Takes in what has arrived. While a frame is incomplete, ``deadline_s`` is when to call this again even if
-        nothing more arrives (``time.monotonic``).
+        While a frame is incomplete, call this again at ``deadline_s`` (``time.monotonic``) even if nothing arrives.
         """
         end_s = monotonic() + timeout_s
         while not self._is_ready():
@@ -218,7 +222,7 @@ class Channel:
         """Return the next message and its descriptors, which the caller owns. Blocks until it is complete.
 
         Raises:
-            ChannelBrokenError: what has arrived is no message. See Note [Broken channels].
+            ChannelBrokenError: the bytes are no message. See Note [Broken channels].
             ChannelClosedError: the peer closed the channel or is gone.
         """
         while not self._is_ready():
@@ -248,7 +252,7 @@ class Channel:
         return self._ended
 
     def _is_ready(self) -> bool:
-        """Take in what has arrived of the next frame alone. Return whether it is complete or the channel ended."""
+        """Read pending bytes of the next frame only. Return whether it is complete or the channel has ended."""
         try:
             while self._ended is None and (missing := self._missing()):
                 self._take(missing)
@@ -265,7 +269,7 @@ class Channel:
         return True
 
     def _missing(self) -> int:
-        """How many bytes are missing of the header, of the groups of descriptors, or else of the payload.
+        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload.
 
         Raises:
             _NoFrameError: the header is none.
@@ -282,7 +286,7 @@ class Channel:
         return self._groups or length - len(self._payload)
 
     def _take(self, missing: int) -> None:
-        """Read up to ``missing`` bytes of what stands next in a frame.
+        """Read up to ``missing`` bytes of the next part of a frame.
 
         Raises:
             BlockingIOError: there are none yet.
@@ -299,8 +303,7 @@ class Channel:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     received = array("i", data[: len(data) // _INT_BYTES * _INT_BYTES])
                     self._descriptors += received
-                    # An interpreter that a zygote starts must not keep the channels of others open: nobody would see
-                    # them close.
+                    # An interpreter that a zygote starts must not hold the channels of others open.
                     for descriptor in received:
                         os.set_inheritable(descriptor, False)
             if self._groups:
@@ -315,7 +318,7 @@ class Channel:
         self.deadline_s = monotonic() + _FRAME_S
 
     def _junk(self) -> str:
-        """Read what there is, and describe it."""
+        """Read the pending bytes and describe them."""
         found = bytes(self._header)
         with contextlib.suppress(OSError):
             while len(found) < _JUNK_BYTES and (part := self._socket.recv(_PART_BYTES, socket.MSG_DONTWAIT)):
@@ -349,12 +352,8 @@ def channel_pair() -> tuple[Channel, Channel]:
 
 
 def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Whether ``descriptor`` can be read from, or comes to an end, within ``timeout_s`` seconds; without limit if that
-    is infinite.
-    """
+    """Whether ``descriptor`` becomes readable or ends within ``timeout_s`` seconds, which may be infinite."""
     limit_s = None if timeout_s == float("inf") else timeout_s
-    if not hasattr(select, "poll"):
-        return bool(select.select([descriptor], [], [], limit_s)[0])
     ready = select.poll()  # unlike select(), it takes descriptors above 1023
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(None if limit_s is None else limit_s * 1000))
@@ -368,7 +367,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def _descriptor_of(inode: int) -> int:
-    """Return by which number another process has the socket ``inode``; 0 if none has it, or the system cannot tell."""
+    """Return the descriptor of another process for the socket ``inode``; 0 if none is found."""
     with contextlib.suppress(OSError):
         for process in os.listdir("/proc"):
             if process.isdigit() and int(process) != _os.getpid():
@@ -377,3 +376,70 @@ def _descriptor_of(inode: int) -> int:
                         if os.readlink(f"/proc/{process}/fd/{number}") == f"socket:[{inode}]":
                             return int(number)
     return 0
+
+
+_NEVER = float("inf")
+
+
+class Callbacks:
+    """Calls back when a file (a descriptor, or an object with ``fileno()``) is readable or past its ``deadline_s``."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def __len__(self) -> int:
+        """The number of watched files; 0 once this is closed."""
+        return len(self._selector.get_map() or ())
+
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever one of the files is."""
+        return self._selector.fileno()
+
+    @property
+    def files(self) -> list[Any]:
+        """The watched files; none once this is closed."""
+        return [key.fileobj for key in (self._selector.get_map() or {}).values()]
+
+    def is_open(self) -> bool:
+        """Whether this has not been closed."""
+        return self._selector.get_map() is not None
+
+    def watch(self, file: Any, callback: Callable[[], object]) -> None:
+        """Call ``callback`` whenever ``file`` is readable."""
+        self._selector.register(file, selectors.EVENT_READ, callback)
+
+    def unwatch(self, file: Any) -> None:
+        """Stop watching ``file``, which may be closed or not watched."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+    def watches(self, file: Any) -> bool:
+        """Whether ``file`` is watched."""
+        with contextlib.suppress(KeyError, ValueError):
+            return self._selector.get_key(file) is not None
+        return False
+
+    def call(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Call back for the readable files. If there are none, wait for at most ``timeout_s``; without limit if None.
+
+        A callback may unwatch and close files, and close this too. Once ``stop`` returns True, call no more.
+        """
+        late_s = min((getattr(file, "deadline_s", _NEVER) for file in self.files), default=_NEVER)
+        if late_s < _NEVER:
+            left_s = max(0.0, late_s - monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        if late_s <= monotonic():
+            ready += [key for key in self._selector.get_map().values() if _is_late(key.fileobj) and key not in ready]
+        for key in ready:
+            # An earlier callback of this round may have unwatched it.
+            if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
+                key.data()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._selector.close()
+
+
+def _is_late(file: object) -> bool:
+    return bool(getattr(file, "deadline_s", _NEVER) <= monotonic())

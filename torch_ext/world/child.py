@@ -1,31 +1,30 @@
-"""What a child of a zygote is made from: by a fork where that is safe, else by a fresh interpreter that loads what the
-zygote has loaded. Standard library and own layer only.
+"""Children of a zygote: forks where forking is safe, else fresh interpreters that load what the zygote has loaded.
+Standard library and own layer only.
 
 A fresh interpreter also serves where a library reads a variable only when it loads, and on request: forked ranks share
-one hash seed, so that they never differ in the order of a set. A test module may set or remove variables as it is
-imported; each process that runs its tests gets them as well, on top of the environment of the moment.
+one hash seed, so that they never differ in the order of a set. A test module may set or remove variables during its
+import; each process that runs its tests gets these changes on top of the current environment.
 
 Note [Thread pool after a fork]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A fork leaves torch's pthreadpool without its threads, and torch replaces it on the next use: it takes the old pool away
-first, and makes the new one afterwards. A second thread that looks in between finds none and ends the process
-("Invalid thread pool!" and SIGABRT, in an autograd thread). Every native thread looks when it starts. So each child
-replaces the pool while it has one thread, by setting the number of threads to what it is.
+A fork leaves torch's pthreadpool without its threads, and torch replaces the pool on its next use: it removes the old
+one first, and makes the new one afterwards. Every native thread looks for the pool when it starts; one that finds none
+in between ends the process ("Invalid thread pool!" and SIGABRT, in an autograd thread). So each child replaces the pool
+while it has one thread, by setting the number of threads to its present value.
 
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
-A child of ``fork`` keeps one thread, and whatever another thread was part of is broken in it: it waits forever for an
-OpenMP or autograd pool that no longer exists, a lock that was held at that moment stays locked, and a device driver
-refuses every call. So a zygote imports modules and runs nothing else. But a test module may do anything when it is
-imported, so each fork is preceded by this check, and where it fails the child gets a fresh interpreter.
+A child of ``fork`` keeps one thread, and the work of all others is broken in it: it waits forever for an OpenMP or
+autograd pool without threads, a lock that another thread held stays locked, and a device driver refuses every call. So
+a zygote imports modules and runs nothing else. But a test module may do anything during its import, so a check precedes
+each fork, and where it fails the child is a fresh interpreter.
 
 Note [Trial fork]
 ~~~~~~~~~~~~~~~~~
-OpenBLAS is the exception: importing numpy starts its threads, and its own fork handlers end them before every fork and
-start them again on use. Their number alone cannot be told from that of other threads. So where there are threads, one
-child is forked that ends at once; threads that survive it belong to somebody else. Without the trial
-(``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets ranks with fresh interpreters, unless
-``OPENBLAS_NUM_THREADS=1`` is set: slower, never wrong.
+OpenBLAS is the exception: importing numpy starts its threads, which its fork handlers end before every fork and start
+again on use. A count cannot tell them from other threads. So where there are threads, fork one child that ends at once;
+the threads that survive are not OpenBLAS's. Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has
+imported numpy gets fresh interpreters, unless it sets ``OPENBLAS_NUM_THREADS=1``: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -50,41 +49,16 @@ from torch_ext.world import _os, settings
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.protocol import Preparation
 
-__all__ = [
-    "PACKAGE_ROOT",
-    "child_main",
-    "compute_on_one_thread",
-    "end_fork",
-    "enter",
-    "exit_code_of",
-    "first_uses",
-    "load",
-    "load_first_uses",
-    "main",
-    "noted",
-    "preparation_of_this_process",
-    "reason_not_to_fork",
-    "redirect",
-    "replace_thread_pool",
-    "start_interpreter",
-    "uncollected",
-]
-
-# Larger exit codes do not fit into what Python takes them for.
+# Exit codes from here on overflow in Python.
 _LONG = 1 << 63
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
-    """Wait for one order, obey it, end. Never returns to the caller, such as a zygote's loop.
-
-    Args:
-        order_channel: where the order arrives; closed when it has.
-        parent: pid of the process whose end is this one's end too.
-    """
+    """Wait for one order on ``order_channel``, obey it, exit. Dies with ``parent``."""
     code = 1
     try:
         _os.die_with_parent(parent)
-        # A signal that this process sends to its group, as os.kill(0, ...) does, must not reach the user's shell.
+        # os.kill(0, ...) in a test must not reach the user's shell.
         _os.lead_process_group()
         replace_thread_pool()
         signal.set_wakeup_fd(-1)
@@ -92,7 +66,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
         try:
             order, descriptors = order_channel.receive()
         except ChannelClosedError:
-            os._exit(0)  # the zygote ended before it needed this child
+            os._exit(0)  # the zygote has ended
         order_channel.close()
         module, _, function = order.target.partition(":")
         code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
@@ -109,7 +83,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Return the exit code that Python ends with by ``error``.
+    """Return the exit code of a Python process that ends by ``error``.
 
     >>> [exit_code_of(error) for error in (None, SystemExit(), SystemExit(3), SystemExit("why"), ValueError())]
     [0, 0, 3, 1, 1]
@@ -126,14 +100,13 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
-    """End a process that somebody else's code has forked and that ran to its end, as Python would: what follows is its
-    parent's alone.
+    """End a process that a test has forked, as Python would: the rest of our code is for its parent alone.
 
     Args:
-        error: what it ended by.
-        trace: is shown in place of the error's own.
+        error: the exception that ended it, if any.
+        trace: shown in place of the error's own.
     """
-    with contextlib.suppress(Exception):  # its stderr may be closed; the exit code tells it all the same
+    with contextlib.suppress(Exception):  # its stderr may be closed
         _say_why(error, trace)
     _os.flush_output()
     os._exit(exit_code_of(error))
@@ -150,22 +123,17 @@ def _say_why(error: BaseException | None, trace: str) -> None:
 
 
 def redirect(stdout: int, stderr: int) -> None:
-    """Have all that this process prints go to copies of these descriptors, each line at once: whoever dies has printed
-    what it had to say.
-    """
+    """Redirect stdout and stderr to copies of these descriptors, flushed after each line: a process may die."""
     for number, name, to in ((1, "stdout", stdout), (2, "stderr", stderr)):
         os.dup2(to, number)
-        # What stood here (pytest's capture, a StringIO) writes into this process's copy of it, which nobody reads.
+        # The former stream (pytest's capture, a StringIO) writes into this process's copy, which nobody reads.
         stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def replace_thread_pool() -> None:
-    """Have torch, if it is loaded, replace a pool of threads that this process has inherited and that has none.
-
-    See Note [Thread pool after a fork].
-    """
+    """Replace an inherited pool of torch's without threads. See Note [Thread pool after a fork]."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(torch.get_num_threads())
@@ -182,12 +150,12 @@ _FIRST_USES = {
     ),
 }
 
-# The collector's thresholds: one look for every so many new containers, and never at all that lives.
+# The garbage collector's thresholds: rarely for new containers, never for old ones.
 _SELDOM = (200_000, 1000, 1000)
 
 
 def load(preparation: Preparation) -> None:
-    """Load everything that ``preparation`` names into this process. Raises whatever an import raises."""
+    """Load everything that ``preparation`` names into this process. Raises any error of an import."""
     sys.path[:] = preparation.path
     with uncollected(), noted():
         for name in preparation.modules:
@@ -216,8 +184,8 @@ def load_first_uses(*files: str) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, hardly look for garbage: next to nothing that an import makes is any, and looking for it takes a fifth of
-    the time to load torch. A module that sets thresholds of its own, or turns the collector off, has its way.
+    """Context: hardly collect garbage. An import makes almost none, and the search takes a fifth of the time to load
+    torch. Thresholds that a module sets, and a collector that it turns off, stay so.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
@@ -229,14 +197,14 @@ def uncollected() -> Iterator[None]:
 
 
 def compute_on_one_thread() -> None:
-    """Keep what a test module computes while it is imported from starting a thread pool. See Note [Fork safety]."""
+    """Keep the import of a test module from starting a thread pool. See Note [Fork safety]."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 def preparation_of_this_process(modules: tuple[str, ...]) -> Preparation:
-    """Return what makes a fresh interpreter resolve ``modules`` and ``__main__`` to the files that they are here."""
+    """Return a preparation that resolves ``modules`` and ``__main__`` to the same files as here."""
     found = multiprocessing.spawn.get_preparation_data("rank") if "__main__" in modules else {}
     return Preparation(
         path=tuple(entry or os.getcwd() for entry in sys.path),
@@ -251,7 +219,7 @@ _changed: dict[str, str | None] = {}
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Remember what changes within, and nothing from before."""
+    """Context: remember the variables that change in it, and no earlier ones."""
     before = dict(os.environ)
     yield
     names = {*before, *os.environ}
@@ -260,7 +228,7 @@ def noted() -> Iterator[None]:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Make ``environment`` that of this process, with what the import changed."""
+    """Replace the environment of this process by ``environment`` and the changes of :func:`noted`."""
     os.environ.clear()
     os.environ.update(environment)
     for name, value in _changed.items():
@@ -270,7 +238,7 @@ def enter(environment: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-# The checkout may not be installed: a fresh interpreter must find this very package before it is told its path.
+# The checkout may not be installed: a fresh interpreter must find this package before it knows its path.
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 _PROGRAM = (
@@ -280,9 +248,7 @@ _PROGRAM = (
 
 
 def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
-    """Start a fresh interpreter that inherits descriptor ``channel`` and waits on it for its preparation; return its
-    pid.
-    """
+    """Start a fresh interpreter that receives its preparation on descriptor ``channel``; return its pid."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(_os.getpid())]
     os.set_inheritable(channel, True)
@@ -306,12 +272,7 @@ _DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "
 
 
 def reason_not_to_fork() -> str:
-    """Return why children of this process would be broken, or an empty string if it may fork.
-
-    See Note [Fork safety].
-    """
-    if not _os.CAN_FORK:
-        return "this operating system cannot fork a process that has loaded torch"
+    """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]."""
     if _os.tasks() > 1 and settings.trial_fork():
         _trial_fork()
     if _os.tasks() > 1:
@@ -352,7 +313,7 @@ def _open_driver() -> str:
 
 
 def _device_in_use() -> str:
-    """Return the type of the accelerator if this process has initialized it, such as one that holds no driver open."""
+    """Return the type of an accelerator that this process has initialized; empty if there is none."""
     torch = sys.modules.get("torch")
     accelerator = getattr(torch, "accelerator", None)
     try:
@@ -361,5 +322,5 @@ def _device_in_use() -> str:
             return ""
         is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
         return str(device) if is_initialized is not None and is_initialized() else ""
-    except Exception:  # an accelerator that is registered in part; whoever uses it is told
+    except Exception:  # an accelerator that is registered in part; its first use fails
         return ""

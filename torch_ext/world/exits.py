@@ -1,13 +1,12 @@
-"""How a rank ends: where its own code ends it, and what it still does once its body is over. Runs in the rank; standard
-library only.
+"""The end of a rank: stacks of a rank that ends itself, and threads and exit functions of its body. Runs in the rank;
+standard library only.
 
 Note [Nothing after the receipt]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 In one process, unittest's exit code covers everything until the interpreter is gone. A rank is judged by its receipt,
-so whatever could still go wrong happens before it: the threads that the body started are joined, and the functions that
-it registered with ``atexit`` are called. An exception that escapes from either fails the test, and so does one that
-escaped from any thread earlier. What cannot be done early is finalizing module globals, since modules are still in use;
-the user is told of those that would have run code.
+so its threads are joined, and the functions that it registered with ``atexit`` called, before it hands that in. An
+exception that escapes from either fails the test, and so does one that has escaped from any thread. Module globals
+cannot be finalized so early, since modules are still in use: a message names those with a finalizer.
 """
 
 from __future__ import annotations
@@ -27,30 +26,18 @@ from typing import Any
 
 from torch_ext.world import _os
 
-__all__ = [
-    "Debts",
-    "ExitFunctions",
-    "ThreadErrors",
-    "UnfinishedWorkError",
-    "disown_exit_functions",
-    "unfinalized_globals",
-    "write_stacks_before",
-    "write_text",
-]
-
-# Signals that end a process, of which nothing else tells where it was: faulthandler's own write to stderr.
+# Deadly signals without a handler of faulthandler's, which would write the stacks to stderr.
 _SILENT = {
-    getattr(signal, name)
+    signal.Signals[name]
     for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGPIPE")
-    if hasattr(signal, name)
 }
 
 
 def write_stacks_before(descriptor: int) -> Callable[[], None]:
-    """Have :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first.
+    """Make :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first.
 
     Returns:
-        A function that ends this.
+        A function that undoes this.
     """
     leave, kill, own = os._exit, os.kill, os.getpid()
 
@@ -72,7 +59,7 @@ def write_stacks_before(descriptor: int) -> Callable[[], None]:
 
 
 def write_text(descriptor: int, text: str) -> None:
-    """Write what fits; nobody may read it before this process has ended."""
+    """Write as much as fits: the reader may wait for the end of this process."""
     with contextlib.suppress(OSError):
         os.set_blocking(descriptor, False)
         os.write(descriptor, text.encode(errors="replace"))
@@ -96,12 +83,12 @@ _IN_BARE_THREAD = "Exception ignored in thread started by"
 
 
 class UnfinishedWorkError(RuntimeError):
-    """A body that passed left work behind that failed."""
+    """A thread or an exit function of a body that passed has failed."""
 
 
 def disown_exit_functions() -> None:
-    """Have nothing called at the end of this process that is registered by now. A zygote does it for all its children,
-    who find little left to do: writing to objects that they share with it costs each of them a millisecond.
+    """Drop all exit functions so far. A zygote does it for its children: to write to objects that they share with it
+    would cost each of them a millisecond.
     """
     atexit._clear()
     finalize: Any = weakref.finalize
@@ -112,10 +99,9 @@ def disown_exit_functions() -> None:
 
 
 class ExitFunctions:
-    """What a test has registered to be called at the end of its process, by ``atexit`` or ``weakref.finalize``.
+    """The functions that a test registers with ``atexit`` or ``weakref.finalize``.
 
-    Make it before the test runs: what is registered by then was inherited from a zygote, and is not this process's to
-    call.
+    Make it before the test runs: it drops earlier functions, which belong to the zygote.
     """
 
     def __init__(self) -> None:
@@ -123,7 +109,7 @@ class ExitFunctions:
         self._errors: list[tuple[str, BaseException]] = []
 
     def call(self) -> list[tuple[str, BaseException]]:
-        """Call them, the last first; return what they raised, each with where."""
+        """Call them, the last first; return their exceptions, each with its origin in words."""
         hooks = sys.unraisablehook, sys.excepthook
         sys.unraisablehook, sys.excepthook = self._note, self._note_finalizer
         try:
@@ -146,9 +132,8 @@ class ExitFunctions:
 class ThreadErrors:
     """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`.
 
-    ``thread`` is None for one that :mod:`_thread` has started, which Python reports as an unraisable exception. A hook
-    that a test puts in the place of these answers for what it is called with. The interpreter's own hook answers for
-    nothing: whoever puts that back has not looked at the exception.
+    ``thread`` is None for one of :mod:`_thread`, whose exception Python reports as unraisable. An exception that
+    a hook of the test gets does not count; one that the interpreter's hook gets, put back by a test, does.
     """
 
     def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:
@@ -161,15 +146,15 @@ class ThreadErrors:
         self.watch()
 
     def watch(self) -> None:
-        """Take the place of the hooks that an earlier test has left, and call them too."""
+        """Replace the hooks that an earlier test has left, and call them too."""
         if threading.excepthook != self._on_thread:
             self._hooks, threading.excepthook = (threading.excepthook, self._hooks[1]), self._on_thread
         if sys.unraisablehook != self._on_unraisable:
             self._hooks, sys.unraisablehook = (self._hooks[0], sys.unraisablehook), self._on_unraisable
-        setattr(sys, "__unraisablehook__", self._on_unraisable)  # noqa: B010 - what a test puts back
+        setattr(sys, "__unraisablehook__", self._on_unraisable)  # noqa: B010 - a test may put it back
 
     def end(self) -> None:
-        """Put back what was there, unless a test has replaced it."""
+        """Restore the hooks, but for those that a test has replaced."""
         if self._make_hook is not None:
             setattr(threading, "_make_invoke_excepthook", self._make_hook)  # noqa: B010
         if threading.excepthook == self._on_thread:
@@ -179,7 +164,7 @@ class ThreadErrors:
         setattr(sys, "__unraisablehook__", _INTERPRETERS_HOOKS[1])  # noqa: B010
 
     def _make(self) -> Callable[[threading.Thread], None]:
-        """What a new thread calls with itself when its ``run()`` has raised; it calls the hook."""
+        """Return the function that a new thread calls if its ``run()`` raises; it calls the hook."""
         invoke = self._make_hook()
 
         def invoke_noting(thread: threading.Thread) -> None:
@@ -196,7 +181,7 @@ class ThreadErrors:
 
     def _on_thread(self, raised: Any) -> None:
         own = threading.get_ident()
-        if own in self._in_hook:  # the test's hook calls the one that it has found, which was this one
+        if own in self._in_hook:  # the test's hook calls the former one, which is this
             return
         name = raised.thread.name if raised.thread is not None else "?"
         self._tell(raised.thread, f"thread {name!r} ended with an exception", raised.exc_value)
@@ -221,7 +206,7 @@ class ThreadErrors:
 
 
 class Debts:
-    """What the body of this rank leaves to be done. Make it before the body runs."""
+    """Threads, exit functions and finalizers of this rank's body. Make it before the body runs."""
 
     def __init__(self) -> None:
         self._exit_functions = ExitFunctions()
@@ -233,11 +218,11 @@ class Debts:
         self._threads = ThreadErrors(self._note_thread)
 
     def watch(self, test: str) -> None:
-        """Note what escapes from threads while ``test`` runs, also if an earlier test has left hooks of its own."""
+        """Note exceptions of threads while ``test`` runs, even under hooks that an earlier test has left."""
         for thread in threading.enumerate():
             if thread not in self._before:
                 self._tests.setdefault(thread, self._test)
-        # A thread may have failed when the last test had been reported.
+        # A thread may have failed after the last test's report.
         self._late += [(f"after {self._test}, {where}", error) for where, error in self._errors]
         self._errors, self._test = [], test
         self._threads.watch()
@@ -249,10 +234,10 @@ class Debts:
             self._errors.append((text, error))
 
     def settle(self) -> None:
-        """Join threads and call what was registered with ``atexit``. Blocks as long as they do.
+        """Join threads, call exit functions and finalizers. Blocks as long as they do.
 
         Raises:
-            UnfinishedWorkError: an exception escaped from one of them, or from a thread before.
+            UnfinishedWorkError: an exception escaped from one of them, or from an earlier thread.
         """
         # As the interpreter does at its end: idle workers of a ThreadPoolExecutor end, and threads that join the main
         # thread go on.
@@ -263,18 +248,14 @@ class Debts:
         self.check()
 
     def check(self) -> None:
-        """Raise what has escaped from a thread so far.
-
-        Raises:
-            UnfinishedWorkError: as :meth:`settle`.
-        """
+        """Raise UnfinishedWorkError if an exception has escaped from a thread."""
         errors, self._errors = self._errors, []
         if errors:
             where, error = errors[0]
             raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _finalize(self) -> None:
-        """Call multiprocessing's finalizers, which otherwise print what they raise and go on."""
+        """Call multiprocessing's finalizers, whose exceptions multiprocessing would only print."""
         registry = util._finalizer_registry  # type: ignore[attr-defined]
         for key in sorted((key for key in registry if key[0] is not None), reverse=True):
             finalizer = registry.get(key)
@@ -286,7 +267,7 @@ class Debts:
 
 
 def unfinalized_globals(module: str) -> list[str]:
-    """Return the names of globals of ``module`` that would run code of that module when the interpreter ends."""
+    """Return the globals of ``module`` whose ``__del__`` would run its code at the end of the interpreter."""
     found = sys.modules.get(module)
     values = list(vars(found).items()) if found is not None else []
     return [name for name, value in values if type(value).__module__ == module and hasattr(type(value), "__del__")]

@@ -1,5 +1,5 @@
-"""Files of a run: its folder for short-lived ones, and those that take a rank's stdout and stderr (or a pipe, which is
-passed on as it fills). Standard library only.
+"""The parent half's ends of a rank (its process, channel, output, stacks), and the run's folder for short-lived files.
+Standard library and own layer only.
 """
 
 from __future__ import annotations
@@ -7,33 +7,41 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import selectors
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, NamedTuple, Protocol
 
 from torch_ext.world import _os
+from torch_ext.world._os import monotonic
+from torch_ext.world.channel import (
+    Channel,
+    channel_pair,
+)
+from torch_ext.world.operations import WaitPage
+from torch_ext.world.settings import Patience
 from torch_ext.world.wording import printable
 
-__all__ = ["Capture", "Live", "folder", "give_up", "open_capture", "restore", "use"]
-
 _TAIL_BYTES = 16 << 10
-# What is read of one rank before the others are looked at again; more than a pipe holds, so that once is enough at its
-# end. A line that is longer than the second is printed in pieces. Of what was shown, a tail is kept past the third.
+# Bytes to read of one rank before turning to the others: more than a pipe holds, so that once is enough at its end.
+# Bytes from which on a line is printed in pieces, and from which on only a tail of the output is kept.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
 _PART_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Live:
-    """Which output is passed on as it comes, and how.
+    """How to pass output on as it comes.
 
     Attributes:
-        ranks: those of these ranks; None: of all.
-        prefix: whole lines, with the rank in front. Otherwise bytes, as they are.
-        verbatim: lines keep the control characters that a terminal obeys, such as colours.
+        ranks: of these ranks; None: of all.
+        prefix: in whole lines, with the rank in front. Otherwise in bytes.
+        verbatim: with the control characters of its lines, such as colours.
     """
 
     ranks: Collection[int] | None = None
@@ -48,7 +56,7 @@ _LINES = Live()
 
 
 class Capture:
-    """What a rank printed. Its stdout and stderr share one file, so that their lines keep their order."""
+    """The output of a rank. Its stdout and stderr share one file, so that their lines keep their order."""
 
     def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = _LINES) -> None:
         self.live = live
@@ -58,7 +66,7 @@ class Capture:
         self._line = bytearray()
 
     def pass_through(self) -> bool:
-        """Print what has arrived, as :class:`Live` says; return False at the end of the output."""
+        """Print new output as :class:`Live` says; return False at its end."""
         if self.live is None:
             return False
         for _ in range(_TURN_BYTES // _PART_BYTES):
@@ -134,13 +142,13 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
 
 
 class _Scratch:
-    """The folder of this process. A forked child does not own its parent's."""
+    """The folder of this process, not of a forked child."""
 
     def __init__(self) -> None:
         self.owner = _os.getpid()
         self.path = ""
         self.made_here = False
-        self.temporary = ""  # the folder for everybody's short-lived files
+        self.temporary = ""  # tempfile's folder
 
 
 _scratch = _Scratch()
@@ -160,18 +168,18 @@ def use(path: str) -> None:
 
 
 def restore() -> None:
-    """Make the folders for short-lived files anew that a test has removed."""
+    """Recreate the folders for short-lived files if a test has removed them."""
     scratch = _mine()
     for path in (scratch.temporary, scratch.path):
         if path and not os.path.isdir(path):
-            with contextlib.suppress(OSError):  # who needs the folder says so
+            with contextlib.suppress(OSError):  # the user of the folder reports it
                 os.makedirs(path, 0o700)
 
 
 def folder() -> str:
-    """Return the folder. It is made on first use and removed when the process is gone, however that ends."""
+    """Return the folder. First use makes it; it is removed when the process is gone, however that ends."""
     scratch = _mine()
-    restore()  # a zygote that has ended removes it, and the next one does so again
+    restore()  # a zygote removes it at its end, and so does the next one
     if not scratch.path:
         scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
         scratch.made_here = True
@@ -190,3 +198,149 @@ def give_up() -> None:
 def _remove(scratch: _Scratch) -> None:
     if scratch.owner == _os.getpid() and scratch.made_here:
         shutil.rmtree(scratch.path, ignore_errors=True)
+
+
+# Seconds for a rank to write its stacks; of silence after which its pipe counts as done; and on top, for one that waits
+# for a core.
+_STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
+
+
+class _Owner(Protocol):
+    def pump(self, timeout_s: float | None) -> None: ...
+    def send_signal(self, rank: int, number: int) -> None: ...
+
+
+class RankProcess:
+    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
+
+    Attributes:
+        host: in words, if its test asked for several hosts.
+        is_far: it may run on another machine, whose pids are not ours.
+    """
+
+    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
+        self.rank = rank
+        self.name = name
+        self.pid: int | None = None
+        self.connections: list[Connection] = []
+        self._world: _Owner | None = None  # set by its world
+        self._channel = channel
+        self._capture = capture
+        self._stacks = stacks
+        self._page = page
+        self._exit_code: int | None = None
+        self.host = ""
+        self.is_far = False
+
+    @property
+    def has_page(self) -> bool:
+        """Whether it has a page of waits."""
+        return self._page.descriptor >= 0
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self._exit_code is None and self._world is not None:
+            self._world.pump(0)
+        return self._exit_code
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, at most ``timeout`` seconds."""
+        end = float("inf") if timeout is None else monotonic() + timeout
+        while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
+            self._world.pump(None if left == float("inf") else left)
+
+    def terminate(self) -> None:
+        self._send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        if self._world is not None:
+            self._world.send_signal(self.rank, number)
+
+    def close(self) -> None:
+        """Do nothing: the world closes as one."""
+
+    def let_go(self) -> None:
+        """Close all that connects this process with the rank. Idempotent."""
+        self._channel.close()
+        self._capture.close()
+        self._page.close()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
+        for connection in self.connections:
+            connection.close()
+
+
+def written_at_end(pipe: int) -> str:
+    """Return the stacks that a rank wrote as its own code ended it; see ``exits.py``."""
+    try:
+        os.set_blocking(pipe, False)
+        return os.read(pipe, 1 << 16).decode(errors="replace")
+    except OSError:  # nothing, while a leftover process holds the other end; or it ran elsewhere
+        return ""
+
+
+def read_stacks(
+    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
+) -> dict[int, str]:
+    """Read the output of faulthandler from each pipe until all have been quiet for a moment, for at most ``most_s``.
+
+    With ``starved_s``, the seconds for which a rank has waited for a core, wait longer for silent ones that do.
+    """
+    texts = dict.fromkeys(pipes, b"")
+    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
+    with selectors.DefaultSelector() as ready:
+        for rank, pipe in pipes.items():
+            ready.register(pipe, selectors.EVENT_READ, rank)
+        while ready.get_map():
+            silent = [rank for rank, text in texts.items() if not text]
+            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
+                break
+            left = max(0.0, patience.look_s - monotonic())
+            events = ready.select(left if silent else min(left, _QUIET_S))
+            if not events and not silent:
+                break
+            for key, _ in events:
+                part = os.read(key.fd, 1 << 16)
+                texts[key.data] += part
+                if not part:
+                    ready.unregister(key.fd)
+    return {rank: text.decode(errors="replace") for rank, text in texts.items()}
+
+
+class Ends(NamedTuple):
+    """The parent half's ends: messages, output, stacks, and the pipes of the task."""
+
+    channel: Channel
+    capture: Capture
+    stacks: int
+    connections: list[Connection]
+
+
+def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[int] = ()) -> tuple[Ends, list[int]]:
+    """Return our ends of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
+
+    Args:
+        show: see ``start_world()``.
+        connections: number of pipes of its task.
+        shared: descriptors of ours that it inherits too.
+    """
+    ours, theirs = channel_pair()
+    stacks, stacks_writer = os.pipe()
+    capture, output = open_capture(rank, show)
+    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
+    theirs.close()
+    here: list[Connection] = []
+    for _ in range(connections):
+        own, other = Pipe()
+        here.append(own)
+        inherited.append(os.dup(other.fileno()))
+        other.close()
+    return Ends(ours, capture, stacks, here), inherited

@@ -1,128 +1,68 @@
-"""Following the ranks of a world: events, waiting, what became of each. Runs wherever a test's parent half runs;
-imports the standard library and its own layer only.
+"""The ranks of a world as the parent half sees them: starts them, handles their events, waits for their outcomes. Runs
+in the parent half of a test; imports the standard library and its own layer only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import selectors
+import pickle
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, frames, processes, threads, verdict, wording
+from torch_ext.world import _os, settings, threads, verdict, wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import WRITE_TO_OWN, Channel, ChannelBrokenError, ChannelClosedError, close_all
-from torch_ext.world.files import Capture
-from torch_ext.world.hangs import PARENT_HALF, Measures, silence_text
-from torch_ext.world.limits import Limits, Patience
+from torch_ext.world.channel import (
+    WRITE_TO_OWN,
+    Callbacks,
+    Channel,
+    ChannelBrokenError,
+    ChannelClosedError,
+    channel_pair,
+    close_all,
+)
+from torch_ext.world.files import Live, RankProcess, open_ends, read_stacks, written_at_end
+from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Ask,
+    AskOthers,
     Collectives,
     Ended,
     Farewell,
     LeftBehind,
     Notice,
+    Order,
     Phase,
     Progress,
+    RankOrder,
     Receipt,
     Said,
     Signal,
+    Start,
     Started,
     Ticket,
     Wait,
 )
-from torch_ext.world.wait_page import WaitPage
-from torch_ext.world.watch import Act, Watch
+from torch_ext.world.settings import Limits, Patience
+from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
-__all__ = ["RankProcess", "World", "ZygoteLostError", "read_stacks"]
-
-# How long a rank has to write its stacks once asked, and how long its pipe must be silent to count as done, in seconds.
-_STACKS_S, _QUIET_S = 3.0, 0.2
-# How long a rank has to answer, in seconds; then it is looked at for one more whether it waits for a core, and how much
-# longer one has that does.
+# Seconds for an answer; and on top for a rank that, sampled for one more second, waits for a core.
 _ANSWER_S, _MORE_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
-    """The process that starts and reaps ranks is gone, and with it the ranks and all knowledge about them."""
-
-
-class RankProcess:
-    """One rank as its parent half sees it. Behaves like a ``multiprocessing.Process`` that has been started.
-
-    Attributes:
-        host: where it runs, in words, if its test asked for several hosts.
-        is_far: it may run on another machine, where its pid means something else.
-    """
-
-    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid: int | None = None
-        self.connections: list[Connection] = []
-        self._world: World | None = None  # set by the world that it joins
-        self._channel = channel
-        self._capture = capture
-        self._stacks = stacks
-        self._page = page
-        self._exit_code: int | None = None
-        self.host = ""
-        self.is_far = False
-
-    @property
-    def has_page(self) -> bool:
-        """Whether it was given a page of waits."""
-        return self._page.descriptor >= 0
-
-    @property
-    def exitcode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        if self._exit_code is None and self._world is not None:
-            self._world.pump(0)
-        return self._exit_code
-
-    def is_alive(self) -> bool:
-        return self.exitcode is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the process has ended, at most ``timeout`` seconds."""
-        end = float("inf") if timeout is None else monotonic() + timeout
-        while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
-            self._world.pump(None if left == float("inf") else left)
-
-    def terminate(self) -> None:
-        self._send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send_signal(signal.SIGKILL)
-
-    def _send_signal(self, number: int) -> None:
-        if self._world is not None:
-            self._world.send_signal(self.rank, number)
-
-    def close(self) -> None:
-        """Nothing is held for a single rank; the world closes as one."""
-
-    def let_go(self) -> None:
-        """Close all that connects this process with the rank. Idempotent."""
-        self._channel.close()
-        self._capture.close()
-        self._page.close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
-        for connection in self.connections:
-            connection.close()
+    """The zygote is gone, and with it the ranks and all knowledge about them."""
 
 
 class World:
-    """The ranks of one test, from their start until :meth:`close`, which ends those that still live.
+    """The ranks of one test, from their start until :meth:`close`, which kills those that still live.
 
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``start_world()`` makes one.
 
@@ -133,7 +73,7 @@ class World:
         ticket: of the first test. Receipts with another one count for nothing.
 
     Attributes:
-        store: what the ranks meet at, if this process serves it; it lives as long as the world.
+        store: the ranks' rendezvous, if this process serves it; it lives as long as the world.
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
@@ -193,7 +133,7 @@ class World:
 
     @_os.with_room
     def pump(self, timeout_s: float | None) -> None:
-        """Handle what has happened. If nothing has, wait for at most ``timeout_s`` seconds; without limit if None.
+        """Handle the pending events. If there are none, wait for at most ``timeout_s`` seconds; without limit if None.
 
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
@@ -238,8 +178,8 @@ class World:
         self._on_output(process)
 
     def _on_ready(self, process: RankProcess) -> None:
-        # What was there may have been read with the rank's end, in the same round. Nothing more may ever come, and the
-        # channel may stay open: the rank may have left a process behind that has it.
+        # The rank's end may have read the message in the same round. Then a receive may block for ever: a process that
+        # the rank has left behind may hold the channel open.
         if process._channel.poll():
             self._on_rank(process)
 
@@ -254,7 +194,7 @@ class World:
             return
         close_all(descriptors)
         if process.rank in self._interrupted:
-            return  # what it says now is what the signal has made it do
+            return  # a consequence of our signal
         if isinstance(message, Receipt):
             self._take_receipt(process.rank, message)
         elif isinstance(message, Progress):
@@ -271,7 +211,7 @@ class World:
             wording.announce(message.text)
 
     def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
-        """Have a rank fail that can say nothing more: see Note [Broken channels]."""
+        """Fail a rank whose channel is broken: see Note [Broken channels]."""
         who = f"the parent half of the test, at the end of rank {process.rank}," if error.own else "this rank"
         reason = f"{who} {error}"
         trace, pid = f"{reason}. {WRITE_TO_OWN}\n", process.pid or 0
@@ -290,7 +230,7 @@ class World:
             watch.hangs.observed(rank, progress)
 
     def _pids_here(self) -> list[int]:
-        """Return the processes of the ranks that live on this machine."""
+        """Return the pids of the live ranks on this machine."""
         return [each.pid for each in self.processes if each.pid and not each.is_far and each.rank not in self._ended]
 
     def _on_output(self, process: RankProcess) -> None:
@@ -301,7 +241,7 @@ class World:
     # Waiting
 
     def new_round(self, test: str) -> Ticket:
-        """Begin another test on the same ranks: what they have handed in so far no longer counts.
+        """Begin another test on the same ranks: earlier receipts no longer count.
 
         Returns:
             The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
@@ -325,10 +265,10 @@ class World:
         keep: bool = False,
         on_hang: Callable[[list[Outcome]], object] = lambda outcomes: None,
     ) -> list[Outcome]:
-        """Wait until every rank has ended, stopping those that must be stopped; return what became of each.
+        """Wait until every rank has ended, killing those that hang or wait for a dead peer; return their outcomes.
 
-        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` is told of a hang whose ranks
-        go on, with what they do. The other arguments are :class:`Watch`'s.
+        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` gets the outcomes so far of a
+        hang whose ranks go on. The other arguments are :class:`Watch`'s.
 
         Raises:
             ZygoteLostError: the zygote died meanwhile.
@@ -374,9 +314,7 @@ class World:
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
 
     def _catch_up(self) -> None:
-        """Take in all that was told before now: this process may have been kept from listening until a limit was over
-        that its ranks have kept.
-        """
+        """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
             while not process._channel.closed and process._channel.poll():
                 self._on_rank(process)
@@ -396,7 +334,7 @@ class World:
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
-            # Those that passed may have kept the one that failed waiting; once released they are gone.
+            # A rank that passed may have kept the failed one waiting, and is gone once released.
             for rank in ranks:
                 self._tell(rank, Ask.COLLECTIVES)
             self._await_collectives(ranks)
@@ -416,11 +354,11 @@ class World:
 
     def _others(self) -> tuple[str, ...]:
         """See Note [Who else may act]."""
-        own = processes.others_of_parent_half(self._pids_here())
-        return (*own, *processes.ask_zygote(self.zygote, self._pids_here()))
+        own = _os.others_of_parent_half(self._pids_here())
+        return (*own, *ask_zygote(self.zygote, self._pids_here()))
 
     def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
-        """Return what became of each rank so far; ``ranks`` hang, and go on."""
+        """Return the outcomes so far; ``ranks`` hang, and go on."""
         stacks = self._stacks_of(ranks)
         self._collectives.clear()
         for rank in ranks:
@@ -432,16 +370,16 @@ class World:
         return [self._complete(outcome, stacks) for outcome in outcomes]
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of ranks that go on, as far as they can answer."""
+        """Return the stacks of ranks that go on; empty for those that cannot answer."""
         for rank in ranks:
             self._tell(rank, Ask.STACKS)
-        return {rank: frames.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
+        return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
 
     def _look_at(self, rank: int) -> None:
-        """Ask a rank what it waits for; one that has been stopped by a signal cannot answer, and is seen to be."""
+        """Ask a rank for its progress; answer for one that a signal has stopped."""
         if self._is_stopped(rank):
             self._take_progress(
                 rank,
@@ -465,8 +403,8 @@ class World:
         able = [rank for rank in ranks if not self._is_stopped(rank)]
         stacks.update(self._read_stacks(able))
         self._await_collectives([rank for rank in able if stacks[rank]])
-        # Only those that cannot answer, as one that holds the GIL, and last: a signal cuts system calls short, so that
-        # a rank goes on; and faulthandler crashes if a thread runs while its handler reads the frames.
+        # Send signals last, and only to ranks that cannot answer, as one that holds the GIL: a signal interrupts system
+        # calls, so that a rank goes on, and faulthandler crashes if a thread runs while its handler reads the frames.
         silent = [rank for rank in able if not stacks[rank]]
         self._interrupted.update(silent)
         for rank in silent:
@@ -483,10 +421,10 @@ class World:
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         text = stacks.get(outcome.rank, "")
         if not text and outcome.receipt is None and outcome.rank in self._ended:
-            text = _written_at_end(self.processes[outcome.rank]._stacks)
-        outcome.stacks = frames.trim_stacks(text)
+            text = written_at_end(self.processes[outcome.rank]._stacks)
+        outcome.stacks = wording.trim_stacks(text)
         told = outcome.receipt.waits if outcome.receipt else ()
-        # A look at a rank that has ended by itself is of some time before.
+        # An answer of a rank that has ended by itself is out of date.
         outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
@@ -498,7 +436,7 @@ class World:
         killed = outcome.ending is Ending.KILLED and outcome.exit_code == -signal.SIGKILL
         outcome.out_of_memory = killed and machine_memory.kills() > self._kills
         outcome.collectives = self._collectives.get(outcome.rank, "")
-        outcome.output = frames.trim_stacks(self.processes[outcome.rank]._capture.tail())
+        outcome.output = wording.trim_stacks(self.processes[outcome.rank]._capture.tail())
         if outcome.rank in self._ended:
             outcome.ended_s = self._ended[outcome.rank].time_s
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
@@ -517,7 +455,7 @@ class World:
                 self._group.send(Signal(rank, number))
 
     def close(self) -> None:
-        """Let go of the ranks: the zygote ends and reaps those that still live. Idempotent."""
+        """Abandon the ranks: the zygote kills and reaps those that still live. Idempotent."""
         self.store = None
         self._group.close()
         self._callbacks.close()  # so that pump() finds nothing
@@ -525,38 +463,153 @@ class World:
             process.let_go()
 
 
-def _written_at_end(pipe: int) -> str:
-    """Return what a rank wrote when its own code ended it; see ``exits.py``."""
-    try:
-        os.set_blocking(pipe, False)
-        return os.read(pipe, 1 << 16).decode(errors="replace")
-    except OSError:  # nothing, and a process that the rank has left holds the other end; or it ran elsewhere
-        return ""
+def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
+    """Ask a zygote for the processes that may act besides ``ranks`` (pids); count one that does not answer as such."""
+    with (
+        contextlib.suppress(ChannelClosedError, OSError),
+        contextlib.closing(zygote.connect(AskOthers(tuple(ranks)))) as ours,
+    ):
+        if ours.poll(_ANSWER_S):
+            return tuple(str(each) for each in ours.receive()[0])
+    return ("a process that the zygote, which does not answer, may know",)
 
 
-def read_stacks(
-    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
-) -> dict[int, str]:
-    """Read what faulthandler writes into each pipe until all have been quiet for a moment, for at most ``most_s``.
+@dataclass(frozen=True)
+class RankTask:
+    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
 
-    If told for how many seconds a rank has waited for a core (``starved_s``), wait longer for the silent ones that do.
+    Attributes:
+        connections: number of pipes for it. The rank's ends replace
+            :class:`~torch_ext.world.protocol.Inherited` in ``args``.
+        environment: added to that of the starting process.
+        host: of the rank, in words, if there are several.
     """
-    texts = dict.fromkeys(pipes, b"")
-    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
-    with selectors.DefaultSelector() as ready:
-        for rank, pipe in pipes.items():
-            ready.register(pipe, selectors.EVENT_READ, rank)
-        while ready.get_map():
-            silent = [rank for rank, text in texts.items() if not text]
-            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
-                break
-            left = max(0.0, patience.look_s - monotonic())
-            events = ready.select(left if silent else min(left, _QUIET_S))
-            if not events and not silent:
-                break
-            for key, _ in events:
-                part = os.read(key.fd, 1 << 16)
-                texts[key.data] += part
-                if not part:
-                    ready.unregister(key.fd)
-    return {rank: text.decode(errors="replace") for rank, text in texts.items()}
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    connections: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
+
+
+@_os.with_room
+def start_world(
+    zygote: Channel,
+    tasks: Sequence[RankTask],
+    *,
+    interpreter: bool = False,
+    spares: int = 0,
+    show: bool | Live = False,
+    name: str = "process",
+    test: str = "",
+    own_address: bool = True,
+) -> World:
+    """Start one rank per task and return when all their processes exist.
+
+    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now.
+
+    Args:
+        zygote: a command channel to a zygote that has loaded the modules of the tasks.
+        interpreter: give every rank a fresh interpreter instead of forking it.
+        spares: number of processes that the zygote forks ahead for the next call.
+        show: also pass the ranks' output through; by default each line with its rank in front.
+        name: of each process, in front of its rank.
+        test: id of the ranks' first test, which their receipts must name.
+        own_address: see Note [An address for each world]; not for ranks that meet over a network.
+
+    Raises:
+        ZygoteLostError: the zygote is gone.
+        OSError: the system refuses resources for so many ranks, such as open files.
+    """
+    machine_memory.share()
+    address, reservation = threads.reserve() if own_address else ("", -1)
+    ranks: list[tuple[RankProcess, list[int]]] = []
+    try:
+        ranks += (_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks))
+    except OSError as error:
+        for process, descriptors in ranks:
+            process.let_go()
+            close_all(descriptors)
+        close_all([reservation] if address else [])
+        raise OSError(
+            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(ranks)}: start fewer{_more(error)}"
+        ) from None
+    group, theirs = channel_pair()
+    world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
+    inherited = [descriptors for _, descriptors in ranks]
+    try:
+        request = Start(_orders(ranks, tasks, world.ticket, address), dict(os.environ), interpreter, spares)
+        zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
+    except ChannelClosedError as error:
+        world.close()
+        raise ZygoteLostError(f"{_why_gone(zygote)}: no ranks can be started") from error
+    except BaseException:
+        world.close()
+        raise
+    finally:
+        theirs.close()
+        for descriptors in [*inherited, [reservation] if address else []]:
+            close_all(descriptors)  # the ranks keep the reservation
+    world.wait_started()
+    return world
+
+
+def _more(error: OSError) -> str:
+    return ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
+
+
+def _why_gone(zygote: Channel) -> str:
+    try:
+        while zygote.poll():  # a zygote that has refused a message says why
+            zygote.receive()
+    except ChannelBrokenError as error:
+        return f"the zygote took no more orders, because this process {error}"
+    except ChannelClosedError:
+        pass
+    return "the zygote is gone"
+
+
+def _orders(
+    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket, address: str
+) -> tuple[Order, ...]:
+    environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
+    umask = _os.umask()
+    threads = settings.threads_per_rank(len(tasks))
+    return tuple(
+        Order(
+            "torch_ext.world.rank:main",
+            RankOrder(
+                process.rank,
+                process.name,
+                ticket,
+                _pickled(task),
+                {**environment, **task.environment},
+                directory,
+                umask,
+                argv,
+                threads,
+                process.has_page,
+                address,
+            ),
+            len(descriptors),
+        )
+        for (process, descriptors), task in zip(ranks, tasks, strict=True)
+    )
+
+
+def _pickled(task: RankTask) -> bytes:
+    return pickle.dumps((task.function, task.args, dict(task.kwargs)))
+
+
+def _open_rank(
+    rank: int, name: str, task: RankTask, show: bool | Live, reservation: int
+) -> tuple[RankProcess, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
+    page = WaitPage()
+    shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
+    ends, inherited = open_ends(rank, show, task.connections, shared)
+    process = RankProcess(rank, name, ends.channel, ends.capture, ends.stacks, page)
+    process.host = task.host
+    process.connections += ends.connections
+    return process, inherited

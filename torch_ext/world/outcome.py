@@ -1,30 +1,31 @@
-"""What became of one rank: the typed endings. Standard library and own layer only.
+"""The outcome of one rank: its ending, and the flight record of its collectives. Pure functions.
 
 Glossary
 ~~~~~~~~
-- *world*: the set of ranks of one test. *World size*: how many there are.
+- *world*: the set of ranks of one test. *World size*: their number.
 - *rank*: one of these processes (or threads), and its number.
-- *task*: what a rank is told to run. *Body*: the test method that runs as part of it.
-- *receipt*: the rank's own statement about its body, handed in before the rank ends.
-- *ending*: what became of the rank, as established from its receipt and from how its process ended.
+- *task*: the function that a rank runs. *Body*: the test method that it calls.
+- *receipt*: the rank's statement about its body, handed in before the rank ends.
+- *ending*: how the rank ended, by its receipt and its process.
 - *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
-- *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded what ranks
-  need and forks them.
+- *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded the modules
+  of the ranks and forks them.
 - *parent half*: the part of a test that runs beside its ranks and waits for them, in the *class process*.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.frames import place_in
 from torch_ext.world.protocol import Phase, Receipt, Said, Wait
-
-__all__ = ["Ending", "Outcome", "may_be_expected"]
+from torch_ext.world.wording import place_in, ranks_phrase
 
 
 class Ending(Enum):
@@ -41,7 +42,7 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-# What faulthandler writes above the stacks of a process that dies, and how the name of an exception looks.
+# The line of faulthandler above the stacks of a process that dies; and the name of an exception.
 _FATAL = "Fatal Python error:"
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
 _EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
@@ -55,21 +56,21 @@ class Outcome:
         rank: its number.
         ending: the state in which it ended.
         exit_code: of its process; negative for a signal; None if it was never started.
-        time_s: when it ended as seen by the harness, or when it said so itself if it did (``time.monotonic``).
-        receipt: what it said, if anything.
-        phase: how far it was; None if it had not loaded what its task needs.
+        time_s: its end by its own receipt, else as the harness saw it (``time.monotonic``).
+        receipt: its statement, if any.
+        phase: its progress; None if it had not loaded the modules of its task.
         stacks: Python stacks of its threads, taken before it was stopped.
-        waits: what its threads waited for then.
+        waits: of its threads at the end.
         collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
             the same time.
-        output: the end of its own stdout and stderr.
+        output: the end of its stdout and stderr.
         left_behind: command lines of processes that it left running.
-        task: what it ran, in a word.
+        task: the word for it.
         started_s: when its world was asked for, or its test (``time.monotonic``).
         ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
         host: where it ran, in words, if the test asked for several hosts.
         out_of_memory: SIGKILL ended it, and the kernel has killed processes meanwhile for want of memory.
-        died_at: :attr:`place`, if ``output`` no longer holds what tells of it.
+        died_at: :attr:`place`, if ``output`` no longer shows it.
         delayed_s: for how many seconds of its test it could have run, and waited for a core, until it was stopped.
     """
 
@@ -94,8 +95,13 @@ class Outcome:
 
     @property
     def transport_failure(self) -> Receipt | None:
-        """What it said of a failure that a process group, a store or RPC raised; None if it did not fail by one."""
+        """Its receipt if a process group, a store or RPC raised its failure; else None."""
         return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
+
+    @property
+    def reason(self) -> str:
+        """The reason of its receipt; empty without one."""
+        return self.receipt.reason if self.receipt is not None else ""
 
     @property
     def sub_tests(self) -> tuple[str, ...]:
@@ -121,16 +127,14 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """Where in the user's code the rank was when it ended or was stopped, such as ``"at test_a.py:31"``; empty if
-        it is not known.
-        """
+        """The user's line at which the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
         if self.receipt is not None and self.receipt.said is Said.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
         fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
         return self.died_at or place_in(self.stacks) or place_in(fatal)
 
     def describe(self) -> str:
-        """Say in a few words how the rank ended, and where in the user's code.
+        """Return the rank's ending and its place in the user's code, in words.
 
         >>> Outcome(1, Ending.KILLED, exit_code=-11).describe()
         'was killed by SIGSEGV'
@@ -142,7 +146,7 @@ class Outcome:
         if self.ending is Ending.PASSED:
             return "passed"
         if self.ending is Ending.SKIPPED:
-            return f"skipped: {_shorten(self.receipt.reason) if self.receipt else ''}"
+            return f"skipped: {_shorten(self.reason)}"
         if self.ending is Ending.FAILED:
             return self._failure()
         place = f" {self.place}" if self.place else ""
@@ -158,18 +162,18 @@ class Outcome:
         return f"was stopped{place}{self._when(f'while its {self.task} was running')}"
 
     def _failure(self) -> str:
-        reason = _shorten(self.receipt.reason) if self.receipt else ""
+        reason = _shorten(self.reason)
         error, _, message = reason.partition(": ")
         if not _EXCEPTION.fullmatch(error):
             return f"failed: {reason}"
         where = f" {self.place}" if self.place else ""
-        if error.startswith("torch_ext.world."):  # a name that says nothing to a user
+        if error.startswith("torch_ext.world."):  # a name that users do not know
             return f"failed{where}: {message}"
         error = error.rpartition(".")[2] if error.startswith("torch_ext.") else error
         return f"raised {error}{where}: {message}" if message else f"raised {error}{where}"
 
     def _when(self, otherwise: str) -> str:
-        """Return how far the test was, with a space before it."""
+        """Return the progress of the test, with a space in front."""
         if self.receipt is not None:
             return f" after its {self.task} had {self.receipt.said.value}"
         if self.phase is Phase.SETTLING:
@@ -178,8 +182,8 @@ class Outcome:
 
 
 def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
-    """Whether ranks ended in a way in which they may where the test is expected to fail: one that fails is enough. None
-    may hang or die, no cleanup or thread may fail, and no rank may skip alone.
+    """Whether these endings fit a test that is expected to fail: one failure is enough. No rank may hang or die, no
+    cleanup or thread may fail, and no rank may skip alone.
 
     >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
     True
@@ -196,9 +200,206 @@ def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
 
 
 def _shorten(text: str, limit: int = 160) -> str:
-    """Keep the beginning of a long line; the whole of it stands in the traceback.
+    """Keep the beginning of a long line; the traceback has the whole.
 
     >>> _shorten("x" * 10, 5)
     'xxxxx...'
     """
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
+
+
+# Operations that the recorder names after the backend's method.
+_PUBLIC = {
+    "all_gather_base": "all_gather_into_tensor",
+    "allgather_base": "all_gather_into_tensor",
+    "reduce_scatter_base": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of a rank's record.
+
+    Attributes:
+        group: the process group's name, with its description.
+        sequence: its number in its group, from 1, without point-to-point operations.
+        operation: such as ``"gloo:all_reduce"``.
+        shapes: input sizes and types, such as ``"[3] Float"``.
+        finished: whether it has ended on this rank, with or without an error.
+    """
+
+    group: str
+    sequence: int
+    operation: str
+    shapes: str
+    finished: bool
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
+
+    @property
+    def name(self) -> str:
+        """The operation as its callers know it, such as ``"all_gather_into_tensor"``."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        return _PUBLIC.get(name, name)
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}({self.shapes})"
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The part that must be the same on all ranks; shapes count where the operation wants them equal."""
+        name = self.operation.rpartition(":")[2].strip("_")
+        uneven = name == "scatter" or any(part in name for part in ("gather", "to_all", "alltoall"))
+        return self.operation, "" if uneven else self.shapes
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first point at which ranks diverge.
+
+    Attributes:
+        sentence: describes it.
+        ranks: to blame; empty if unknown.
+        differ: whether ranks called different collectives, rather than some of them none.
+        calls: if they differ, the ranks and their call.
+        cause: the first line of a report: the ranks to blame, their deed and its place, in the user's words.
+    """
+
+    sentence: str
+    ranks: tuple[int, ...]
+    differ: bool = False
+    calls: tuple[tuple[tuple[int, ...], str], ...] = ()
+    cause: str = ""
+
+
+def read_record(record: str) -> list[Collective]:
+    """Read the collectives of a rank's flight record, without point-to-point operations."""
+    return [_read_entry(entry) for entry in _parsed(record).get("entries", []) if not entry.get("is_p2p")]
+
+
+def read_groups(record: str) -> dict[str, list[int]]:
+    """Return the ranks of each process group in a record, by the group's name."""
+    return dict(_parsed(record).get("groups", {}))
+
+
+def destroyed_at(record: str, group: str) -> str:
+    """Return the line at which the rank destroyed ``group`` (the first word of its name); empty if it did not."""
+    lines = {} if group in read_groups(record) else _parsed(record).get("destroyed", {})
+    return str(lines.get(group) or lines.get("*") or "")
+
+
+def _parsed(record: str) -> dict[str, Any]:
+    read = json.loads(record or "{}")
+    return read if isinstance(read, dict) else {"entries": read}
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Collective:
+    name, description = [*entry.get("process_group", ["?"]), ""][:2]
+    sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
+    shapes = ", ".join(f"{list(size)} {type_}" for size, type_ in zip(sizes, types, strict=False))
+    finished = bool(entry.get("retired")) or entry.get("state") == "completed"
+    group = f"{name} ({description})" if description else str(name)
+    return Collective(
+        group, int(entry.get("collective_seq_id", 0)), str(entry.get("profiling_name", "?")), shapes, finished
+    )
+
+
+def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first collective in which the ranks differ or wait for each other; None if there is none.
+
+    Args:
+        records: for each rank, its collectives, oldest first.
+    """
+    groups = dict.fromkeys(each.group for record in records.values() for each in record)
+    found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside of the party that has more than half of all; empty if there is none.
+
+    >>> minority([[0, 3], [1], [2, 4, 5]])
+    ()
+    >>> minority([[0, 2, 3], [1]])
+    (1,)
+    """
+    ranked = sorted(parties, key=len)
+    few = sorted(rank for party in ranked[:-1] for rank in party)
+    return tuple(few) if ranked and len(ranked[-1]) > len(few) else ()
+
+
+def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+    """Return the first unfinished collective whose ranks have inputs of different sizes.
+
+    Some backends accept those, so no rank is to blame. Ranks without inputs, as in a scatter, do not count.
+    """
+    for each in (each for record in records.values() for each in record if not each.finished):
+        sizes: dict[str, list[int]] = {}
+        for rank, record in records.items():
+            for other in record:
+                if (other.group, other.sequence, other.operation) == (each.group, each.sequence, each.operation):
+                    sizes.setdefault(other.shapes, []).append(rank)
+        sizes.pop("", None)
+        if len(sizes) > 1:
+            parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
+            called = f"#{each.sequence} {each.operation} in group {each.group}"
+            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it wants that", ())
+    return None
+
+
+def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
+    return {each.sequence: each for each in record if each.group == group}
+
+
+def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
+    # Every rank belongs to the default group. The known members of another group are its callers.
+    everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
+    members = {rank: record for rank, record in records.items() if record or everyone}
+    for sequence in sorted({number for record in members.values() for number in record}):
+        here = {rank: record[sequence] for rank, record in members.items() if sequence in record}
+        missing = [rank for rank, record in members.items() if max(record, default=0) < sequence]
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for rank, each in here.items():
+            kinds.setdefault(each.kind, []).append(rank)
+        shown = {each.kind: each for each in here.values()}
+        if len(kinds) > 1:
+            parts = [
+                f"{ranks_phrase(ranks)} called {shown[kind].operation}({shown[kind].shapes})"
+                for kind, ranks in kinds.items()
+            ]
+            calls = tuple((tuple(ranks), shown[kind].words) for kind, ranks in kinds.items())
+            sentence = f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
+            return Mismatch(sentence, minority(kinds.values()), differ=True, calls=calls)
+        if missing:
+            called = next(iter(here.values()))
+            sentence = f"{ranks_phrase(list(here))} called {called}, which {ranks_phrase(missing)} never called"
+            return Mismatch(sentence, tuple(missing))
+    return None
+
+
+# A transport's timeout: it shows the waiting rank, not the one to blame.
+_LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+# A backend's report of different collectives: `simccl`'s, and that of torch's threaded group as we complete it.
+_DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
+_CALLED = re.compile(
+    r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
+)
+
+
+def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
+    """Yield rank, call and line for each call in ``reason``, if that reports a disagreement of ranks.
+
+    >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
+    [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
+    """
+    if _DISAGREE.search(reason):
+        for rank, call, line in _CALLED.findall(reason):
+            yield int(rank), call, os.path.basename(line)
+
+
+def ran_out_of_time(reason: str) -> bool:
+    """Whether the transport's own timeout raised ``reason``: the peers did not come."""
+    return bool(_LIMIT.search(reason))

@@ -1,16 +1,15 @@
-"""Every message and order that crosses a process of the world, and nothing else. Standard library only.
+"""The messages and orders between the processes of a world. Standard library only.
 
 Note [Zygote protocol]
 ~~~~~~~~~~~~~~~~~~~~~~
-A *client* holds a command channel to a zygote. To get processes, it sends :class:`Start` along with the descriptor of a
-fresh channel, the *group channel*, and the descriptors that the children inherit. The children of one request form a
-*child group* and share one fate. On the group channel the zygote answers :class:`Started`, and later one
-:class:`Ended` per child; the client may send :class:`Signal`. Closing the group channel abandons the group: the zygote
-kills and reaps its children. Closing the first command channel ends the zygote with everything it started.
+A *client* holds a command channel to a zygote. To get processes, it sends :class:`Start` with the descriptor of a new
+channel, the *group channel*, and the descriptors that the children inherit. The children of one request form a *child
+group*. On the group channel the zygote answers :class:`Started`, and later one :class:`Ended` per child; the client may
+send :class:`Signal`. Closing the group channel abandons the group: the zygote kills and reaps its children. Closing the
+first command channel ends the zygote with all its children.
 
 Every child, forked or executed, begins in :func:`~torch_ext.world.child.child_main`: it waits on its own socket for one
-:class:`Order` and calls the order's target. A *spare* is a child that was forked before anyone asked; it has done
-nothing but wait.
+:class:`Order` and calls the order's target. A *spare* is a child that was forked ahead and waits for its order.
 
 ==================  =======================================================================================
 from -> to          messages
@@ -23,7 +22,7 @@ root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, an
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
-child -> supervisor :class:`Devices`, where it was asked for them
+child -> supervisor :class:`Devices`, on request
 rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
                     :class:`Farewell`
 ==================  =======================================================================================
@@ -36,44 +35,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = [
-    "NO_TICKET",
-    "OWNER_VARIABLE",
-    "STACK_SIGNAL",
-    "AddClient",
-    "Ask",
-    "AskOthers",
-    "Collectives",
-    "Copy",
-    "CopyOrder",
-    "Devices",
-    "Ended",
-    "Farewell",
-    "HiddenFrames",
-    "Inherited",
-    "LeftBehind",
-    "Loaded",
-    "ModuleOrder",
-    "NotLoaded",
-    "Notice",
-    "Order",
-    "Phase",
-    "Preparation",
-    "Process",
-    "Progress",
-    "RankOrder",
-    "Receipt",
-    "RootOrder",
-    "Said",
-    "Signal",
-    "Start",
-    "Started",
-    "Ticket",
-    "Wait",
-]
-
-# Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals; macOS has none.
-STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
+# Makes a process write the stacks of its threads. Neither torch nor tests use real-time signals.
+STACK_SIGNAL = signal.SIGRTMIN + 5
 
 
 # In the environment of every child of a zygote: its pid. See Note [Leftovers].
@@ -85,9 +48,7 @@ OWNER_VARIABLE = "TORCH_EXT_OWNER"
 
 @dataclass(frozen=True)
 class Order:
-    """What one child does: call ``target`` (``"module:function"``) with ``payload`` and its ``descriptors`` many
-    descriptors.
-    """
+    """One child's task: to call ``target`` (``"module:function"``) with ``payload`` and so many ``descriptors``."""
 
     target: str
     payload: Any
@@ -100,9 +61,9 @@ class Start:
 
     Attributes:
         orders: one per child.
-        environment: the children's environment. The zygote compares it with the one that it was started with.
+        environment: of the children. The zygote compares it with its own at its start.
         interpreter: give every child a fresh interpreter.
-        spares: how many children to fork ahead of the next request.
+        spares: number of children to fork ahead for the next request.
     """
 
     orders: tuple[Order, ...]
@@ -113,13 +74,13 @@ class Start:
 
 @dataclass(frozen=True)
 class AddClient:
-    """Serve another command channel, whose descriptor comes along. Closing that one does not end the zygote."""
+    """Serve another command channel, the descriptor. Closing that one does not end the zygote."""
 
 
 @dataclass(frozen=True)
 class AskOthers:
-    """Ask which processes may act besides the harness and ``ranks`` (pids); see Note [Who else may act]. Descriptor:
-    the channel on which a tuple of their descriptions comes back.
+    """Ask for the processes that may act besides the harness and ``ranks`` (pids); see Note [Who else may act].
+    Descriptor: the channel for the answer, a tuple of descriptions.
     """
 
     ranks: tuple[int, ...]
@@ -127,10 +88,8 @@ class AskOthers:
 
 @dataclass(frozen=True)
 class Copy:
-    """Ask for a zygote like this one, as the only child of a group. Descriptors: the group channel, and the first
-    command channel of the copy.
-
-    What a child of the copy does to its zygote reaches no child of another.
+    """Ask for a zygote like this one, as the only child of a group: its children cannot harm those of others.
+    Descriptors: the group channel, and the first command channel of the copy.
     """
 
 
@@ -140,7 +99,7 @@ class Started:
 
     Attributes:
         pids: of each, by its own machine.
-        why_interpreter: why they could not be forked; empty if they were, or if fresh interpreters were asked for.
+        why_interpreter: why they could not be forked; empty if they were, or on request of fresh interpreters.
         hosts: the host of each, in words for users, where they run on several machines; see Note [Several hosts].
     """
 
@@ -165,8 +124,7 @@ class Ended:
     Attributes:
         exit_code: negative for a signal, as in multiprocessing.
         time_s: when, by ``time.monotonic``.
-        left_behind: comes with the last child of a group, for the whole group, since until then a peer may still use
-            a process that another one started.
+        left_behind: by the whole group, with its last child: until then a peer may use a process of another.
     """
 
     index: int
@@ -188,10 +146,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a fresh interpreter loads: the search path, modules by name, and the file or module that is ``__main__``.
-
-    See ``child.py`` for what is done with it.
-    """
+    """For a fresh interpreter to load: the search path, modules, and the file or module that is ``__main__``."""
 
     path: tuple[str, ...]
     modules: tuple[str, ...]
@@ -201,12 +156,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class RootOrder:
-    """What the first zygote of a run loads.
-
-    Attributes:
-        preparation: its ``sys.path`` and what it imports. A module that cannot be imported ends the zygote.
-        scratch: a folder to remove at the end.
-    """
+    """For the first zygote of a run to load. It removes the folder ``scratch`` at its end."""
 
     preparation: Preparation
     scratch: str = ""
@@ -214,9 +164,8 @@ class RootOrder:
 
 @dataclass(frozen=True)
 class ModuleOrder:
-    """Which test module a module zygote loads: its name, the folder to put on ``sys.path``, and its ``sys.argv``.
-
-    The modules ``first`` are imported before it, in ranks that are fresh interpreters too.
+    """The test module that a module zygote loads: its name, the folder for ``sys.path``, its ``sys.argv``, and modules
+    to import ``first``, also in fresh interpreters.
     """
 
     name: str
@@ -229,7 +178,7 @@ class ModuleOrder:
 
 @dataclass(frozen=True)
 class Process:
-    """A process by its pid and when it started, in the kernel's ticks: pids are used again."""
+    """A process by its pid and its start in the kernel's ticks: pids are used again."""
 
     pid: int
     start: str
@@ -237,13 +186,13 @@ class Process:
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """What the copy of a zygote is to be.
+    """The copy of a zygote.
 
     Attributes:
-        description: what it is called in messages.
-        preparation: what fresh interpreters load.
-        original: the zygote that it is a copy of.
-        others: processes of that one which it has not forked itself.
+        description: for messages.
+        preparation: of its fresh interpreters.
+        original: pid of the zygote that it is a copy of.
+        others: processes that the original has adopted.
     """
 
     description: str
@@ -254,13 +203,13 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class HiddenFrames:
-    """Frames of the harness that a report leaves out; see ``frames.py``.
+    """Frames of the harness that a report leaves out; see ``wording.py``.
 
     Attributes:
         file: regular expression that matches the end of the file's path.
-        functions: these are left out of stacks and tracebacks; none: the whole file, of tracebacks only.
-        outwards: in stacks, the frames that called them are left out too.
-        thread: in stacks, the whole thread is left out.
+        functions: left out of stacks and tracebacks; none: the whole file, of tracebacks only.
+        outwards: in stacks, leave their callers out too.
+        thread: in stacks, leave the whole thread out.
     """
 
     file: str
@@ -271,9 +220,8 @@ class HiddenFrames:
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices the ranks of a machine must share, and the environment variable that narrows them down.
-
-    0 and an empty string where they need not.
+    """The number of devices that the ranks of a machine share, and the environment variable that narrows them down; 0
+    and empty if there is no limit.
     """
 
     number: int
@@ -285,8 +233,8 @@ class Loaded:
     """The zygote is ready.
 
     Attributes:
-        imported: files of all modules that it holds from below the project's folders.
-        hidden_frames: what the layers that it has loaded leave out of reports.
+        imported: files of its modules below the project's folders.
+        hidden_frames: of the layers that it has loaded.
     """
 
     imported: tuple[str, ...] = ()
@@ -295,9 +243,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The module could not be imported; ``trace`` is the traceback.
-
-    ``left`` says, in words for users, that the module asked not to be run while it was imported; else it is empty.
+    """The module could not be imported; ``trace`` is the traceback. ``left`` says in words for users that the module
+    skipped itself or ended the program; else it is empty.
     """
 
     trace: str
@@ -309,12 +256,12 @@ class NotLoaded:
 
 @dataclass(frozen=True)
 class Wait:
-    """What one thread waits for.
+    """The wait of one thread.
 
     Attributes:
         words: the operation and the line of the test, such as ``"barrier() in test_a (test_x.py:12)"``.
-        peers: ranks that it names as those it waits for.
-        everyone: whether it waits for all ranks, as the creation of a process group does.
+        peers: ranks that it names.
+        everyone: whether it needs all ranks, as the creation of a process group does.
         transport: whether it is an operation of a process group, a store or RPC.
         over: whether the body is over, and the harness waits for the other ranks.
     """
@@ -328,7 +275,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Inherited:
-    """Stands for connection ``index`` among a task's arguments, which are pickled before the connection exists."""
+    """Placeholder of connection ``index`` in a task's arguments, which are pickled before the connection exists."""
 
     index: int
 
@@ -339,7 +286,7 @@ class Ticket:
 
     Attributes:
         test: the test's id.
-        attempt: counts the runs that the same ranks have been given, from 0.
+        attempt: number of the run on the same ranks, from 0.
     """
 
     test: str = ""
@@ -351,10 +298,10 @@ NO_TICKET = Ticket()
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Everything that a rank is told when it starts.
+    """The order of a rank.
 
     Attributes:
-        ticket: of the first test that it runs.
+        ticket: of its first test.
         task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
         threads: number of intra-op threads; 0 leaves torch's number alone.
         has_page: whether it inherits a page of waits; see Note [The page of waits].
@@ -376,7 +323,7 @@ class RankOrder:
 
 
 class Ask(Enum):
-    """What the parent half asks of a running rank."""
+    """A request of the parent half to a running rank."""
 
     RELEASE = "you may end"
     COLLECTIVES = "send your last collectives"
@@ -385,46 +332,45 @@ class Ask(Enum):
 
 
 class Phase(Enum):
-    """How far a rank is; sent when it gets there."""
+    """The progress of a rank, sent when it gets there."""
 
-    RUNNING = "has loaded what its task needs, and runs it"
-    SETTLING = "the body is over, and what it left to be done is being done"
+    RUNNING = "has loaded the modules of its task, and runs it"
+    SETTLING = "the body is over; its threads and exit functions are finishing"
 
 
 @dataclass(frozen=True)
 class Farewell:
-    """The last message of a rank that ends as the harness ends it, sent right before the process is gone.
-
-    A process that ends with code 0 and without it has been ended by something else.
+    """The last message of a rank that the harness's own code ends. A process that ends with code 0 and without it was
+    ended by other code.
     """
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that the user should be told, whether or not the test passes."""
+    """A message for the user, whether the test passes or fails."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """A rank's last collectives as torch's flight recorder tells them, in JSON; empty if there are none."""
+    """A rank's last collectives from torch's flight recorder, in JSON; empty if there are none."""
 
     json: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Whether a rank can go on, and what it waits for. See Note [Provable hangs].
+    """Whether a rank can go on, and its waits. See Note [Provable hangs].
 
     Attributes:
         blocked: whether no thread of the rank can go on by itself before ``until_s`` and ``raises_s``.
-        until_s: when the first time limit of a lock ends, by ``time.monotonic``; infinite if there is none.
+        until_s: end of the first time limit of a lock, by ``time.monotonic``; infinite if there is none.
         raises_s: the same for an operation of torch's, which raises then.
         fingerprint: differs from an earlier one if any thread has run meanwhile.
-        waits: what each thread with Python code waits for, in words.
+        waits: of the threads with Python code.
         record: changes whenever a collective begins or ends.
-        may_act: what can go on, in words.
+        may_act: threads that can go on, in words.
         among_ranks: whether it waits for peers in memory that ranks alone share, and no signal is handled.
     """
 
@@ -439,7 +385,7 @@ class Progress:
 
 
 class Said(Enum):
-    """What a receipt says."""
+    """The statement of a receipt."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -466,17 +412,16 @@ class Receipt:
     Attributes:
         said: how the body ended.
         time_s: when, by ``time.monotonic``, which all processes of a machine share.
-        reason: the reason of a skip, or the first line of what a failure says (``"ValueError: no"``).
+        reason: of a skip, or the first line of a failure (``"ValueError: no"``).
         trace: the traceback of a failure, without the harness's own frames.
-        transport: whether the failure was raised by what connects the ranks (a process group, a store, RPC), not by the
-            test's own code.
-        waits: what it waited for when it failed, if the failure tells.
-        place: the line of the user's code from which the failure came, such as ``"test_a.py:31"``, if it is known.
-        parts: the parts of the test that failed, in order; of a skip, those that skipped. Empty if nobody knows any.
-        ticket: which run of which test it is about; set by the rank.
-        pid: the process that hands it in; set by the rank.
-        began_s: when the body began; set by the rank.
-        met_s: when the rank began and finished to make its first process group, 0 if it made none; set by the rank.
+        transport: whether a process group, a store or RPC raised the failure, not the test's own code.
+        waits: the operation that failed, if known.
+        place: the user's line that failed, such as ``"test_a.py:31"``, if known.
+        parts: the parts of the test that failed, in order; of a skip, those that skipped. Empty if unknown.
+        ticket: of the run; set by the rank, like the next three.
+        pid: of the rank.
+        began_s: begin of the body.
+        met_s: begin and end of making the rank's first process group; 0 without one.
     """
 
     said: Said

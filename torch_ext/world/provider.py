@@ -1,7 +1,8 @@
-"""Which zygote serves this process. Standard library and own layer only.
+"""The zygote that serves this process, and how a process becomes a zygote: by a fork of itself, by loading modules in a
+fresh interpreter, or by loading one more in a child. Loads torch only if its orders name it.
 
-A class process is told by its supervisor (:func:`use`). Any other process that runs tests (``python -m unittest``,
-``pytest``, a debugger) gets a zygote of its own: a fork of itself, taken early, while forking is still safe (see Note
+The supervisor gives a zygote to each class process (:func:`use`). Any other process that runs tests (``python -m
+unittest``, ``pytest``, a debugger) makes one: a fork of itself, taken early, while forking is still safe (see Note
 [Fork safety]); otherwise a fresh interpreter that loads what this process has loaded.
 """
 
@@ -9,29 +10,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import importlib
 import os
+import signal
 import sys
+import traceback
+import unittest
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
-from torch_ext.world import _os, files, transports
-from torch_ext.world.channel import Channel, channel_pair
-from torch_ext.world.child import preparation_of_this_process, reason_not_to_fork
-from torch_ext.world.loading import become_zygote
-from torch_ext.world.protocol import ModuleOrder
-from torch_ext.world.tree import ModuleZygote, RootZygote, start_root
+from torch_ext.world import _os, child, files, threads, wording
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
+from torch_ext.world.child import (
+    PACKAGE_ROOT,
+    compute_on_one_thread,
+    end_fork,
+    load,
+    load_first_uses,
+    preparation_of_this_process,
+    reason_not_to_fork,
+    uncollected,
+)
+from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
+from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
 from torch_ext.world.wording import announce
-
-__all__ = [
-    "forget",
-    "given_is_gone",
-    "never_start_ranks",
-    "pid_behind",
-    "prepare",
-    "use",
-    "watch_this_process",
-    "zygote_for",
-    "zygote_of_this_process",
-    "zygotes",
-]
+from torch_ext.world.zygote import Zygote
 
 
 class _Zygotes:
@@ -45,8 +49,7 @@ class _Zygotes:
         self.is_watched = False
         self.forked: tuple[Channel, frozenset[str], int] | None = None
         self.root: RootZygote | None = None
-        self.loaded: dict[str, Channel] = {}
-        self.zygotes: list[ModuleZygote] = []
+        self.loaded: dict[str, ZygoteClient] = {}  # below the root, by module
 
 
 _zygotes = _Zygotes()
@@ -60,16 +63,16 @@ def _mine() -> _Zygotes:
 
 
 def use(channel: Channel, scratch_folder: str) -> None:
-    """Have the zygote at the other end of ``channel`` serve this process, whatever module it asks for."""
+    """Have the zygote behind ``channel`` serve this process for every module."""
     own = _mine()
     own.given, own.lost_given = channel, False
     files.use(scratch_folder)
 
 
 def given_is_gone() -> bool:
-    """Whether the zygote that this process was told to use has ended."""
+    """Whether the zygote of :func:`use` has ended."""
     own = _mine()
-    return own.lost_given or (own.given is not None and own.given.poll())  # nothing is sent on it unasked
+    return own.lost_given or (own.given is not None and own.given.poll())  # only its end is readable
 
 
 def never_start_ranks() -> None:
@@ -85,10 +88,14 @@ def zygote_for(module: str) -> Channel:
     if own.forked is not None and module in own.forked[1] and _alive(own):
         return own.forked[0]
     if module in own.loaded:
-        if not own.loaded[module].poll():  # nothing is sent on it unasked: what can be read is its end
-            return own.loaded[module]
-        if _loads_again(own, module):
-            return _load(own, module)
+        zygote = own.loaded[module]
+        if not zygote.channel.poll():  # only its end is readable
+            return zygote.channel
+        del own.loaded[module]
+        zygote.close()
+        if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
+            return _load(own, module)  # the root stays, with the folder that it removes at its end
+        _end_root(own)
     _os.require_supported()
     why = reason_not_to_fork()
     if not why:
@@ -98,15 +105,15 @@ def zygote_for(module: str) -> Channel:
 
 
 def pid_behind(channel: Channel) -> int:
-    """Return the pid of the zygote that :func:`zygote_for` has answered with; 0 if another process started it."""
+    """Return the pid of the zygote whose channel :func:`zygote_for` has returned; 0 if another process started it."""
     own = _mine()
     if own.forked is not None and own.forked[0] is channel:
         return own.forked[2]
-    return next((zygote.pid for zygote in own.zygotes if zygote.channel is channel), 0)
+    return next((zygote.pid for zygote in own.loaded.values() if zygote.channel is channel), 0)
 
 
 def zygote_of_this_process() -> Channel | None:
-    """Return a command channel to the zygote that adopts what this process leaves behind; None if this process does."""
+    """Return a command channel to the zygote that adopts this process's orphans; None if this process does."""
     return _mine().given
 
 
@@ -118,20 +125,18 @@ def zygotes() -> tuple[int, ...]:
 
 
 def watch_this_process() -> None:
-    """Have this process, which runs tests by itself, adopt its orphans, and know the threads of its transports. A child
-    of a zygote need not: see Note [Who else may act].
+    """Adopt the orphans of this process and note the threads of its transports, unless a zygote does so for it. See
+    Note [Who else may act].
     """
     own = _mine()
     if own.given is None and not own.starts_none and not own.is_watched:
         own.is_watched = True
         _os.adopt_orphans()
-        transports.prepare()
+        threads.prepare()
 
 
 def prepare(module: str) -> None:
-    """Fork the zygote of ``module`` now if that is safe, before something in this process makes it unsafe. Otherwise do
-    nothing.
-    """
+    """Fork the zygote of ``module`` now if that is safe, before this process does something that makes it unsafe."""
     own = _mine()
     watch_this_process()
     known = (
@@ -145,7 +150,7 @@ def prepare(module: str) -> None:
 
 
 def forget(channel: Channel) -> None:
-    """The zygote behind ``channel`` is gone: have the next request start another."""
+    """Note that the zygote behind ``channel`` is gone: the next request starts another."""
     own = _mine()
     channel.close()
     if own.forked is not None and own.forked[0] is channel:
@@ -154,7 +159,7 @@ def forget(channel: Channel) -> None:
         own.forked = None
     if own.given is channel:
         own.given, own.lost_given = None, True
-    if channel in own.loaded.values():
+    if any(zygote.channel is channel for zygote in own.loaded.values()):
         _end_root(own)
 
 
@@ -180,9 +185,7 @@ def _fork(own: _Zygotes) -> Channel:
 
 
 def _is_loadable(name: str) -> bool:
-    """Whether a fresh interpreter should import ``name`` at once: test modules and ``__main__``; whatever they need
-    follows.
-    """
+    """Whether a fresh interpreter imports ``name`` itself: ``__main__`` and test modules, which import the rest."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None) or ""
     return name == "__main__" or os.path.basename(file).startswith("test_")
@@ -197,7 +200,7 @@ def _alive(own: _Zygotes) -> bool:
         if _os.waitpid(pid, os.WNOHANG) == (0, 0):
             return True
     except ChildProcessError:
-        pass  # somebody else in this process reaped it
+        pass  # other code of this process has reaped it
     forget(channel)
     return False
 
@@ -209,30 +212,13 @@ def _load(own: _Zygotes, module: str) -> Channel:
         atexit.register(_end_root, own)
     own.root.wait_ready()
     if module == "__main__":
-        own.loaded[module] = own.root.channel
+        own.loaded[module] = ZygoteClient(own.root.channel, own.root.process.pid)
         return own.root.channel
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     order = ModuleOrder(module, sys.path[0] or os.getcwd(), file, dict(os.environ), tuple(sys.argv))
-    zygote = own.root.load(order)
+    own.loaded[module] = zygote = own.root.load(order)
     zygote.wait_loaded()
-    own.zygotes.append(zygote)
-    own.loaded[module] = zygote.channel
     return zygote.channel
-
-
-def _loads_again(own: _Zygotes, module: str) -> bool:
-    """Let go of the dead zygote of ``module``; return whether the root that loaded it is there to load it once more.
-
-    The root stays, and so does the scratch folder, which it removes when it ends and where a test may have files.
-    """
-    channel = own.loaded.pop(module)
-    for zygote in [each for each in own.zygotes if each.channel is channel]:
-        own.zygotes.remove(zygote)
-        zygote.close()
-    if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
-        return True
-    forget(channel)
-    return False
 
 
 def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
@@ -244,8 +230,137 @@ def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
 
 def _end_root(own: _Zygotes) -> None:
     if own.owner == _os.getpid():
-        for zygote in own.zygotes:
+        for zygote in own.loaded.values():
             zygote.close()
         if own.root is not None:
             own.root.close()
-        own.root, own.zygotes, own.loaded = None, [], {}
+        own.root, own.loaded = None, {}
+
+
+wording.hide(r"/world/provider\.py", "load_module", outwards=True)
+
+wording.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
+
+
+def main() -> NoReturn:
+    """Program of the root zygote: ``python -c ... <descriptor>``. Its first message is a
+    :class:`~torch_ext.world.protocol.RootOrder`.
+    """
+    command = Channel.from_descriptor(int(sys.argv[1]))
+    os.set_inheritable(command.fileno(), False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _os.lead_process_group()
+    try:
+        order, _ = command.receive()
+        # A module's prints during its import must not mix with the runner's output.
+        os.dup2(2, 1)
+        load_and_serve(command, order)
+    except ChannelClosedError:  # the parent was interrupted, and is gone or does not need this process any more
+        os._exit(0)
+
+
+def load_and_serve(command: Channel, order: RootOrder) -> NoReturn:
+    """Load the modules of ``order``, report success or failure, and serve as the first zygote of a run.
+
+    Raises:
+        ChannelClosedError: the run is gone.
+    """
+    try:
+        load(order.preparation)
+    except BaseException:
+        command.send(NotLoaded(_trace_of_import()))
+        os._exit(1)
+    command.send(Loaded(hidden_frames=wording.hidden()))
+    Zygote(command, "the zygote", order.preparation, order.scratch).serve()
+
+
+def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
+    """Target of a child of the root zygote: import one test module and serve.
+
+    Descriptors: the command channel, and a pipe for the stack of an import that hangs.
+    """
+    command = Channel.from_descriptor(descriptors[0])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _os.lead_process_group()
+    _os.adopt_orphans()  # the import's too: see Note [Who else may act]
+    os.environ.clear()
+    os.environ.update(order.environment)
+    # In front: another folder may have a module of the same name.
+    sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
+    sys.argv[:] = order.argv
+    importing = _os.getpid()
+    try:
+        with _stacks_to(descriptors[1]), child.noted(), uncollected():
+            for name in (*order.first, order.name):
+                importlib.import_module(name)
+            load_first_uses(getattr(sys.modules[order.name], "__file__", None) or "")
+    except BaseException as error:
+        if _os.getpid() != importing:
+            end_fork(error, _trace_of_import())
+        command.send(NotLoaded(_trace_of_import(), _leave(error)))
+        os._exit(1)
+    if _os.getpid() != importing:
+        end_fork(None)
+    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), wording.hidden()))
+    preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
+    Zygote(command, f"the zygote of {order.name}", preparation).serve()
+
+
+def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
+    """Target of a child of a zygote: serve as its copy. Descriptor: the command channel."""
+    command = Channel.from_descriptor(descriptors[0])
+    compute_on_one_thread()
+    command.send(Loaded())
+    Zygote(command, order.description, order.preparation, original=order.original, others=order.others).serve()
+
+
+@contextlib.contextmanager
+def _stacks_to(pipe: int) -> Iterator[None]:
+    """Have the stack signal write to ``pipe``. Close it at the end, so that no child keeps it."""
+    faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(pipe)
+
+
+def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> NoReturn:
+    """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked for it."""
+    _os.lead_process_group()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in modules))
+    compute_on_one_thread()
+    Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()
+
+
+def _leave(error: BaseException) -> str:
+    """Return the reason why a module skipped itself or ended the program by ``error``; empty for a failure.
+
+    >>> _leave(SystemExit(0)), _leave(SystemExit(1)), _leave(unittest.SkipTest("no C++ compiler"))
+    ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
+    """
+    if isinstance(error, unittest.SkipTest):
+        return str(error) or "the file raises SkipTest while it is imported"
+    if not isinstance(error, SystemExit) or error.code:
+        return ""
+    lines = traceback.extract_tb(error.__traceback__)
+    where = f" in line {lines[-1].lineno} of {os.path.basename(lines[-1].filename)}" if lines else ""
+    return f"the file ends the program while it is imported: sys.exit(0){where}"
+
+
+def _trace_of_import() -> str:
+    """Format the current exception without the frames of the import system and of this file."""
+    shown = traceback.TracebackException(*sys.exc_info())
+    kept = [f for f in shown.stack if f.filename != __file__ and "importlib" not in f.filename]
+    shown.stack[:] = kept
+    return "".join(shown.format())
+
+
+def _files_below(folders: Sequence[str]) -> tuple[str, ...]:
+    roots = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    own = os.path.realpath(sys.prefix) + os.sep
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    # torch.ops and torch.classes give themselves names of files that do not exist.
+    real = {os.path.realpath(file) for file in files if file and os.path.isabs(file)}
+    return tuple(sorted(file for file in real if file.startswith(roots) and not file.startswith(own)))

@@ -1,15 +1,15 @@
-"""What runs in a rank before, around and after its task. Imports the standard library and its own layer; touches torch
-only if it is loaded.
+"""A rank: applies its order, runs its task, answers its parent half and hands in its receipt. Touches torch only if it
+is loaded.
 
 Note [Life of a rank]
 ~~~~~~~~~~~~~~~~~~~~~
-A rank starts having done nothing. Its order brings everything that a test may have changed a moment ago (environment,
-working directory, umask, ``sys.argv``), which is applied before anything else. The task runs inside multiprocessing's
-own bootstrap, so that whatever hooks into it (coverage, finalizers, logs) sees an ordinary process. When the body is
-over, and what it left to be done is done (see Note [Nothing after the receipt]), the rank hands in a receipt.
+A rank first applies its order: the environment, working directory, umask and ``sys.argv``, which a test may have
+changed a moment ago. The task runs inside multiprocessing's bootstrap, so that its hooks (coverage, finalizers, logs)
+see an ordinary process. After the body, its threads and its exit functions (see Note [Nothing after the receipt]), the
+rank hands in a receipt.
 
 A rank that passed waits a moment for its peers, so that it does not cut connections that they still use, and then ends
-without destroying its process groups, which would cost gloo 10 ms per peer. If the wait is in vain, it destroys them in
+without destroying its process groups, which would cost gloo 10 ms per peer. If the wait times out, it destroys them in
 order. So does a rank that failed: its peers must see connections close instead of waiting for it.
 """
 
@@ -28,11 +28,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import _os, collectives, exits, frames, operations, transports
+from torch_ext.world import _os, exits, operations, threads, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import Debts, UnfinishedWorkError, unfinalized_globals
-from torch_ext.world.hosts import NUMBER_VARIABLE
+from torch_ext.world.operations import VARIABLE as WAIT_PAGE
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
@@ -49,22 +49,24 @@ from torch_ext.world.protocol import (
     Said,
     Ticket,
 )
+from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.threads import LISTENER, leave_out, observe
-from torch_ext.world.wait_page import VARIABLE as WAIT_PAGE
 
-__all__ = ["Rank", "current", "failure", "main", "this_rank"]
-
-# How long a rank that passed waits for its peers before it tears down by itself, in seconds.
+# Seconds for which a rank that passed waits for its peers before it tears down by itself.
 _RELEASE_WAIT_S = 1.0
 
 # Stand between a test and torch.
-frames.hide(r"/compat/c10d\.py")
-frames.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
-frames.hide(r"/world/threads\.py", "make_transport")
-frames.hide(r"/world/own_exits\.py", "_write_stacks", "_exit", "kill_after_writing")
+wording.hide(r"/compat/c10d\.py")
+
+wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
+
+wording.hide(r"/world/threads\.py", "make_transport")
+
+wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
 # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
-_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": transports.LOOPBACK, "TP_SOCKET_IFNAME": transports.LOOPBACK}
+_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
+
 _DEFAULTS = {
     # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
     "TORCH_FR_BUFFER_SIZE": "512",
@@ -72,10 +74,9 @@ _DEFAULTS = {
 
 
 class Rank:
-    """This process, as a rank: its number and its line to the parent half.
+    """This process as a rank: its number and its channel to the parent half.
 
-    Only the process that was started as the rank speaks for it. A child that it forks inherits this object, but what
-    the child hands in counts for nothing.
+    A child that it forks inherits this object, but its receipts do not count.
     """
 
     def __init__(self, order: RankOrder, channel: Channel, stacks: int) -> None:
@@ -94,24 +95,24 @@ class Rank:
         threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
-        """Take on another run of a test: receipts are about it from now on."""
+        """Begin another run of a test, which later receipts are about."""
         self._ticket, self._is_between_tests = ticket, False
         self._debts.watch(ticket.test)
         operations.test_began()
         self._began_s, self._met_s = _os.monotonic(), (0.0, 0.0)
 
     def made_group(self, from_s: float, to_s: float) -> None:
-        """Take note of when a process group was made; the first one counts."""
+        """Note when a process group was made; the first one counts."""
         if not self._met_s[1]:
             self._met_s = from_s, to_s
 
     @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. Unless it tells of a failure, first do what the body left to be done, and then
-        wait for the other ranks.
+        """Hand in the receipt, once. Unless it is a failure, finish the body's threads and exit functions before, and
+        wait for the peers afterwards.
 
         Returns:
-            Whether every rank is done, so that this process may end without tearing anything down.
+            Whether every rank is done, so that this process may end without teardown.
         """
         self._end_fork(receipt)
         if self._handed_in:
@@ -122,12 +123,12 @@ class Rank:
         self._send(self._stamped(receipt))
         if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
-        self._send(Collectives(collectives.own_record()))  # a peer may be waiting for this rank in a collective
+        self._send(Collectives(operations.own_record()))  # a peer may be waiting for this rank in a collective
         return False
 
     @_os.with_room
     def report(self, receipt: Receipt) -> Receipt:
-        """Hand in the receipt of one test and live on for the next; return what was handed in."""
+        """Hand in the receipt of one test and live on for the next; return the receipt."""
         self._end_fork(receipt)
         if receipt.said is not Said.FAILED:
             try:
@@ -137,15 +138,15 @@ class Rank:
         self._is_between_tests = True
         self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
-            self._send(Collectives(collectives.own_record()))
+            self._send(Collectives(operations.own_record()))
         return receipt
 
     def tell(self, text: str) -> None:
-        """Have the parent half say ``text`` to the user, once however many ranks say it."""
+        """Show ``text`` to the user, once for all ranks."""
         self._send(Notice(text))
 
     def tell_of_globals(self, module: str) -> None:
-        """Tell the user which globals of ``module`` are not finalized here."""
+        """Show the user the globals of ``module`` that are not finalized."""
         names = unfinalized_globals(module)
         if names:
             which = f"{', '.join(names)} of {module}"
@@ -153,7 +154,7 @@ class Rank:
 
     @property
     def test(self) -> str:
-        """The test that this rank runs, as unittest names it."""
+        """The id of the test that this rank runs."""
         return self._ticket.test
 
     @property
@@ -161,9 +162,8 @@ class Rank:
         return self._handed_in
 
     def _end_fork(self, receipt: Receipt) -> None:
-        """End a child that the test has forked and that goes on as if it were the rank: it has no say, and no test.
-
-        How it ended is its parent's to judge, who learns it by the exit code.
+        """Exit if this is a child that the test has forked and that runs on like the rank. Its parent judges it by the
+        exit code.
         """
         if _os.getpid() != self._pid:
             end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
@@ -187,11 +187,11 @@ class Rank:
         )
 
     def tell_place(self, error: BaseException) -> None:
-        """Have the parent half know where this process has left by ``error``."""
-        exits.write_text(self._stacks, frames.read_error(error)[1])
+        """Write for the parent half the place at which ``error`` ends this process."""
+        exits.write_text(self._stacks, wording.read_error(error)[1])
 
     def say(self, message: Phase | Farewell) -> None:
-        """Tell the parent half how far this process is."""
+        """Send ``message`` if the parent half is there."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
 
@@ -209,20 +209,20 @@ class Rank:
                 if message is Ask.RELEASE:
                     self._released.set()
                 elif message is Ask.COLLECTIVES:
-                    self._send(Collectives(collectives.own_record()))
+                    self._send(Collectives(operations.own_record()))
                 elif message is Ask.PROGRESS:
                     self._send(_look(self._is_between_tests))
                 elif message is Ask.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
         except (ChannelClosedError, OSError):
-            self._released.set()  # nobody is left to wait for
+            self._released.set()  # the parent half is gone
 
 
 def _look(between_tests: bool) -> Progress:
-    """Return what :func:`observe` does; where looking fails, nothing is proven."""
+    """Return :func:`observe`'s progress; where that fails, nothing is proven."""
     try:
         return observe(between_tests)
-    except Exception as error:  # without this thread, nobody would learn anything of the rank any more
+    except Exception as error:  # the listener must live on: no other thread answers the parent half
         return Progress(False, math.inf, "", may_act=(f"a thread that cannot be looked at ({error})",))
 
 
@@ -256,7 +256,7 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
-        os.environ[transports.VARIABLE] = order.address
+        os.environ[threads.VARIABLE] = order.address
         connections.pop(0)  # stays open as long as this process lives
     _close_stdin()
     redirect(stdout, stderr)
@@ -307,8 +307,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     _current = rank = Rank(order, channel, stacks)
     try:
         function, args, kwargs = pickle.loads(order.task)
-        transports.prepare()
-        transports.belong_to(order.address, rank.made_group)
+        threads.prepare()
+        threads.belong_to(order.address, rank.made_group)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit as left:
@@ -326,9 +326,9 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
 @_os.with_room
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
-    reason, trace = frames.read_error(error)
-    transport = collectives.raised_by_transport(error)
+    reason, trace = wording.read_error(error)
+    transport = operations.raised_by_transport(error)
     waits = operations.waits_of_error(error) if transport else ()
-    place = frames.place_of(error)
+    place = wording.place_of(error)
     parts = (Part("", expectable=False),) if isinstance(error, UnfinishedWorkError) else ()
     return Receipt(Said.FAILED, _os.monotonic(), reason, trace, transport, waits, place, parts=parts)

@@ -1,42 +1,53 @@
-"""Which threads of this process may go on, and what the others wait for. Runs in ranks and in parent halves. Standard
-library and own layer only; touches torch only if it is loaded. Linux only: elsewhere nothing is ever proven.
+"""The threads of this process: which may go on, and what the others wait for. Also the transports that start some of
+them, and the address of the world. Runs in ranks and parent halves; touches torch only if it is loaded.
 
 Note [Provable hangs]
 ~~~~~~~~~~~~~~~~~~~~~
-A world hangs if nobody can end the waits of its ranks. Threads and processes that we do not know can, so the rule lists
-what cannot act, and everything else can. A thread cannot go on by itself if it is one of these:
+A world hangs if nobody can end the waits of its ranks. Unknown threads and processes can, so the rule lists those that
+cannot act. A thread cannot go on by itself in one of these:
 
-1. *In a private futex without a time limit* (``/proc/self/task/TID/syscall``): a lock, a condition, a queue, a join,
-   an idle thread of a pool, with Python frames or without. No other process has this memory. So only another thread of
-   this process wakes it, and that one would have to be able to go on, or a handler of a signal: see below.
-2. *In an operation of a process group, a store or RPC*, whatever the system call: the innermost Python frame tells the
-   operation (``operations.py``), and its own limit must lie past the test's. A peer ends it, or whoever knows the
-   address of the store: a rank, which is blocked itself, or another process, see below.
-3. *In an entry of the page of waits* (``wait_page.py``): waits for a peer in memory that ranks alone share.
-4. *A transport's own thread*, which hands on what peers send and otherwise sleeps. It has one of the names in
-   ``_TRANSPORTS``, and it appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`).
-   A name alone may be inherited, or given by anybody.
+1. *A private futex without a time limit* (``/proc/self/task/TID/syscall``): a lock, a condition, a queue, a join, an
+   idle thread of a pool, in Python or not. No other process has this memory, so only another thread of this process
+   or a signal handler can wake it.
+2. *An operation of a process group, a store or RPC*, in any system call, if its own limit lies past the test's. The
+   innermost Python frame shows the operation (``operations.py``). A peer ends it, or a process that has the address of
+   the store: a rank, which is blocked too, or one of those below.
+3. *An entry of the page of waits*: the thread waits for a peer in memory that ranks alone share.
+4. *A transport's own thread*, which hands on messages of peers and otherwise sleeps. It has a name of ``_TRANSPORTS``,
+   and appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`). The name alone proves
+   nothing: a thread may inherit it, or a test may give it.
 
-Every other thread makes its rank able to go on: one that computes, sleeps, polls, reads, waits for a child, for a lock
-in shared memory or for a time limit, and one of a library that sits in ``epoll``. Frames come from
-``sys._current_frames()``; threads that the ``threading`` module does not know are judged by rule 1 alone, since nothing
-says which frame is theirs.
+Every other thread makes its rank able to go on: one that computes, sleeps, polls, reads, or waits for a child, a lock
+in shared memory or a time limit; and one of a library that sits in ``epoll``. ``sys._current_frames()`` has the frames.
+Threads that ``threading`` does not know are judged by rule 1 alone, since nothing says which frame is theirs.
 
-A signal can end any wait. It comes from a timer, so a rank with one is able to go on; from a file (SIGIO), so is a rank
-that handles that; or from another process. Any process of the run but ranks of this world and the harness can act,
-by a signal, a key of a store, or in ways that nobody lists, and so can each thread of the parent half by the same four
-rules: see ``processes.py``. Only where all ranks wait in memory that they alone share, the others do not matter.
-``hangs.py`` decides over several looks.
+A signal can end any wait. A rank with a timer, or a handler of SIGIO (which files send), is able to go on. All other
+processes of the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that
+these rules do not block: see Note [Who else may act]. They do not matter if all ranks wait in memory that ranks alone
+share. ``watch.py`` decides over several looks.
+
+Note [An address for each world]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Two ranks find each other in gloo by address, port and a count of the process's connections; none names the job, and a
+rank that finds nobody retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner of
+the peer's port, in another world, and take part there.
+
+So each world has an address of 127.0.0.0/8, and gloo is bound to it in all its ranks. An abstract socket of that name
+reserves the address: the kernel gives a name to one socket only, within the network namespace of the address. Every
+rank inherits the socket, so the address is free again once the last process of the world is gone. Ranks find it in
+``TORCH_EXT_ADDRESS``, for servers of their own. Where such sockets or addresses are missing, worlds share 127.0.0.1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import platform
 import re
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -46,17 +57,14 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from torch_ext.world import _os, collectives
-from torch_ext.world.operations import Operation, operation_of
+from torch_ext.world import _os, operations
+from torch_ext.world.operations import Operation, ThreadWait, operation_of, waits_of_threads, watch_stores
 from torch_ext.world.protocol import Progress
-from torch_ext.world.wait_page import ThreadWait, waits_of_threads
-
-__all__ = ["LISTENER", "Task", "judge_tasks", "leave_out", "makes_transport", "observe"]
 
 # The name of the thread in which a rank answers its parent half.
 LISTENER = "torch_ext listener"
 
-# Numbers of system calls, by what a thread does in them.
+# System calls, by number.
 _CALLS = {
     "x86_64": {202: "lock", 24: "yield", 230: "sleep", 35: "sleep", 232: "poll", 281: "poll", 7: "poll", 271: "poll",
                23: "poll", 270: "poll", 45: "poll", 47: "poll"},
@@ -64,7 +72,7 @@ _CALLS = {
                 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
 # In these, a thread waits in an operation. One that polls is between two of them for a moment, or longer if it waits
-# for a core: then it is looked at so many more times.
+# for a core: then look so many more times.
 _WAITS = ("lock", "sleep", "poll", "shared")
 _MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
 # Names of threads that serve the network: of gloo, of stores, of TensorPipe, one of whose threads never sleeps.
@@ -74,32 +82,31 @@ _SERVES = ("poll", "running", "yield")
 _FUTEX_PRIVATE, _FUTEX_REALTIME, _FUTEX_COMMAND = 128, 256, 127
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET = 0, 9
 _TIMESPEC = struct.Struct("@qq")
-# An operation that looks after its peers wakes at least this often, in seconds.
+# An operation that polls wakes at least this often, in seconds.
 _SLICE_S = 2.0
-_TASKS = "/proc/self/task"
 
-# Threads by their number and start, which together are never used twice: those that appeared while a transport was
-# made, and those of the harness.
+# Threads by their number and start, a pair that is never used twice: those that appeared while a transport was made,
+# and the harness's.
 _made: set[tuple[int, str]] = set()
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
 _ours: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True)
-class Task:
+class ThreadState:
     """One thread, as the kernel and the interpreter see it.
 
     Attributes:
-        tid: the kernel's id of it.
+        tid: its number in the kernel.
         name: for users.
         doing: ``"lock"`` in a private futex, ``"shared"`` in another, ``"sleep"``, ``"poll"``, or anything else.
-        until_s: when its system call's own limit ends, by ``time.monotonic``; infinite if it has none.
+        until_s: end of the system call's own limit, by ``time.monotonic``; infinite if it has none.
         switches: how often it has been scheduled.
-        operation: what its innermost Python frame is in; None if it is not known.
+        operation: of its innermost Python frame; None if that is not known.
         sliced: whether it waits in short slices, and so is scheduled all the time.
         on_page: whether it has an entry in the page of waits.
         of_transport: whether it is native and appeared while a transport was made.
-        serves: whether it is such a thread that hands on what peers send.
+        serves: whether it is such a thread that hands on messages of peers.
     """
 
     tid: int
@@ -113,9 +120,35 @@ class Task:
     of_transport: bool = False
     serves: bool = False
 
+    @property
+    def is_in_operation(self) -> bool:
+        return self.operation is not None and self.operation.limit_s is not None
+
+    @property
+    def limit_s(self) -> float | None:
+        """The time before which its wait does not end by itself; None if it may go on at any time."""
+        known = self.operation.limit_s if self.operation is not None else None
+        if known is not None and self.doing in _WAITS:
+            return known if self.sliced else min(known, self.until_s)
+        return self.until_s if self.doing == "lock" else None
+
+    @property
+    def schedule(self) -> str:
+        """A text that stays the same while the thread is blocked."""
+        return self.operation.position if self.operation is not None and self.sliced else str(self.switches)
+
+    @property
+    def words(self) -> str:
+        where = f" in {self.operation.wait.words}" if self.operation is not None else ""
+        doing = {"sleep": "sleeps", "poll": "waits for a file or socket", "shared": "waits for a lock in shared memory"}
+        return f"{self.name} {doing.get(self.doing, 'runs, or is in a system call that may end')}{where}"
+
+
+_UNKNOWN = ThreadState(0, "a thread", "unknown", math.inf, 0)
+
 
 def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``make`` with the threads noted that appear while it runs: it makes a store, a group or an RPC agent."""
+    """Wrap ``make``, which makes a store, a group or an RPC agent: note the threads that appear while it runs."""
 
     @functools.wraps(make)
     def make_transport(*args: Any, **kwargs: Any) -> Any:
@@ -125,28 +158,27 @@ def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*args, **kwargs)
         finally:
             _before_making.remove(before)
-            _made.update((tid, _start_of(tid)) for tid in _tids() - before)
+            _made.update((tid, _os.start_of(tid)) for tid in _tids() - before)
 
     return make_transport
 
 
 def leave_out(*, others: bool = False) -> None:
-    """Have :func:`observe` leave out the calling thread, or all ``others`` that this process has now: they are the
-    harness's.
+    """Mark the calling thread, or all ``others`` that this process has now, as the harness's, which :func:`observe`
+    leaves out.
     """
     own = {threading.get_native_id()}
     tids = _tids() - own if others else own
-    _ours.update((tid, _start_of(tid)) for tid in tids)
+    _ours.update((tid, _os.start_of(tid)) for tid in tids)
 
 
 def observe(between_tests: bool = False) -> Progress:
     """Return whether the threads of this process can go on, the calling one left out.
 
     Args:
-        between_tests: its main thread waits for the harness's next word.
+        between_tests: its main thread waits for the harness's next message.
     """
-    tasks = list(_tasks(_os.getpid() if between_tests else 0))
-    progress = judge_tasks(tasks, collectives.own_summary())
+    progress = judge_threads(list(_threads(_os.getpid() if between_tests else 0)), operations.own_summary())
     signals = tuple(_signals())
     return replace(
         progress,
@@ -156,95 +188,60 @@ def observe(between_tests: bool = False) -> Progress:
     )
 
 
-def judge_tasks(tasks: list[Task], record: str) -> Progress:
+def judge_threads(threads: list[ThreadState], record: str) -> Progress:
     """Judge one look at all threads; a pure function.
 
     Args:
-        tasks: every thread but the one that looks.
+        threads: every thread but the one that looks.
         record: changes whenever a collective begins or ends.
     """
-    own = [task for task in tasks if not (task.serves and task.doing in _SERVES)]
-    limits = [_blocked_until(task) for task in own]
-    able = tuple(_words(task) for task, limit in zip(own, limits, strict=True) if limit is None)
-    known = [(task, limit) for task, limit in zip(own, limits, strict=True) if limit is not None]
-    until_s = min((limit for task, limit in known if not _raises(task)), default=math.inf)
-    raises_s = min((limit for task, limit in known if _raises(task)), default=math.inf)
-    waits = tuple(task.operation.wait for task in own if task.operation is not None)
-    seen = ";".join(f"{task.tid}:{_schedule(task)}" for task in sorted(own, key=lambda task: task.tid))
-    in_memory = [task.on_page for task in own if task.on_page or task.doing != "lock" or _is_in_operation(task)]
+    own = sorted((each for each in threads if not (each.serves and each.doing in _SERVES)), key=lambda each: each.tid)
+    able = tuple(each.words for each in own if each.limit_s is None)
+    # The limit of an operation is an error. Gloo's threads wait with the limit of their group.
+    limits = [(each.is_in_operation or each.of_transport, each.limit_s) for each in own]
+    until_s = min((limit for raises, limit in limits if limit is not None and not raises), default=math.inf)
+    raises_s = min((limit for raises, limit in limits if limit is not None and raises), default=math.inf)
+    waits = tuple(each.operation.wait for each in own if each.operation is not None)
+    seen = ";".join(f"{each.tid}:{each.schedule}" for each in own)
+    in_memory = [each.on_page for each in own if each.on_page or each.doing != "lock" or each.is_in_operation]
     return Progress(not able, until_s, seen, waits, record, able, bool(in_memory) and all(in_memory), raises_s)
-
-
-def _is_in_operation(task: Task) -> bool:
-    return task.operation is not None and task.operation.limit_s is not None
-
-
-def _raises(task: Task) -> bool:
-    """Whether the limit of the thread's wait is an error. Gloo's threads wait with the limit of their group."""
-    return _is_in_operation(task) or task.of_transport
-
-
-def _words(task: Task) -> str:
-    where = f" in {task.operation.wait.words}" if task.operation is not None else ""
-    doing = {"sleep": "sleeps", "poll": "waits for a file or socket", "shared": "waits for a lock in shared memory"}
-    return f"{task.name} {doing.get(task.doing, 'runs, or is in a system call that may end')}{where}"
-
-
-def _schedule(task: Task) -> str:
-    """What stays the same while the thread is blocked."""
-    return task.operation.position if task.operation is not None and task.sliced else str(task.switches)
-
-
-def _blocked_until(task: Task) -> float | None:
-    """Return before when the thread's wait does not end by itself; None if it may go on at any time."""
-    known = task.operation.limit_s if task.operation is not None else None
-    if known is not None and task.doing in _WAITS:
-        return known if task.sliced else min(known, task.until_s)
-    return task.until_s if task.doing == "lock" else None
 
 
 def _tids() -> set[int]:
     try:
-        return {int(name) for name in os.listdir(_TASKS)}
+        return {int(name) for name in os.listdir("/proc/self/task")}
     except OSError:
         return set()
 
 
-def _start_of(tid: int) -> str:
-    try:
-        with open(f"{_TASKS}/{tid}/stat", errors="replace") as stream:
-            return stream.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _tasks(between_tests: int) -> Iterator[Task]:
+def _threads(between_tests: int) -> Iterator[ThreadState]:
     frames = sys._current_frames()
-    # A frame that refers to itself lives until Python looks for garbage, and all others here would live with it, whose
+    # A frame that refers to itself lives until the next garbage collection, and with it all others here, whose
     # variables are a test's tensors.
     frames.pop(threading.get_ident(), None)
     known = {thread.native_id: thread for thread in threading.enumerate()}
     tids = _tids()
     if not _CALLS or not tids:
-        yield Task(0, "a thread", "unknown", math.inf, 0)
+        yield _UNKNOWN
         return
-    told = waits_of_threads()
+    entries = waits_of_threads()
     for tid in tids - {threading.get_native_id(), between_tests}:
         thread = known.get(tid)
         frame = frames.get(thread.ident or -1) if thread is not None else None
-        task = _task(tid, f"thread {thread.name!r}" if thread is not None else "", frame, told.get(tid))
-        if task is not None:
-            yield task
+        found = _thread(tid, f"thread {thread.name!r}" if thread is not None else "", frame, entries.get(tid))
+        if found is not None:
+            yield found
 
 
-def _task(tid: int, name: str, frame: FrameType | None, told: ThreadWait | None) -> Task | None:
+def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | None) -> ThreadState | None:
     """Return a thread; None if it is gone, or one of the harness."""
+    folder = f"/proc/self/task/{tid}"
     try:
-        with open(f"{_TASKS}/{tid}/comm", errors="replace") as stream:
+        with open(f"{folder}/comm", errors="replace") as stream:
             comm = stream.read().strip()
-        with open(f"{_TASKS}/{tid}/status", errors="replace") as stream:
+        with open(f"{folder}/status", errors="replace") as stream:
             switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
-        identity = tid, _start_of(tid)
+        identity = tid, _os.start_of(tid)
         if identity in _ours:
             return None
         operation = operation_of(frame) if frame is not None else None
@@ -256,29 +253,29 @@ def _task(tid: int, name: str, frame: FrameType | None, told: ThreadWait | None)
                 time.sleep(_BETWEEN_LOOKS_S)
                 call = _call_of(tid)
     except OSError:
-        return None if not os.path.exists(f"{_TASKS}/{tid}") else Task(tid, "a thread", "unknown", math.inf, 0)
+        return replace(_UNKNOWN, tid=tid) if os.path.exists(folder) else None
     doing, until_s = _read_call(call)
-    if told is not None:
-        operation = _as_told(operation, told)
+    if entry is not None:
+        operation = _on_page(operation, entry)
     sliced = doing == "sleep" or until_s < _os.monotonic() + _SLICE_S or (operation is not None and operation.sliced)
     is_made = identity in _made or any(tid not in before for before in list(_before_making))
     of_transport = not name and is_made
     serves = of_transport and comm.startswith(_TRANSPORTS)
     shown = name or f"native thread {comm!r}"
-    return Task(tid, shown, doing, until_s, switches, operation, sliced, told is not None, of_transport, serves)
+    return ThreadState(tid, shown, doing, until_s, switches, operation, sliced, entry is not None, of_transport, serves)
 
 
 def _call_of(tid: int) -> list[str]:
-    with open(f"{_TASKS}/{tid}/syscall") as stream:
+    with open(f"/proc/self/task/{tid}/syscall") as stream:
         return stream.read().split()
 
 
-def _as_told(operation: Operation | None, told: ThreadWait) -> Operation:
-    """Return what a thread is in whose wait stands on the page. ``operation``: as its Python frame has it, if any."""
+def _on_page(operation: Operation | None, entry: ThreadWait) -> Operation:
+    """Return the operation of a thread with an entry in the page; ``operation`` is that of its Python frame, if any."""
     if operation is None:
-        return Operation(told.wait, told.until_s, str(told.since_ns))
-    until_s = told.until_s if operation.limit_s is None else min(told.until_s, operation.limit_s)
-    return replace(operation, limit_s=until_s, position=f"{operation.position}:{told.since_ns}")
+        return Operation(entry.wait, entry.until_s, str(entry.since_ns))
+    until_s = min(entry.until_s, math.inf if operation.limit_s is None else operation.limit_s)
+    return replace(operation, limit_s=until_s, position=f"{operation.position}:{entry.since_ns}")
 
 
 def _read_call(call: list[str]) -> tuple[str, float]:
@@ -309,7 +306,7 @@ def _futex_limit(operation: int, timeout: int) -> float:
 
 
 def _signals() -> Iterator[str]:
-    """What sends this process signals, other processes aside."""
+    """Yield the senders of signals to this process, other processes aside."""
     if _has_timer():
         yield "a timer that sends a signal (signal.alarm() or the like)"
     if callable(signal.getsignal(signal.SIGIO)):
@@ -320,15 +317,72 @@ def _signals() -> Iterator[str]:
 
 
 def _has_timer() -> bool:
-    try:
+    with contextlib.suppress(OSError):  # the kernel has no such timers, or does not show them
         with open("/proc/self/timers") as stream:
-            sends = {int(number) for number in re.findall(r"^signal: (\d+)/", stream.read(), re.MULTILINE)}
-    except OSError:  # the kernel has no such timers, or does not show them
-        sends = set()
-    return bool(sends) or signal.getitimer(signal.ITIMER_REAL)[0] > 0
+            if re.search(r"^signal: \d+/", stream.read(), re.MULTILINE):
+                return True
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 def _handles_signals() -> bool:
-    """Whether a handler in Python runs when some signal comes to this process."""
+    """Whether this process has a signal handler in Python."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+
+
+# Transports
+
+LOOPBACK = "lo"
+VARIABLE = "TORCH_EXT_ADDRESS"
+_ATTEMPTS = 16
+
+# Set by belong_to().
+_address = ""
+_on_group: Callable[[float, float], None] | None = None
+
+
+def prepare() -> None:
+    """Wrap torch's stores, groups and agents: their waits and threads become known, and gloo and groups obey
+    :func:`belong_to`. Idempotent: a zygote does it before it forks, so that its children need not.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return
+    from torch_ext.compat.c10d import bind_gloo, watch_groups
+    from torch_ext.compat.rpc import watch_agents
+
+    watch_stores(makes_transport)
+    watch_groups(_made_group, operations.note_destroyed, makes_transport)
+    watch_agents(makes_transport)
+    bind_gloo(LOOPBACK, lambda: _address, makes_transport)
+
+
+def belong_to(address: str, made_group: Callable[[float, float], None]) -> None:
+    """Have gloo listen at ``address`` in this process (empty: torch decides), and call ``made_group`` with the times at
+    which the making of each process group begins and ends.
+    """
+    global _address, _on_group
+    _address, _on_group = address, made_group
+
+
+def _made_group(began_s: float, ended_s: float) -> None:
+    if _on_group is not None:
+        _on_group(began_s, ended_s)
+
+
+def reserve() -> tuple[str, int]:
+    """Reserve an address that no other living world on this machine has.
+
+    Returns:
+        The address, and the descriptor that keeps it reserved while any process has it open; ``("", -1)`` if there is
+        none.
+    """
+    for _ in range(_ATTEMPTS):
+        first, second, third = os.urandom(3)
+        address = f"127.{1 + first % 254}.{second}.{1 + third % 254}"
+        # An error: another world has the address, or this machine does not.
+        with contextlib.suppress(OSError), socket.socket() as probe, socket.socket(socket.AF_UNIX) as name:
+            probe.bind((address, 0))
+            name.bind(f"\0torch_ext {address}")
+            return address, name.detach()
+    return "", -1

@@ -1,4 +1,4 @@
-"""The supervisor's side of the tree of zygotes: start the root, load modules, start children in them. Imports no torch.
+"""The supervisor's side of the tree of zygotes: starts the root, loads modules, starts children. Imports no torch.
 
 Supervisor -> root zygote -> module zygote -> children (class processes and ranks).
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ext.world import _os, frames
+from torch_ext.world import _os, wording
 from torch_ext.world.channel import (
     WRITE_TO_OWN,
     Channel,
@@ -22,8 +22,7 @@ from torch_ext.world.channel import (
     readable,
 )
 from torch_ext.world.child import PACKAGE_ROOT
-from torch_ext.world.follow import read_stacks
-from torch_ext.world.limits import Patience
+from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
@@ -39,33 +38,20 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
+from torch_ext.world.settings import Patience
 
-__all__ = [
-    "ZYGOTE_ENVIRONMENT",
-    "Child",
-    "HungImportError",
-    "LeftWhileLoadingError",
-    "LoadError",
-    "ModuleZygote",
-    "RootZygote",
-    "ZygoteClient",
-    "ZygoteCopy",
-    "ZygoteDiedError",
-    "start_root",
-]
+_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
-_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.loading import main; main()"
-
-# Set in every zygote, whatever the user has: otherwise importing numpy starts threads, and asking torch for a GPU a
-# driver, which no child survives. Children get the user's values back. See Note [Fork safety].
+# Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, which no
+# child survives. Children get the user's values back. See Note [Fork safety].
 ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-# What loads for a process that runs tests by itself, such as pytest, which nobody supervises.
+# For a process that runs tests without a supervisor, such as pytest.
 _NO_LIMIT_S = 1e6
-# After how many seconds of silence a zygote is looked at, whether it has been stopped.
+# Seconds of silence after which to check whether a zygote has been stopped by a signal.
 _SILENCE_S = 2.0
-# How long the whole tree may take to end, leftovers that end by themselves included, in seconds.
+# Seconds for the whole tree to end, with leftovers that end by themselves.
 _END_S = 20.0
 
 
@@ -74,11 +60,11 @@ class LoadError(RuntimeError):
 
 
 class LeftWhileLoadingError(LoadError):
-    """A module asked not to be run while it was imported; the message says how, in words for users."""
+    """A module skipped itself or ended the program during its import; the message says how, in words for users."""
 
 
 class HungImportError(LoadError):
-    """An import took longer than its limit, and was ended; the message says where it was."""
+    """An import was killed at its time limit; the message shows its stack."""
 
 
 class ZygoteDiedError(RuntimeError):
@@ -86,10 +72,10 @@ class ZygoteDiedError(RuntimeError):
 
 
 class Child:
-    """A process that a zygote started for the supervisor: its pid, and a channel on which its end is told.
+    """A process that a zygote starts for the supervisor, with a channel for the news of its start and end.
 
-    ``zygote_pid`` is looked at while the zygote does not answer; one that has been stopped by a signal is ended. The
-    caller waits until the child is started, but for a :class:`Copy`.
+    The constructor waits for the start, except of a :class:`Copy`. A zygote (``zygote_pid``) that does not answer
+    because a signal has stopped it is killed.
     """
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
@@ -97,13 +83,7 @@ class Child:
         self.why_interpreter = ""
         self.ended: Ended | None = None
         self._zygote_pid = zygote_pid
-        self._group, theirs = channel_pair()
-        try:
-            zygote.send(request, [theirs.fileno(), *descriptors])
-        except ChannelClosedError as error:
-            raise ZygoteDiedError("the zygote is gone") from error
-        finally:
-            theirs.close()
+        self._group = _connect(zygote, request, descriptors)
         if isinstance(request, Start):
             self.wait_started()
 
@@ -111,7 +91,7 @@ class Child:
         """Wait until the zygote has started the child.
 
         Raises:
-            ZygoteDiedError: it is gone, or was stopped by a signal and so was ended.
+            ZygoteDiedError: it is gone, or was killed because a signal had stopped it.
         """
         stopped = False
         while not self._group.poll(_SILENCE_S):
@@ -129,7 +109,7 @@ class Child:
         return self._group.fileno()
 
     def take_in(self) -> None:
-        """Take in one message of the zygote about this child, if one has come.
+        """Receive one message of the zygote about this child, if there is any.
 
         Raises:
             ZygoteDiedError: the zygote is gone, and the child with it.
@@ -154,15 +134,35 @@ class Child:
         self._group.close()
 
 
+def _connect(zygote: Channel, message: Any, descriptors: Sequence[int] = ()) -> Channel:
+    try:
+        return zygote.connect(message, descriptors)
+    except ChannelClosedError as error:
+        raise ZygoteDiedError("the zygote is gone") from error
+
+
 class ZygoteClient:
     """A command channel to a zygote that has loaded a test module, for starting children in it.
 
-    ``pid`` is the zygote's, or 0 if it is not known.
+    Args:
+        pid: of the zygote; 0 if unknown.
+        process: the zygote as a child of another one, if this process has asked for it.
     """
 
-    def __init__(self, channel: Channel, pid: int = 0) -> None:
+    def __init__(self, channel: Channel, pid: int = 0, process: Child | None = None) -> None:
         self.channel = channel
         self.pid = pid
+        self.process = process
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once ``wait_loaded()`` of a new zygote returns or raises at once."""
+        return self.channel.fileno()
+
+    def close(self) -> None:
+        """End the zygote that this process has asked for, with all its children."""
+        self.channel.close()
+        if self.process is not None:
+            self.process.close()
 
     def kill(self) -> None:
         """End the zygote, which does not answer. The kernel ends its children with it."""
@@ -188,16 +188,22 @@ class ZygoteClient:
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
-        ours, theirs = channel_pair()
-        try:
-            self.channel.send(AddClient(), [theirs.fileno()])
-        except ChannelClosedError as error:
-            raise ZygoteDiedError("the zygote is gone") from error
-        finally:
-            theirs.close()
+        ours = _connect(self.channel, AddClient())
         descriptor = os.dup(ours.fileno())
         ours.close()
         return descriptor
+
+
+def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) -> tuple[Channel, Child]:
+    """Start a zygote in another one; return its command channel. ``more``: descriptors that it gets besides."""
+    ours, theirs = channel_pair()
+    try:
+        return ours, Child(zygote, request, [theirs.fileno(), *more], pid)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
 
 
 class ModuleZygote(ZygoteClient):
@@ -207,38 +213,33 @@ class ModuleZygote(ZygoteClient):
         imported: the project files that it has imported; None until it is loaded.
     """
 
+    process: Child
+
     def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
-        ours, theirs = channel_pair()
-        self._stacks, stacks_writer = os.pipe()
         self.order = order
         self.imported: tuple[str, ...] | None = None
-        zygote_order = Order("torch_ext.world.loading:load_module", order, 2)
+        self._stacks, stacks_writer = os.pipe()
         # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
-        request = Start((zygote_order,), dict(os.environ))
+        request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
         try:
-            self.process = Child(root, request, [theirs.fileno(), stacks_writer], root_pid)
+            channel, process = _start_zygote(root, request, root_pid, stacks_writer)
         except BaseException:
             os.close(self._stacks)
             raise
         finally:
-            theirs.close()
             os.close(stacks_writer)
-        super().__init__(ours, self.process.pid)
+        super().__init__(channel, process.pid, process)
         self._limit_s = limit_s
         self._hung: HungImportError | None = None
         self._patience = Patience(limit_s, _os.monotonic())
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`wait_loaded` has something to return or raise."""
-        return self.channel.fileno()
-
     @property
     def look_s(self) -> float:
-        """When to call :meth:`check` while the module loads, by ``time.monotonic``."""
+        """Call :meth:`check` at this time (``time.monotonic``) while the module loads."""
         return self._patience.look_s
 
     def check(self) -> bool:
-        """End the import if it hangs; return whether :meth:`wait_loaded` now has something to return or raise."""
+        """Kill the import if it hangs; return whether :meth:`wait_loaded` now returns or raises at once."""
         if self.imported is not None or self._hung is not None:
             return True
         if not self._patience.is_over(_os.monotonic(), _os.computed_s(self.pid)):
@@ -249,7 +250,7 @@ class ModuleZygote(ZygoteClient):
             told += ": it had been stopped by a signal (SIGSTOP)"
         else:
             self.process.send_signal(STACK_SIGNAL)
-            stacks = frames.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
+            stacks = wording.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
             told = f"{stacks}\n\n{told}; above is where it was" if stacks else told
         self.kill()
         self._hung = HungImportError(told)
@@ -277,13 +278,11 @@ class ModuleZygote(ZygoteClient):
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
-        frames.add(message.hidden_frames)
+        wording.add(message.hidden_frames)
         self.imported = message.imported
 
     def close(self) -> None:
-        """End the zygote and all its children."""
-        self.channel.close()
-        self.process.close()
+        super().close()
         if self._stacks >= 0:
             os.close(self._stacks)
             self._stacks = -1
@@ -297,20 +296,11 @@ class ZygoteCopy(ZygoteClient):
         ZygoteDiedError: the original is gone.
     """
 
-    def __init__(self, original: ZygoteClient) -> None:
-        ours, theirs = channel_pair()
-        try:
-            self.process = Child(original.channel, Copy(), [theirs.fileno()], original.pid)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        super().__init__(ours)
+    process: Child
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`wait_loaded` returns or raises at once."""
-        return self.channel.fileno()
+    def __init__(self, original: ZygoteClient) -> None:
+        channel, process = _start_zygote(original.channel, Copy(), original.pid)
+        super().__init__(channel, process=process)
 
     def wait_loaded(self) -> None:
         """Wait until the copy serves.
@@ -324,11 +314,6 @@ class ZygoteCopy(ZygoteClient):
             raise ZygoteDiedError("the copy of a zygote ended before it could serve,") from error
         self.process.wait_started()
         self.pid = self.process.pid
-
-    def close(self) -> None:
-        """End the copy and all its children."""
-        self.channel.close()
-        self.process.close()
 
 
 class _OwnProcess(subprocess.Popen[bytes]):
@@ -348,7 +333,7 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
     Args:
         preparation: its ``sys.path``, and what it imports before anything else.
         scratch: a folder that it removes when this process is gone, however that ends.
-        environment: of the zygote; what it needs itself is added.
+        environment: of the zygote, which adds :data:`ZYGOTE_ENVIRONMENT`.
     """
     _os.require_supported()
     ours, theirs = channel_pair()
@@ -366,7 +351,7 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
 
 
 class RootZygote:
-    """The process that has loaded torch once for the whole run, seen from whoever is its first client."""
+    """The process that has loaded torch once for the whole run, as its first client sees it."""
 
     def __init__(self, channel: Channel, process: _OwnProcess) -> None:
         self.channel = channel
@@ -392,11 +377,11 @@ class RootZygote:
             raise LoadError(message.trace)
         if not isinstance(message, Loaded):
             raise AssertionError(f"unexpected message {message!r}")
-        frames.add(message.hidden_frames)
+        wording.add(message.hidden_frames)
         self._ready = True
 
     def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
-        """Have a module loaded, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
+        """Load a module, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
 
         Raises:
             LoadError: what every zygote needs cannot be loaded.
@@ -406,9 +391,9 @@ class RootZygote:
         return ModuleZygote(self.channel, order, limit_s, self.process.pid)
 
     def close(self) -> None:
-        """End the tree and wait until it is gone. What does not end by itself is killed."""
+        """End the tree and wait until it is gone; kill the processes that do not end by themselves."""
         self.channel.close()
-        if not self._ready:  # it has started nothing yet that it would have to end
+        if not self._ready:  # it has started no process yet
             self._kill()
         if self.process.poll() is None:
             self._wait_for_end()

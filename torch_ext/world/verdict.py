@@ -1,30 +1,27 @@
-"""The judgement over all ranks of a world, and which worlds still wait for it. No I/O.
+"""The judgement over all ranks of a world, the text of its report, and checks that nothing evades it. No I/O.
 
 Note [Judged once]
 ~~~~~~~~~~~~~~~~~~
-A test whose ranks nobody waits for says nothing about them: a second start of ranks drops the first ones, a test method
-that replaces the one of the instance runs beside them, a skip ends the test while they run. A test class can do all of
-that in more ways than there are places to look. So every start of ranks, or of a test on ranks that live on, is noted
-here until somebody takes their outcomes, and a test that ends before that has failed. The cleanup of each base class
-checks it, and so does the runner when it has the result of a test.
+A test may end without waiting for its ranks: a second start drops the first ranks, a replaced method of the instance
+runs beside them, a skip ends the test while they run. A test class can do so in more ways than there are places to
+look. So note every start of ranks, or of a test on ranks that live on, until a caller takes their outcomes; a test that
+ends before that has failed. The cleanup of each base class checks it, and so does the runner with each result.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
-from torch_ext.world.collectives import Mismatch, disagreement, ran_out_of_time
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.wording import ranks_phrase, without_ranks
+from torch_ext.world.outcome import Ending, Mismatch, Outcome, disagreement, ran_out_of_time, read_record
+from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
-__all__ = ["Judgement", "UnjudgedRanksError", "Verdict", "WorldReport", "asked", "check", "judge", "started"]
-
-# How transports say that a peer is gone: gloo, TensorPipe, NCCL and the stores. Such a failure is a consequence if
-# another rank ended badly for a reason of its own.
+# Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences, if another rank ended badly for
+# a reason of its own.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
@@ -34,8 +31,8 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-# How simccl says who a message can no longer come from. No collective tells it, and where a device is waited for, the
-# call that asked for the message is over.
+# Simccl's message about a sender that has left. The record has no transfers, and the receiver's call may be over when
+# it waits for the device.
 _SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
 
 
@@ -50,11 +47,11 @@ class Verdict:
     """The judgement over a world.
 
     Attributes:
-        judgement: what the test counts as.
+        judgement: of the test.
         summary: one line that names the guilty rank of a failure, or the reason of a skip.
         culprits: ranks that ended badly for a reason of their own, the first one first.
         victims: ranks that ended badly because of those.
-        collectives: at which of their collectives the ranks do not go together, in a sentence; empty if at none.
+        collectives: the first collective at which the ranks diverge, in a sentence; empty if there is none.
     """
 
     judgement: Judgement
@@ -66,12 +63,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class WorldReport:
-    """A world that was judged, as data: what the report of a failure is made of.
+    """The data of a failure's report.
 
     Attributes:
         outcomes: one per rank.
         took_s: seconds from the start of the ranks to the end of the last one.
-        details: paragraphs of the test's own, shown below the summary.
+        details: the test's own paragraphs, below the summary.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -81,12 +78,12 @@ class WorldReport:
 
 
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
-    """Judge a world. It passes only if every rank handed in a receipt that says so; one without ranks is skipped.
+    """Judge a world. It passes only if the receipt of every rank says so; one without ranks is skipped.
 
     Args:
         outcomes: one per rank.
-        expected_exit: the code with which ranks without a receipt must have ended; negative for a signal.
-        any_exit: it does not matter how ranks without a receipt ended. Failures that were handed in still count.
+        expected_exit: the exit code of ranks without a receipt; negative for a signal.
+        any_exit: accept any exit code of ranks without a receipt. Receipts of failures still count.
     """
     if not outcomes:
         return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")
@@ -125,7 +122,7 @@ def _is_consequence(outcome: Outcome) -> bool:
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
-    """Whether the rank waited for others in vain, until its own limit or the test's, or provably for ever."""
+    """Whether the rank waited for absent peers, until a time limit or provably for ever."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
         return outcome.receipt is None
     failure = outcome.transport_failure
@@ -133,9 +130,8 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
-    """Judge a world that failed. The same decision names the ranks to blame and writes the line that says so."""
-    # A death is reaped a little after the peers notice it, so what a failure says counts for more than when it was
-    # said.
+    """Judge a world that failed: the same decision names the ranks to blame and writes the summary."""
+    # Peers notice a death before it is reaped, so the message of a failure counts for more than its time.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     acted = [o for o in own if not _ran_out_of_time(o)]
     skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
@@ -166,13 +162,13 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
 
 
 def _disagrees(outcome: Outcome) -> bool:
-    return outcome.transport_failure is not None and any(disagreement(_reason(outcome)))
+    return outcome.transport_failure is not None and any(disagreement(outcome.reason))
 
 
 def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
-    """Return the ranks that the transport names as the cause of what ``waited`` failed with."""
+    """Return the ranks that the transport names as the cause of the failures of ``waited``."""
     for outcome in waited:
-        found = _BARRIER.search(_reason(outcome))
+        found = _BARRIER.search(outcome.reason)
         failure = outcome.transport_failure
         if found is None and failure is not None:
             found = _SENDER_LEFT.search(failure.reason)
@@ -183,14 +179,10 @@ def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
 
 
 def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all that did not wait, where the others waited and nothing says for whom."""
+    """Blame all ranks that did not wait, if the others waited for unknown ranks."""
     waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
     return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
-
-
-def _reason(outcome: Outcome) -> str:
-    return outcome.receipt.reason if outcome.receipt is not None else ""
 
 
 def _plural(words: str, ranks: Sequence[int]) -> str:
@@ -198,7 +190,7 @@ def _plural(words: str, ranks: Sequence[int]) -> str:
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
-    reason = skipped[0].receipt.reason if skipped[0].receipt else ""
+    reason = skipped[0].reason
     what = "".join(f" sub-test {name}" for name in skipped[0].sub_tests)
     first, rest = [o.rank for o in skipped], [o.rank for o in others]
     said = f"{ranks_phrase(first)} skipped{what} ({reason}), and {ranks_phrase(rest)} did not"
@@ -212,31 +204,209 @@ _started: dict[int, tuple[object, int]] = {}  # by the identity of the owner, wh
 
 
 class UnjudgedRanksError(AssertionError):
-    """A test ended though nobody had asked what became of its ranks."""
+    """A test has ended, and no caller has taken the outcomes of its ranks."""
 
 
 def started(owner: object, ranks: int) -> None:
-    """Note that ``owner``, such as a world, has started a test on that many ranks."""
+    """Note that ``owner``, such as a world, has started a test on so many ranks."""
     if ranks:
         _started[id(owner)] = owner, ranks
 
 
 def asked(owner: object) -> None:
-    """Note that somebody takes the outcomes of the ranks of ``owner``."""
+    """Note that a caller takes the outcomes of the ranks of ``owner``."""
     _started.pop(id(owner), None)
 
 
 def check() -> None:
-    """Return if no ranks are left whose outcomes nobody has asked for; forget them.
-
-    Raises:
-        UnjudgedRanksError: there are some.
-    """
+    """Raise UnjudgedRanksError if there are ranks whose outcomes no caller has taken; forget them."""
     left = [ranks for _, ranks in _started.values()]
     _started.clear()
     if left:
         raise UnjudgedRanksError(
-            f"{ranks_phrase(range(max(left)))} ran and nobody asked what became of them, so this test has not passed. "
+            f"{ranks_phrase(range(max(left)))} ran and this test ended without waiting for them, so it has not passed. "
             "Start the ranks once in a test, skip before they start, and leave the test method of the instance as it "
             "is: it waits for them."
         )
+
+
+_REMEDY = "Write it as a plain function, or in a subclass of unittest.IsolatedAsyncioTestCase as `async def`."
+_FIXTURE_REMEDY = (
+    "Write it as a plain function. unittest awaits asyncSetUp() and asyncTearDown() of IsolatedAsyncioTestCase alone."
+)
+_sound: set[type] = set()
+_FIXTURES = ("setUpClass", "setUp", "tearDown", "tearDownClass")
+
+
+def check_ran(returned: object, name: str) -> None:
+    """Raise TypeError if function ``name``, whose call returned ``returned``, has not run its body.
+
+    A call of an ``async def`` function or of a generator function only returns an object to await or iterate, which
+    this closes.
+
+    >>> check_ran(None, "test_a")
+    >>> try:
+    ...     check_ran((number for number in range(3)), "test_a")
+    ... except TypeError as error:
+    ...     print(str(error).partition(". ")[0])
+    test_a() returned a generator, so that its body has not run
+    """
+    kind = _kind(returned, _RESULTS).format(type(returned).__name__)
+    if not kind:
+        return
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        returned.close()  # otherwise Python warns later that it was not awaited
+    remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
+    raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
+
+
+def check_fixtures(cls: type) -> None:
+    """Raise TypeError if a fixture of test class ``cls`` or of a base is an ``async def`` or generator function.
+
+    A call such as ``super().setUpClass()`` drops its result, so look at the definitions.
+    """
+    if cls in _sound:
+        return
+    for base in cls.__mro__:
+        for name in _FIXTURES:
+            found = vars(base).get(name)
+            kind = _kind(getattr(found, "__func__", found), _DEFINITIONS)
+            if kind:
+                raise TypeError(
+                    f"{name}() of {base.__name__} is {kind}, so that calling it runs nothing. {_FIXTURE_REMEDY}"
+                )
+    _sound.add(cls)
+
+
+_DEFINITIONS: dict[Callable[[object], bool], str] = {
+    inspect.iscoroutinefunction: "`async def`",
+    inspect.isasyncgenfunction: "an asynchronous generator function",
+    inspect.isgeneratorfunction: "a generator function",
+}
+_RESULTS: dict[Callable[[object], bool], str] = {
+    inspect.isgenerator: "a generator",
+    inspect.isasyncgen: "an asynchronous generator",
+    inspect.iscoroutine: "a coroutine",
+    inspect.isawaitable: "an awaitable ({})",
+}
+
+
+def _kind(value: object, kinds: Mapping[Callable[[object], bool], str]) -> str:
+    return next((words for is_kind, words in kinds.items() if is_kind(value)), "")
+
+
+_CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
+_OUTPUT_LINES = 20
+_COLLECTIVES = 3
+# Report a rank that timed out if it has waited for a core for this share of its time.
+_DELAYED = 0.25
+
+
+class WorldFailure(RuntimeError):
+    """A test failed in its ranks. ``report`` has the outcomes; ``str()`` renders it."""
+
+    def __init__(self, report: WorldReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.report.outcomes)
+
+    def __str__(self) -> str:
+        return render(self.report)
+
+
+def render(report: WorldReport) -> str:
+    """Return the text of a failed world: the verdict, every rank's ending, tracebacks and output."""
+    outcomes, verdict = report.outcomes, report.verdict
+    parts = [verdict.summary, *report.details]
+    if verdict.collectives:
+        parts.append(f"Collectives: {verdict.collectives}.")
+    parts.append(_endings(outcomes, verdict, report.took_s))
+    if failed := _failed_sub_tests(outcomes):
+        parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
+    if any(_was_delayed(outcome, report.took_s) for outcome in outcomes):
+        parts.append(
+            "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
+        )
+    if any(outcome.out_of_memory for outcome in outcomes):
+        parts.append(
+            "The kernel has killed processes of this machine for want of memory while these ranks ran: use fewer ranks "
+            "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
+        )
+    parts += _by_rank(outcomes, verdict)
+    return "\n\n".join(parts)
+
+
+def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
+    """Return tracebacks, stacks and output, culprits first, each distinct one once."""
+    in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
+    parts = []
+    for title, text_of in (("Traceback", _trace), ("Stacks", _stacks), ("Output", _output)):
+        grouped: dict[str, tuple[list[int], str]] = {}
+        for outcome in in_order:
+            text = text_of(outcome)
+            if text:
+                # Numbers in a rank's output are its own.
+                key = text if text_of is _output else without_ranks(text)
+                grouped.setdefault(key, ([], text))[0].append(outcome.rank)
+        parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
+    return parts
+
+
+def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        for name in outcome.sub_tests if outcome.ending is Ending.FAILED else ():
+            ranks.setdefault(name, []).append(outcome.rank)
+    return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
+
+
+def _trace(outcome: Outcome) -> str:
+    return outcome.receipt.trace.rstrip() if outcome.receipt else ""
+
+
+def _stacks(outcome: Outcome) -> str:
+    return outcome.stacks.rstrip()
+
+
+def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
+    lines = [f"What each rank did in {took_s:.1f} s:"]
+    for outcome in outcomes:
+        role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
+        because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
+        lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
+        lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
+        lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
+        if _was_delayed(outcome, took_s):
+            lines.append(f"    waited for a core for {outcome.delayed_s:.1f} s of these")
+        record = read_record(outcome.collectives)
+        lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
+    return "\n".join(lines)
+
+
+def _was_delayed(outcome: Outcome, took_s: float) -> bool:
+    return outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s > 0
+
+
+def _output(outcome: Outcome) -> str:
+    return "\n".join(end_of_output(outcome.output, died=outcome.ending is Ending.KILLED))
+
+
+def end_of_output(text: str, *, died: bool) -> list[str]:
+    """Return the last lines of a process's output, below the number of omitted ones.
+
+    Of a process that ``died``, show more lines: they are the only evidence, with the cause above the stacks.
+    """
+    lines = text.rstrip().splitlines()
+    most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
+    if len(lines) <= most:
+        return lines
+    # faulthandler writes the cause first, and then stacks that may be long.
+    cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
+    return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

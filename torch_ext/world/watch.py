@@ -1,30 +1,196 @@
-"""What to do while waiting for a world: when to release ranks, when to ask for stacks, when to stop whom. No I/O, no
-clock.
+"""Decides while a world runs when to release ranks, to collect stacks and to kill, and whether the ranks hang (see Note
+[Provable hangs]). No I/O, no clock.
 
-Tell it what happened (:meth:`Watch.received`, :meth:`Watch.ended`) and what time it is (:meth:`Watch.advance`), and do
-what it returns.
+Report events to :meth:`Watch.received`, :meth:`Watch.left` and :meth:`Watch.ended`, and the time to
+:meth:`Watch.advance`; execute the steps that it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from signal import SIGABRT
 
-from torch_ext.world.hangs import Finding, HangWatch, Measures
-from torch_ext.world.limits import MORE_S, Limits, Patience
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import NO_TICKET, Receipt, Said, Ticket
+from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
+from torch_ext.world.settings import MORE_S, Limits, Patience
+from torch_ext.world.wording import ranks_phrase, without_ranks
 
-__all__ = ["Act", "Step", "Watch"]
+# The parent half among ranks.
+PARENT_HALF = -1
+# Seconds without progress after which a message says why nothing is proven.
+SILENCE_S = 60.0
+# A rank that computes for this share of the time makes progress.
+_COMPUTES = 0.05
+# Looks until a hang is proven.
+_LOOKS = 8
+_MOST_WORDS = 3
 
-# How much longer than their grace peers get that wait for a core, in seconds.
+
+@dataclass(frozen=True)
+class Measures:
+    """Measurements of the processes of a world.
+
+    Attributes:
+        computed_s: CPU time of a rank in seconds.
+        starved_s: seconds for which the threads of a rank have waited for a core.
+        others: processes and threads that may act and are neither ranks nor the parent half's, in words.
+    """
+
+    computed_s: Callable[[int], float] = lambda rank: 0.0
+    starved_s: Callable[[int], float] = lambda rank: 0.0
+    others: Callable[[], Sequence[str]] = tuple
+
+
+class Finding(Enum):
+    HUNG = "no rank can go on, and no other process can end their waits"
+    SILENT = "there is no progress, and no proof either"
+
+
+class HangWatch:
+    """Watches one world.
+
+    A hang is found ``limits.hang_s`` seconds after a look at which every rank was blocked, if that holds at each look
+    since, no thread has run meanwhile, and no other process may act.
+
+    Args:
+        limits: of the test.
+        started_s: the begin of the test.
+        measures: of the processes of the ranks.
+
+    Attributes:
+        next_s: time of the next look.
+        reasons: why the last look proves nothing, in words.
+    """
+
+    def __init__(self, limits: Limits, started_s: float, measures: Measures) -> None:
+        self._limits = limits
+        self._every_s = limits.hang_s / _LOOKS if limits.hang_s else float("inf")
+        self._deadline_s = started_s + limits.test_s
+        self._measures = measures
+        self.next_s = started_s + self._every_s
+        self.reasons: tuple[str, ...] = ()
+        self._asked: dict[int, Progress | None] = {}
+        self._before: Mapping[int, Progress | None] = {}
+        self._looked_s = started_s
+        self._since_s: float | None = None  # since the look at this time, all are blocked at every look
+        self._progress_s = started_s
+        self._moved = False
+        self._is_judged = False
+        self._told_hang = self._told_silence = False  # while they last
+        self._used_s: dict[int, float] = {}
+
+    def forget(self) -> None:
+        """Note an event, to which ranks may be about to react."""
+        self._moved, self._since_s, self._asked, self._before = True, None, {}, {}
+
+    def look(self, ranks: Collection[int], now_s: float) -> bool:
+        """Begin a look at ``ranks``, which each answers by :meth:`observed`. Return False while the last look lacks an
+        answer.
+        """
+        if self._moved or self._computes(ranks, now_s - (self.next_s - self._every_s)):
+            self._note_progress(now_s)
+        self.next_s = now_s + self._every_s
+        if not self._is_complete():
+            return False
+        self._before, self._asked = self._asked, dict.fromkeys((*ranks, PARENT_HALF))
+        self._looked_s, self._is_judged = now_s, False
+        return True
+
+    def observed(self, rank: int, progress: Progress) -> None:
+        """Receive the answer of ``rank``."""
+        if rank in self._asked:
+            self._asked[rank] = progress
+
+    def judge(self, now_s: float) -> Finding | None:
+        """Return the finding of the looks so far, once for as long as it lasts."""
+        if not self._asked or self._moved:
+            return None
+        if not self._is_complete():
+            silent = [rank for rank, progress in self._asked.items() if progress is None]
+            self.reasons = (f"{_who(silent)}, which cannot answer",)
+        elif not self._is_judged:
+            self._take_in(now_s)
+        if self._since_s is None:
+            self._told_hang = False
+            if now_s - self._progress_s >= SILENCE_S and not self._told_silence:
+                self._told_silence = True
+                return Finding.SILENT
+        elif self._looked_s - self._since_s >= self._limits.hang_s and not self._told_hang:
+            self._told_hang = True
+            return Finding.HUNG
+        return None
+
+    def _is_complete(self) -> bool:
+        return all(progress is not None for progress in self._asked.values())
+
+    def _take_in(self, now_s: float) -> None:
+        answers = {rank: progress for rank, progress in self._asked.items() if progress is not None}
+        before = {rank: progress for rank, progress in self._before.items() if progress is not None}
+        if any(rank in before and before[rank].record != each.record for rank, each in answers.items()):
+            self._note_progress(now_s)
+        self.reasons = tuple(self._reasons(answers))
+        ran = any(rank not in before or before[rank].fingerprint != each.fingerprint for rank, each in answers.items())
+        if self.reasons:
+            self._since_s = None
+        elif ran or self._since_s is None:
+            self._since_s, self._told_hang = now_s, False
+        self._is_judged = True
+
+    def _reasons(self, answers: Mapping[int, Progress]) -> list[str]:
+        endless_s, raises_later_s = (
+            min(self._deadline_s, self._looked_s + each)
+            for each in (self._limits.endless_s, self._limits.raises_later_s)
+        )
+        found = []
+        for rank, each in answers.items():
+            if not each.blocked:
+                found += [f"{word} of {_who([rank])}" for word in each.may_act[:_MOST_WORDS]] or [_who([rank])]
+            elif each.until_s < endless_s or each.raises_s < raises_later_s:
+                left_s = max(0.0, min(each.until_s, each.raises_s) - self._looked_s)
+                found.append(f"a wait of {_who([rank])}, which ends by itself in {left_s:.0f} s")
+        ranks = [each for rank, each in answers.items() if rank != PARENT_HALF]
+        if not found and not all(each.among_ranks for each in ranks):
+            found += list(self._measures.others())
+        return found
+
+    def _computes(self, ranks: Collection[int], time_s: float) -> bool:
+        used_s = {rank: self._measures.computed_s(rank) for rank in ranks}
+        more_s = [abs(used_s[rank] - self._used_s[rank]) for rank in ranks if rank in self._used_s]
+        self._used_s = used_s
+        return any(each > _COMPUTES * time_s for each in more_s)
+
+    def _note_progress(self, now_s: float) -> None:
+        self._progress_s, self._moved, self._told_silence = now_s, False, False
+
+
+def _who(ranks: Sequence[int]) -> str:
+    of_world = sorted(rank for rank in ranks if rank != PARENT_HALF)
+    words = [ranks_phrase(of_world)] if of_world else []
+    return " and ".join(words + ["the parent half"] * (PARENT_HALF in ranks))
+
+
+def silence_text(reasons: Sequence[str], stacks: Mapping[int, str]) -> str:
+    """Return the message about a silence: why it is no proven hang, and the stacks of the ranks."""
+    because = "; ".join(reasons[:_MOST_WORDS]) or "a rank"
+    more = f"; and {len(reasons) - _MOST_WORDS} more" if len(reasons) > _MOST_WORDS else ""
+    lines = [f"no progress for {SILENCE_S:.0f} s; not proven to hang, because these may act: {because}{more}"]
+    alike: dict[str, tuple[list[int], str]] = {}
+    for rank, text in sorted(stacks.items()):
+        alike.setdefault(without_ranks(text), ([], text))[0].append(rank)
+    for ranks, text in alike.values():
+        shown = text.rstrip() or "(cannot be shown)"
+        lines += [f"Stacks of {ranks_phrase(ranks)}:", *(f"    {line}" for line in shown.splitlines())]
+    return "\n".join(lines)
+
+
+# Seconds on top of their grace for peers that wait for a core.
 _STARVED_S = 5.0
 
 
 class Act(Enum):
-    """What the watch wants done to some ranks."""
+    """An action on some ranks."""
 
     RELEASE = "tell the rank that it may end"
     LOOK = "ask what the rank waits for"
@@ -44,15 +210,15 @@ class Watch:
     """Follows one world from its start to its last ending.
 
     Args:
-        world_size: how many ranks there are.
-        limits: how long to wait.
-        started_s: when they were started, by the clock that :meth:`advance` is given.
-        measures: what can be asked about their processes.
-        expected_exit: an exit code with which ranks are meant to end without a receipt; such an ending is no trouble.
+        world_size: number of ranks.
+        limits: of the test.
+        started_s: the start of the ranks, by the clock of :meth:`advance`.
+        measures: of their processes.
+        expected_exit: the exit code of ranks without a receipt; such an ending is no trouble.
         any_exit: no ending without a receipt is trouble.
-        keep: the ranks live on after this test: it is over when each has handed in a receipt or ended.
-        ticket: the run of the test; a receipt about another one counts for nothing.
-        pids: the process of each rank; a receipt from another one counts for nothing.
+        keep: the ranks live on after this test, which is over when each has handed in a receipt or ended.
+        ticket: the run of the test; other receipts do not count.
+        pids: the process of each rank; receipts of other processes do not count.
 
     Attributes:
         hangs: whether the ranks hang; fed by :attr:`Act.LOOK`.
@@ -63,7 +229,7 @@ class Watch:
         world_size: int,
         limits: Limits,
         started_s: float,
-        measures: Measures = Measures(),  # noqa: B008  # frozen
+        measures: Measures = Measures(),
         *,
         expected_exit: int | None = None,
         any_exit: bool = False,
@@ -91,20 +257,19 @@ class Watch:
         self.hangs = HangWatch(limits, started_s, measures)
 
     def received(self, rank: int, receipt: Receipt) -> None:
-        """A receipt came on the line of ``rank``. It counts if it is from that process and about this run of the test.
-
-        What a rank says after it was told to stop counts for nothing either: stopping it may have made it fail.
+        """Receive a receipt of ``rank``. It counts if it is from that process and about this run of the test, and if we
+        have not begun to stop the rank, which may make it fail.
         """
         if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
             self.hangs.forget()
 
     def left(self, rank: int) -> None:
-        """Rank ``rank`` is about to end as the harness ends it."""
+        """Note that the harness's own code is ending ``rank``."""
         self._left.add(rank)
 
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
-        """The process of ``rank`` ended."""
+        """Note that the process of ``rank`` has ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
         self.hangs.forget()
 
@@ -114,11 +279,11 @@ class Watch:
 
     @property
     def deadline_s(self) -> float:
-        """When :meth:`advance` wants to be called again if nothing happens until then."""
+        """Call :meth:`advance` again at this time, or after an event."""
         return min(self._deadline_s, self.hangs.next_s if self._unsettled() else float("inf"))
 
     def advance(self, now_s: float) -> list[Step]:
-        """Return what is to be done now, in order. Call it after every event and at :attr:`deadline_s`."""
+        """Return the steps to execute now, in order."""
         steps = []
         if not self._keep and not self._released and self._all_settled():
             self._released = True
@@ -126,17 +291,17 @@ class Watch:
             if waiting:
                 steps.append(Step(Act.RELEASE, waiting))
             self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
-            # Whoever watches the whole test gives it little more than its limit.
+            # The supervisor gives the whole test little more than its limit.
             more_s = min(MORE_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
             self._leaving = Patience(self._deadline_s - now_s, now_s, more_s)
         if self._trouble():
             if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
-                self._leaving, self._deadline_s = None, float("inf")  # nobody is only slow any more
+                self._leaving, self._deadline_s = None, float("inf")  # no rank is merely slow
             if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
                 starved_s = sum(map(self._measures.starved_s, self._alive()))
                 self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
         unsettled = self._unsettled()
-        # Where one has failed or died, the others wait for it: they are stopped in their turn.
+        # The peers of a rank that has failed or died wait for it: the grace ends them.
         found = self.hangs.judge(now_s) if unsettled and not self._trouble() else None
         if found is Finding.HUNG and self._limits.end_hangs:
             self._bring_forward(now_s, Ending.HUNG)
@@ -147,14 +312,14 @@ class Watch:
             steps += self._stop_the_living()
             self._deadline_s = self.hangs.next_s = float("inf")
         elif unsettled and now_s >= self.hangs.next_s:
-            # Those whose test is over as well: a thread that it has left may act.
+            # Include ranks whose test is over: they may have threads that can act.
             living = tuple(rank for rank in self._alive() if rank not in self._stopped)
             if self.hangs.look(living, now_s):
                 steps.append(Step(Act.LOOK, living))
         return steps
 
     def _may_go_on_ending(self, now_s: float) -> bool:
-        """Whether the ranks that have not ended in time are slow, and do not hang."""
+        """Whether the ranks that have missed the deadline are slow rather than hung."""
         alive = self._alive()
         patience, computed_s = None, 0.0
         if self._deadline_ending is Ending.TIMED_OUT and self._leaving is not None:
@@ -171,7 +336,7 @@ class Watch:
         return tuple(rank for rank in self._alive() if rank not in self._receipts and rank not in self._stopped)
 
     def outcomes(self) -> list[Outcome]:
-        """Return what became of each rank. Call it when :attr:`done`."""
+        """Return the outcome of each rank. Call it when :attr:`done`."""
         return [self._outcome(rank) for rank in range(self._world_size)]
 
     def _bring_forward(self, deadline_s: float, ending: Ending) -> bool:
@@ -187,7 +352,7 @@ class Watch:
         return all(rank in self._receipts for rank in self._alive())
 
     def _trouble(self) -> bool:
-        """Whether some rank failed or died, so that its peers may wait for it in vain."""
+        """Whether some rank failed or died, so that its peers may wait for it forever."""
         if any(receipt.said is Said.FAILED for receipt in self._receipts.values()):
             return True
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
@@ -219,7 +384,7 @@ class Watch:
     def _ending(self, rank: int, code: int, receipt: Receipt | None) -> Ending:
         if receipt is not None and receipt.said is Said.FAILED:
             return Ending.FAILED
-        # One that was stopped just after it had ended by itself, as it should, was not stopped.
+        # A rank that exited cleanly before our SIGKILL counts as passed.
         left = code == 0 and receipt is not None and rank in self._left and rank in self._ended
         if rank in self._stopped and not left and code != -SIGABRT:
             return self._stopped[rank]
@@ -229,7 +394,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        # A rank that is to live on has no reason to end, and any other one says farewell.
+        # A rank that lives on has no reason to end, and any other one sends a farewell.
         if rank in self._ended and (self._keep or rank not in self._left):
             return Ending.EXITED
         return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED

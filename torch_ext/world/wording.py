@@ -1,37 +1,32 @@
-"""Words for users: phrases of reports, and the lines that the harness itself prints. Standard library and own layer
-only."""
+"""Words for users: phrases of reports, lines that the harness prints, and tracebacks and stacks without its frames.
+Standard library and own layer only.
+
+Note [Hidden frames]
+~~~~~~~~~~~~~~~~~~~~
+Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
+registers its own with :func:`hide` at its import. Whole files are left out of tracebacks only: a rank may hang in any
+function of them, so stacks lose just the functions that a layer names. A zygote sends its list with
+:class:`~torch_ext.world.protocol.Loaded` to the supervisor, which loads none of these layers.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 
 from torch_ext.world import _os
+from torch_ext.world.protocol import HiddenFrames
 
-__all__ = [
-    "LEFT_BEHIND",
-    "PREFIX",
-    "add_note",
-    "announce",
-    "left_behind",
-    "own_message",
-    "printable",
-    "ranks_phrase",
-    "short_command",
-    "show",
-    "show_by",
-    "without_ranks",
-]
-
-# What is said of a rank whose processes outlive it.
+# For a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
 
-# What a terminal obeys instead of showing it: control characters but tab and newline, and those that turn the
-# direction of writing round.
+# Characters that a terminal obeys: control characters but tab and newline, and those that reverse the direction.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_COMMAND_CHARACTERS = 100
-# What differs between what ranks say that failed in the same way.
+
+# The parts in which messages of ranks differ that failed in the same way.
 _RANK_DEPENDENT = re.compile(
     r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b"
     r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices, as each rank has its own
@@ -53,25 +48,13 @@ def _spelt(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def short_command(command: str) -> str:
-    """Return the first 100 characters of a command line, which may be a program of several, as one line.
-
-    >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
-    True
-    >>> short_command("python -c while True:\\n    pass")
-    'python -c while True: pass'
-    """
-    command = " ".join(command.split())
-    return command if len(command) <= _COMMAND_CHARACTERS else f"{command[:_COMMAND_CHARACTERS]}..."
-
-
 def left_behind(command: str) -> str:
-    """Return what is said of a rank that left the process ``command`` behind.
+    """Return the line for a rank that left the process ``command`` behind.
 
     >>> left_behind("sleep 600")
     'left a process behind, which was ended: sleep 600'
     """
-    return f"{LEFT_BEHIND}, which was ended: {short_command(command)}"
+    return f"{LEFT_BEHIND}, which was ended: {_os.short_command(command)}"
 
 
 def own_message(trace: str) -> str:
@@ -109,7 +92,7 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
 
 
 def without_ranks(text: str) -> str:
-    """Return ``text`` without what differs between ranks that say the same.
+    """Return ``text`` without the parts that depend on the rank.
 
     >>> without_ranks("rank 3 has no memory left on sim:3") == without_ranks("rank 0 has no memory left on sim:0")
     True
@@ -117,7 +100,7 @@ def without_ranks(text: str) -> str:
     return _RANK_DEPENDENT.sub("*", text)
 
 
-# Marks these lines among the output of a process, so that the runner can repeat them in its summary.
+# Marks these lines in the output of a process; the runner repeats them in its summary.
 PREFIX = "torch_ext: "
 
 _told: set[tuple[int, str]] = set()
@@ -133,12 +116,12 @@ def announce(message: str) -> None:
 
 
 def show_by(show: Callable[[str], object]) -> None:
-    """Have :func:`show` call ``show`` from now on, in place of printing."""
+    """Replace the printing of :func:`show` by ``show``."""
     _shown_by[:] = [show]
 
 
 def show(text: str) -> None:
-    """Tell the user ``text``, of one or more lines, at once: on stderr, or as :func:`show_by` has it."""
+    """Show ``text``, of one or more lines, at once: on stderr, or by :func:`show_by`."""
     if _shown_by:
         _shown_by[0](text)
         return
@@ -146,7 +129,7 @@ def show(text: str) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to ``error``, if it is not there yet. Before Python 3.11 errors have no notes: nothing happens.
+    """Add ``note`` to ``error``, once. Errors have no notes before Python 3.11.
 
     >>> error = ValueError("x")
     >>> for _ in range(2):
@@ -156,3 +139,186 @@ def add_note(error: BaseException, note: str) -> None:
     """
     if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+# Files that the user has not written: their frames show the operation, and the user's frame below shows the place.
+_NOT_THE_USERS = re.compile(
+    r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
+    r"|/torch/_\w+\.py|/testing/_internal/|^<"
+)
+_FOLDERS_BETWEEN = tuple(
+    os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
+)
+# A frame of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
+_WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
+# Between a test and the collective that it calls.
+_WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
+
+_FRAME = r'  File "[^"]*", line \d+ in .*\n'
+
+# Causes of a failure that are shown, from the last one.
+_MOST_LINKS = 20
+
+_hidden: dict[HiddenFrames, None] = {}
+
+
+def hide(file: str, *functions: str, outwards: bool = False, thread: bool = False) -> None:
+    """Leave frames out of reports from now on. See Note [Hidden frames].
+
+    Args:
+        file: regular expression that matches the end of the file's path, such as ``r"/world/rank\\.py"``.
+        functions: leave out the frames of these functions, in stacks and tracebacks. None: every frame of the file, in
+            tracebacks only.
+        outwards: in stacks, leave out the frames that called them too.
+        thread: in stacks, leave out the whole thread in which one of them runs.
+    """
+    _hidden[HiddenFrames(file, functions, outwards, thread)] = None
+
+
+def hidden() -> tuple[HiddenFrames, ...]:
+    """Return everything that was registered in this process."""
+    return tuple(_hidden)
+
+
+def add(frames: Iterable[HiddenFrames]) -> None:
+    """Register the frames that another process has registered."""
+    _hidden.update(dict.fromkeys(frames))
+
+
+def read_error(error: BaseException) -> tuple[str, str]:
+    """Return the message of ``error``, in one line, and its traceback without hidden frames.
+
+    A traceback of hidden frames alone is shown in full, unless it has a cause or a line that cannot be compiled.
+
+    >>> read_error(SyntaxError("invalid syntax", ("/home/train.py", 1, 6, "def f(:", 1, 7)))[0]
+    'SyntaxError: invalid syntax (train.py, line 1)'
+    >>> read_error(ValueError("\\n-- Process 1 failed:\\nValueError: no data"))[0]
+    'ValueError: -- Process 1 failed:'
+    """
+    shown = traceback.TracebackException.from_exception(error, capture_locals=False)
+    cut = _links(error) - _MOST_LINKS
+    _trim(shown, _MOST_LINKS)
+    more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
+    return _in_one_line(error, shown), more + "".join(shown.format())
+
+
+def place_of(error: BaseException) -> str:
+    """Return the user's line that raised ``error``, such as ``"test_a.py:31"``; empty if unknown."""
+    stack = traceback.extract_tb(error.__traceback__)
+    found = _place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
+    if found is None and error.__cause__ is not None and _links(error) <= _MOST_LINKS:
+        return place_of(error.__cause__)
+    return found[1] if found else ""
+
+
+def place_here() -> str:
+    """Return the user's line that this thread is in, such as ``"test_a.py:31"``; empty if it is in none."""
+    stack = traceback.walk_stack(sys._getframe(1))
+    found = _place([(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack])
+    return found[1] if found else ""
+
+
+def place_in(stacks: str) -> str:
+    """Return the place of a rank's test, in words, by the stack of its current thread, else of the main one.
+
+    >>> place_in('  File "/home/u/test_a.py", line 31 in test_b')
+    'at test_a.py:31'
+    >>> place_in('''  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+    ...   File "/lib/torch/distributed/c10d_logger.py", line 8 in wrapper
+    ...   File "/home/u/test_a.py", line 31 in test_b''')
+    'in all_reduce, called at test_a.py:31'
+    >>> place_in("")
+    ''
+    """
+    threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
+    threads.sort(key=lambda text: not text.startswith("Current"))
+    for text in threads:
+        read = [(found[1], int(found[2]), found[4], bool(found[3])) for found in _WRITTEN.finditer(text)]
+        read = read[::-1] if read and read[0][3] else read
+        found = _place([(file, line, name) for file, line, name, _ in read])
+        if found:
+            inside, line = found
+            return f"in {inside}, called at {line}" if inside else f"at {line}"
+    return ""
+
+
+def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
+    """Return the function of torch's that the user's innermost frame calls, if any, and the line of that frame."""
+    inside = ""
+    for file, line, name in frames:
+        if not _is_not_the_users(file):
+            return inside, f"{os.path.basename(file)}:{line}"
+        if "/torch/" in file and not _WRAPPERS.fullmatch(name):
+            inside = "" if name.startswith("_") else name
+    return None
+
+
+def _is_not_the_users(file: str) -> bool:
+    return file.startswith(_FOLDERS_BETWEEN) or _NOT_THE_USERS.search(file) is not None
+
+
+def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # its text begins with lines of source
+        place = f"{os.path.basename(str(error.filename))}, line {error.lineno}"
+        return f"{type(error).__name__}: {error.msg} ({place})"
+    first, *more = [line.strip() for line in "".join(shown.format_exception_only()).splitlines() if line.strip()] or [
+        ""
+    ]
+    return f"{first} {more[0]}" if first.endswith(":") and more else first or type(error).__name__
+
+
+def _links(error: BaseException) -> int:
+    """Return the number of exceptions that led to ``error``."""
+    seen: set[int] = set()
+    linked: BaseException | None = error
+    while linked is not None and id(linked) not in seen:
+        seen.add(id(linked))
+        linked = linked.__cause__ or (None if linked.__suppress_context__ else linked.__context__)
+    return len(seen) - 1
+
+
+def _trim(shown: traceback.TracebackException, links: int) -> None:
+    """Leave out hidden frames, and exceptions more than ``links`` causes back."""
+    kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
+    if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
+        shown.stack[:] = kept
+    if links == 0:
+        shown.__cause__ = shown.__context__ = None
+    elif shown.__cause__ is not None:
+        _trim(shown.__cause__, links - 1)
+    elif shown.__context__ is not None:
+        _trim(shown.__context__, links - 1)
+
+
+def _covers(each: HiddenFrames, frame: traceback.FrameSummary) -> bool:
+    named = not each.functions or frame.name in each.functions
+    return named and re.search(f"(?:{each.file})$", frame.filename) is not None
+
+
+def trim_stacks(text: str) -> str:
+    """Leave hidden frames out of faulthandler's output, and its list of extension modules."""
+    return re.sub("|".join((*_patterns(), r"^Extension modules: .*\n?")), "", text, flags=re.MULTILINE)
+
+
+def _patterns() -> list[str]:
+    # Whole threads first: they contain what the other patterns would match.
+    in_order = sorted((each for each in _hidden if each.functions), key=lambda each: (not each.thread, each.outwards))
+    return [_pattern(each) for each in in_order]
+
+
+def _pattern(each: HiddenFrames) -> str:
+    frame = rf'  File "[^"]*{each.file}", line \d+ in (?:{"|".join(map(re.escape, each.functions))})\n'
+    if each.thread:
+        return rf"^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"
+    return f"^{frame}(?:{_FRAME})*" if each.outwards else f"^{frame}"
+
+
+_OWN = re.escape(os.path.dirname(os.path.abspath(__file__)) + os.sep)
+hide(rf"{_OWN}[^/]*")
+hide(r"/world/rank\.py", "_listen", thread=True)
+hide(r"/world/rank\.py", "_run_task", outwards=True)
+hide(r"/multiprocessing/process\.py")
+hide(r"/unittest/(?:async_case|case|mock|suite)\.py")
+hide(r"/asyncio/(?:runners|base_events)\.py", "run", "run_until_complete")
+hide(r"/torch/distributed/c10d_logger\.py")

@@ -1,22 +1,26 @@
-"""The loop of a zygote: a process that has imported what its children need, has run nothing, and starts them on
-request. See Note [Zygote protocol].
-
-Runs in zygotes; imports the standard library and its own layer only. Whoever starts the loop has loaded torch and the
-test module before.
+"""The loop of a zygote: a process that has imported its children's modules, has run nothing, and starts children on
+request. See Note [Zygote protocol]. Imports the standard library and its own layer only; ``provider`` loads the rest.
 
 Note [Huge pages]
 ~~~~~~~~~~~~~~~~~
 A fork copies page tables. It takes a third less time once the zygote's heap lies in huge pages (``MADV_COLLAPSE``), but
-moving the heap takes as long as some twenty forks save. So a zygote moves it once: before its second copy, which passes
-the gain on to all copies, or after its eighth child, while nobody waits. Kernels that cannot do it refuse, and nothing
-changes.
+moving the heap takes as long as some twenty forks save. So a zygote moves it once: before its second copy, since copies
+inherit the gain, or after its eighth child, while no client waits. Kernels without this call refuse it.
 
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Native libraries and some of torch's modules read variables once, when they are loaded. A forked child cannot be given
-other values, so a request whose environment differs in one of them from the zygote's gets fresh interpreters, and the
-user is told why. A prefix that is missing here shows as a variable without effect in forked ranks; one too many costs
-time only. ``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``) or, with ``0``, forks whatever changed.
+Native libraries and some of torch's modules read variables once, when they load. A forked child cannot get other
+values, so a request whose environment differs in one of them from the zygote's gets fresh interpreters, and a message
+says why. A missing prefix shows as a variable without effect in forked ranks; one too many only costs time.
+``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``) or, as ``0``, always forks.
+
+Note [Leftovers]
+~~~~~~~~~~~~~~~~
+A zygote is the subreaper of its descendants: a process whose parent has ended becomes the zygote's child. Its owner is
+the child of the zygote that started it. Every child of a zygote leads a process group of its own, which the processes
+that it starts join, so the group names the owner. A process that has left the group still has ``TORCH_EXT_OWNER`` in
+its environment; one with neither is charged to the child that ended last. A process whose owner still lives stays: the
+processes of a class serve until the class ends. Helpers that end by themselves are no leftovers.
 """
 
 from __future__ import annotations
@@ -29,17 +33,16 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, processes, settings, threads, transports
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world import _os, settings, threads
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main, reason_not_to_fork, start_interpreter
 from torch_ext.world.exits import disown_exit_functions
-from torch_ext.world.processes import Leftovers, end_everything
 from torch_ext.world.protocol import (
+    OWNER_VARIABLE,
     AddClient,
     AskOthers,
     Copy,
@@ -54,25 +57,24 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-__all__ = ["Zygote", "read_when_loaded"]
+# Targets of a zygote's copy and of a rank.
+_SERVE = "torch_ext.world.provider:serve_as_copy"
 
-# What the copy of a zygote runs, and what a rank does.
-_SERVE = "torch_ext.world.loading:serve_as_copy"
 _RANK = "torch_ext.world.rank:main"
 # See Note [Huge pages].
 _FORKS_BEFORE_MOVE = 8
 
-# Prefixes of the variables that Note [Variables read at load] is about.
+# See Note [Variables read at load].
 _READ_AT_LOAD = (
     "AOT_", "ASAN_", "ATEN_CPU_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_", "LSAN_", "MALLOC_", "MKL_",
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-# Exceptions: the first is set by the world for its zygotes and put back in every rank, the second is read on use.
+# Exceptions: the world sets the first for its zygotes and restores it in every rank; the second is read on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
-# Torch formats a stack each time the generators are seeded, and so reads the files of these modules. In every rank that
-# would take longer than forking it; in a zygote it is done once.
+# Torch formats a stack each time it seeds the generators, and so reads the files of these modules, which takes longer
+# than a fork. A zygote does it once for all ranks.
 _SOURCES = (
     "multiprocessing.process", "torch._compile", "torch._dynamo.eval_frame", "torch.cuda", "torch.cuda.random",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
@@ -81,9 +83,7 @@ _SOURCES = (
 
 
 def read_when_loaded(variable: str) -> bool:
-    """Whether native libraries or torch's modules read ``variable`` when they are loaded. See Note [Variables read at
-    load].
-    """
+    """Whether libraries read ``variable`` when they load. See Note [Variables read at load]."""
     return variable.startswith(settings.read_at_load(_READ_AT_LOAD)) and variable not in _READ_LATER
 
 
@@ -93,6 +93,77 @@ def _read_sources() -> None:
     files |= {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
     for file in files:
         linecache.getlines(file)
+
+
+# Command lines of processes that end once their clients are gone, and clean up before they do.
+_END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Torch's manager ends two seconds after its last client, and only then removes its socket.
+_CLEANUP_S = 4.0
+
+
+def ends_by_itself(command: str) -> bool:
+    """Whether a process with this command line ends after its last client.
+
+    >>> ends_by_itself("/usr/bin/python3 -c from multiprocessing.resource_tracker import main;main(7)")
+    True
+    """
+    return any(name in command for name in _END_BY_THEMSELVES)
+
+
+class Leftovers:
+    """The processes that this zygote has adopted. See Note [Leftovers]."""
+
+    def __init__(self) -> None:
+        self._helpers: set[int] = set()  # adopted, and known to end by themselves
+
+    def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
+        """Kill the processes that ended children have left behind; return those that were still running.
+
+        Args:
+            indices: pid -> index, the children of the group that has ended.
+            living: pids of children of this process that still run.
+            last: index of the child that ended last.
+        """
+        found: list[LeftBehind] = []
+        self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
+        # A killed process may leave children of its own to this one.
+        while adopted := {
+            pid: owner
+            for pid in _os.children_of(_os.getpid())
+            if pid not in living and pid not in self._helpers and (owner := _owner(pid)) not in living
+        }:
+            for pid, owner in adopted.items():
+                command = _os.command_line(pid)
+                if ends_by_itself(command):
+                    self._helpers.add(pid)
+                    continue
+                ended = not command or _os.is_ending(pid)  # a zombie has no command line
+                _os.end_process(pid)
+                _os.waitpid(pid, 0)
+                if not ended:
+                    found.append(LeftBehind(indices.get(owner, last), pid, command))
+        return tuple(found)
+
+
+def _owner(pid: int) -> int:
+    """Return the pid of the child that has started ``pid``; 0 if unknown."""
+    marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
+    return int(marked) if marked.isdigit() else _os.group_of(pid)
+
+
+def end_everything() -> None:
+    """Kill and reap every child of this process; those that end by themselves get :data:`_CLEANUP_S` for it."""
+    patience_end_s = _os.monotonic() + _CLEANUP_S
+    while True:
+        patient = _os.monotonic() < patience_end_s
+        for pid in _os.children_of(_os.getpid()):
+            if not (patient and ends_by_itself(_os.command_line(pid))):
+                _os.end_process(pid)
+        try:
+            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+                _os.sleep(0.005)
+        except ChildProcessError:
+            return
 
 
 @dataclass
@@ -119,10 +190,10 @@ class Zygote:
 
     Args:
         command: the first client's channel.
-        description: what this process is, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
-        preparation: what a child with a fresh interpreter loads to be like one that was forked.
-        scratch: a folder of the first client's. The zygote removes it when it ends, since the client may be dead.
-        original: the zygote that this one is a copy of, if any.
+        description: of this process, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
+        preparation: makes a fresh interpreter like a forked child.
+        scratch: a folder of the first client's. The zygote removes it at its end, since the client may be dead.
+        original: pid of the zygote that this one is a copy of, if any.
         others: processes of the original; see Note [Who else may act].
     """
 
@@ -146,10 +217,10 @@ class Zygote:
         self._groups: dict[int, _ChildGroup] = {}  # by descriptor of the group's channel
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
-        self._in_transit: list[int] = []  # descriptors of the request at hand, for children that are not forked yet
+        self._in_transit: list[int] = []  # descriptors of the current request, for children yet to be forked
         self._environment = _os.environment_at_start()
         self._leftovers = Leftovers()
-        self._on_child: Any = signal.SIG_DFL  # what the module that was loaded does when a child ends
+        self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
         self._forks = self._copies = 0
         self._has_moved = False
 
@@ -157,9 +228,9 @@ class Zygote:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
-        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ours may not be reaped by a test module's
+        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a test module's may not reap ours
         _read_sources()
-        transports.prepare()
+        threads.prepare()
         disown_exit_functions()
         gc.collect()
         gc.freeze()
@@ -200,7 +271,7 @@ class Zygote:
             channel.close()
 
     def _copy(self, descriptors: list[int]) -> None:
-        others = (*self._others, *processes.known(self._adopted()))
+        others = (*self._others, *_os.known(self._adopted()))
         if self._copies:
             self._move_heap()
         self._copies += 1
@@ -215,10 +286,11 @@ class Zygote:
         inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
             own = [next(inherited) for _ in range(order.descriptors)]
-            child = (
-                self._execute(request.environment) if request.interpreter or why else self._take_spare() or self._fork()
-            )
-            with contextlib.suppress(ChannelClosedError):  # it died at once, and how is told later
+            if request.interpreter or why:
+                child = self._execute(request.environment)
+            else:
+                child = self._spares.pop(0) if self._spares else self._fork()
+            with contextlib.suppress(ChannelClosedError):  # it died at once, which Ended reports
                 child.order_channel.send(order, own)
             child.order_channel.close()
             close_all(own)
@@ -247,16 +319,19 @@ class Zygote:
         """See Note [Variables read at load]."""
         if not read_when_loaded(name):
             return False
-        # A module that sets a variable while it is imported has set it for every fork as well.
+        # A module that sets a variable during its import has set it for every fork as well.
         return environment.get(name) not in (self._environment.get(name), os.environ.get(name))
 
     # See Note [Who else may act].
 
     def _others_than(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         worlds = {pid for pid, group in self._owners.items() if group.ranks}
-        found = [*processes.below_ranks(worlds), *processes.words_of(worlds.difference(ranks))]
-        found += processes.words_of(self._adopted())
-        found += processes.still_there(self._others)
+        found = [
+            *_os.words_of(child for pid in worlds for child in _os.children_of(pid)),
+            *_os.words_of(worlds.difference(ranks)),
+        ]
+        found += _os.words_of(self._adopted())
+        found += _os.still_there(self._others)
         found += [f"{word} of the zygote" for word in threads.observe().may_act]
         if self._original and _os.tasks(self._original) > 1:
             found.append(f"a thread of process {self._original}, which has imported the file of the test")
@@ -265,7 +340,7 @@ class Zygote:
         return tuple(found)
 
     def _adopted(self) -> set[int]:
-        """Return the children of this process that it has not forked itself."""
+        """Return the adopted children of this process."""
         return set(_os.children_of(os.getpid())).difference(self._owners, [spare.pid for spare in self._spares])
 
     # Children
@@ -285,9 +360,7 @@ class Zygote:
         return self._adopt(pid, ours)
 
     def _forget(self) -> None:
-        """In a child: close the zygote's descriptors and those of other children, so that no child keeps a channel open
-        that its holder closed.
-        """
+        """In a child: close the descriptors of the zygote and of other children, so that each closes with its owner."""
         close_all(self._in_transit)
         for file in self._callbacks.files:
             if isinstance(file, Channel):
@@ -302,7 +375,7 @@ class Zygote:
         ours, theirs = channel_pair()
         pid = start_interpreter(theirs.fileno(), environment)
         theirs.close()
-        with contextlib.suppress(ChannelClosedError):  # it died at once, and how is told later
+        with contextlib.suppress(ChannelClosedError):  # it died at once, which Ended reports
             ours.send(self._preparation)
         return self._adopt(pid, ours)
 
@@ -310,9 +383,6 @@ class Zygote:
         child = _Child(pid, order_channel, _os.watch_exit(pid))
         self._watch(child.exit_watch, lambda watch: self._on_exit(pid, watch))
         return child
-
-    def _take_spare(self) -> _Child | None:
-        return self._spares.pop(0) if self._spares else None
 
     def _prepare_next(self, spares: int) -> None:
         if self._forks >= _FORKS_BEFORE_MOVE:
@@ -360,7 +430,7 @@ class Zygote:
             return
         index = group.indices.pop(pid)
         left_behind: tuple[LeftBehind, ...] = ()
-        if not group.indices:  # until then a peer may still use what another one has started
+        if not group.indices:  # until then a peer may still use another's leftovers
             living = {*self._owners, *(spare.pid for spare in self._spares)}
             left_behind = self._leftovers.end_those_of(group.members, living, index)
         group.tell(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))

@@ -243,12 +243,12 @@ _OF_RUNNER = {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat", "torch_
         (["torch_ext"], set()),
         (["torch_ext.runner.cli"], _OF_RUNNER),
         (["torch_ext.world.tree"], _OF_WORLD),
-        (["torch_ext.world.start"], _OF_WORLD),
+        (["torch_ext.world.follow"], _OF_WORLD),
         (["torch_ext.world.provider"], _OF_WORLD),
         (ROOMS["torch_ext.world"], _OF_WORLD),
         (ROOMS["torch_ext.runner"], _OF_RUNNER | _OF_WORLD),
     ],
-    ids=["package", "cli", "tree", "start", "provider", "world", "runner"],
+    ids=["package", "cli", "tree", "follow", "provider", "world", "runner"],
 )
 def test_the_supervising_side_loads_neither_torch_nor_tests(modules: list[str], layers: set[str]) -> None:
     assert modules

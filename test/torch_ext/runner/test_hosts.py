@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.world.suites import CHECKOUT
-from torch_ext.world import hosts
+from torch_ext.world import settings
 
 SUITE = """
 import os
@@ -98,12 +98,12 @@ def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(
 
 @pytest.mark.parametrize(("asked", "number"), [(2, 2), (1, 1), (0, 1), (-3, 1), (True, 1), ("2", 1), (["a", "b"], 1)])
 def test_only_a_number_asks_for_hosts(asked: object, number: int) -> None:
-    assert hosts.hosts_of(type("TestA", (), {"hosts": asked})) == number
+    assert settings.hosts_of(type("TestA", (), {"hosts": asked})) == number
 
 
 def test_an_interface_is_known_by_its_address() -> None:
-    name = hosts.interface_of("127.0.0.1")
-    assert name and hosts.interface_of("203.0.113.7") == ""
+    name = settings.interface_of("127.0.0.1")
+    assert name and settings.interface_of("203.0.113.7") == ""
     variables = {"GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
-    assert hosts.interface_variables("127.0.0.1", {}) == variables
-    assert hosts.interface_variables("127.0.0.1", variables) == {}, "what the machine says counts"
+    assert settings.interface_variables("127.0.0.1", {}) == variables
+    assert settings.interface_variables("127.0.0.1", variables) == {}, "what the machine says counts"

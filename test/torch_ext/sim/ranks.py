@@ -22,12 +22,11 @@ import torch.distributed as dist
 import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
 from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
-from torch_ext.world.limits import Limits
+from torch_ext.world.follow import RankTask, start_world
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Farewell, Receipt, Said
-from torch_ext.world.render import render
-from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.verdict import Judgement, WorldReport, judge
+from torch_ext.world.settings import Limits
+from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 DEADLINE_S = 120.0
 # What torch says in ranks that call its coalesced collectives by their older names.

@@ -307,7 +307,7 @@ def _page(rank: int, world_size: int) -> None:
     assert (told.peer, told.operation) == (1, "all_reduce")
     assert Path(told.site.rpartition(":")[0]) == Path(__file__)
     # Its frame is in x.tolist(), which is no operation.
-    (task,) = (task for task in threads._tasks(0) if task.tid == reading.native_id)
+    (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)
     assert task.operation is not None and task.operation.limit_s == told.until_s
     _store().set("seen", "")
     reading.join()

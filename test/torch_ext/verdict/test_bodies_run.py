@@ -211,7 +211,7 @@ class TestEvades_{name}_{base}({base}):{"  # failed" if (name, base) == ("overri
     def own(self):
         pass
 
-    def test_it(self):  # failed: ran and nobody asked what became of them
+    def test_it(self):  # failed: ran and this test ended without waiting for them
         self.fail("it ran")
 
     {body}

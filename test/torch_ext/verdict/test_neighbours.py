@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.verdict.programs import SLOWER, check_rows
-from torch_ext.world import transports
+from torch_ext.world import threads
 
 
 def test_no_two_worlds_have_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
-    address, reservation = transports.reserve()
+    address, reservation = threads.reserve()
     assert re.fullmatch(r"127\.\d+\.\d+\.\d+", address)
-    assert transports.reserve() == ("", -1)
+    assert threads.reserve() == ("", -1)
     os.close(reservation)
-    again, reservation = transports.reserve()
+    again, reservation = threads.reserve()
     assert again == address
     os.close(reservation)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from torch_ext.world.calls import check_ran
-from torch_ext.world.wording import printable, short_command
+from torch_ext.world._os import short_command
+from torch_ext.world.verdict import check_ran
+from torch_ext.world.wording import printable
 
 
 async def coroutine() -> None:
@@ -38,7 +39,7 @@ class Awaitable:
         (coroutine, "a coroutine"),
         (generator, "a generator"),
         (async_generator, "an asynchronous generator"),
-        (Awaitable, r"something to await \(Awaitable\)"),
+        (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
 def test_body_that_has_not_run_is_refused_in_words_and_closed(function: Callable[[], Any], kind: str) -> None:

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext.world.collectives import Collective, first_mismatch, read_record
+from torch_ext.world.outcome import Collective, first_mismatch, read_record
 
 
 def call(

@@ -31,8 +31,8 @@ for number in range(TESTS):
 EMPTY_WORLDS = """
 from torch_ext.world import provider
 from torch_ext.world.outcome import Ending
-from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.limits import Limits
+from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.settings import Limits
 
 if __name__ == "__main__":
     zygote = provider.zygote_for("__main__")

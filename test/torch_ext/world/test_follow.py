@@ -17,17 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from torch_ext.world import _os, callbacks, follow
+from torch_ext.world import _os, channel, files, follow
 from torch_ext.world.channel import Channel, channel_pair
-from torch_ext.world.files import Capture
-from torch_ext.world.follow import RankProcess, World, ZygoteLostError, read_stacks
-from torch_ext.world.limits import Limits
+from torch_ext.world.files import Capture, RankProcess, read_stacks
+from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
+from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
-from torch_ext.world.render import render
-from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.verdict import WorldReport, judge
-from torch_ext.world.wait_page import WaitPage
+from torch_ext.world.settings import Limits
+from torch_ext.world.verdict import WorldReport, judge, render
 
 # Seconds, far above what a pump takes.
 DEADLINE_S = 30
@@ -98,9 +96,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
             return events
 
     fake = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=selectors.EVENT_READ)
-    for module in (follow, callbacks):
+    for module in (files, channel):
         monkeypatch.setattr(module, "selectors", fake)
-    monkeypatch.setattr(follow, "monotonic", lambda: clock.now_s)
+    for module in (files, follow):
+        monkeypatch.setattr(module, "monotonic", lambda: clock.now_s)
     return clock
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_ext.world import frames
+from torch_ext.world import wording
 
 MINE = "/home/me/test_x.py"
 TEST_FRAME = f'  File "{MINE}", line 5 in test_hang\n'
@@ -16,10 +16,10 @@ HEAD = "Current thread 0x00007e (most recent call first):\n"
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    before = dict(frames._hidden)
+    before = dict(wording._hidden)
     yield
-    frames._hidden.clear()
-    frames._hidden.update(before)
+    wording._hidden.clear()
+    wording._hidden.update(before)
 
 
 def test_stacks_lose_the_world_and_keep_the_test() -> None:
@@ -29,21 +29,21 @@ def test_stacks_lose_the_world_and_keep_the_test() -> None:
     )
     outwards = '  File "/x/torch_ext/world/rank.py", line 8 in _run_task\n  File "/usr/lib/process.py", line 3 in run\n'
     modules = "Extension modules: numpy._core (total: 1)\n"
-    assert frames.trim_stacks(listener + HEAD + TEST_FRAME + outwards + modules) == HEAD + TEST_FRAME
+    assert wording.trim_stacks(listener + HEAD + TEST_FRAME + outwards + modules) == HEAD + TEST_FRAME
 
 
 def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown() -> None:
     stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in hand_in\n'
-    assert frames.trim_stacks(stacks) == stacks
+    assert wording.trim_stacks(stacks) == stacks
 
 
 def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks() -> None:
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/layer.py", line 2 in other\n'
-    assert frames.trim_stacks(stacks) == stacks
-    frames.hide(r"/layer\.py")
-    assert frames.trim_stacks(stacks) == stacks
-    frames.hide(r"/layer\.py", "call")
-    assert frames.trim_stacks(stacks) == HEAD + TEST_FRAME + '  File "/x/layer.py", line 2 in other\n'
+    assert wording.trim_stacks(stacks) == stacks
+    wording.hide(r"/layer\.py")
+    assert wording.trim_stacks(stacks) == stacks
+    wording.hide(r"/layer\.py", "call")
+    assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME + '  File "/x/layer.py", line 2 in other\n'
 
 
 def raises() -> None:
@@ -61,30 +61,30 @@ def error_of(function: object) -> BaseException:
 
 
 def test_a_traceback_loses_the_functions_that_are_named() -> None:
-    frames.hide(re.escape(__file__), "calls")
-    said, trace = frames.read_error(error_of(calls))
+    wording.hide(re.escape(__file__), "calls")
+    said, trace = wording.read_error(error_of(calls))
     assert said == "ValueError: no"
     assert "in raises" in trace and "in calls" not in trace and "in error_of" in trace
 
 
 def test_a_traceback_of_hidden_frames_alone_is_shown_whole() -> None:
-    frames.hide(re.escape(__file__))
-    _, trace = frames.read_error(error_of(calls))
+    wording.hide(re.escape(__file__))
+    _, trace = wording.read_error(error_of(calls))
     assert "in raises" in trace and "in calls" in trace
 
 
 def test_causes_are_trimmed_too() -> None:
-    frames.hide(re.escape(__file__), "calls")
+    wording.hide(re.escape(__file__), "calls")
     outer = RuntimeError("outer")
     outer.__cause__ = error_of(calls)
-    assert "in calls" not in frames.read_error(outer)[1]
-    assert "ValueError: no" in frames.read_error(outer)[1]
+    assert "in calls" not in wording.read_error(outer)[1]
+    assert "ValueError: no" in wording.read_error(outer)[1]
 
 
 def test_what_one_process_registers_serves_in_another() -> None:
-    frames.hide(r"/layer\.py", "call", outwards=True)
-    told = frames.hidden()
-    frames._hidden.clear()
-    frames.add(told)
+    wording.hide(r"/layer\.py", "call", outwards=True)
+    told = wording.hidden()
+    wording._hidden.clear()
+    wording.add(told)
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/main.py", line 1 in <module>\n'
-    assert frames.trim_stacks(stacks) == HEAD + TEST_FRAME
+    assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME

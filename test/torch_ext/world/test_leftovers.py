@@ -11,8 +11,8 @@ import pytest
 
 from test.torch_ext.world.suites import Suite
 from torch_ext.world import _os
-from torch_ext.world.processes import Leftovers
 from torch_ext.world.protocol import LeftBehind
+from torch_ext.world.zygote import Leftovers
 
 SHARES_MEMORY = """
 import torch.multiprocessing

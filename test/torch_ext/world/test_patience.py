@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_ext.world.limits import Patience
+from torch_ext.world.settings import Patience
 
 
 def end_s(patience: Patience, share: float, until_s: float = 1000.0) -> float:

@@ -10,9 +10,9 @@ import pytest
 from test.torch_ext.world.suites import Suite
 
 HANG = """
-from torch_ext.world import frames, provider, rank
-from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.limits import Limits
+from torch_ext.world import provider, rank, wording
+from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.settings import Limits
 
 
 def decode_record():
@@ -27,7 +27,7 @@ def hang_with_a_slow_record():
 
 
 if __name__ == "__main__":
-    frames._hidden.clear()  # the listener is what this is about
+    wording._hidden.clear()  # the listener is what this is about
     with start_world(provider.zygote_for("__main__"), [RankTask(hang_with_a_slow_record)]) as world:
         (outcome,) = world.wait(Limits(test_s=2))
     print(outcome.ending, outcome.output, outcome.stacks)

@@ -22,14 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import operations, threads, transports
-from torch_ext.world.operations import Operation
+from torch_ext.world import operations, threads
+from torch_ext.world.operations import Operation, ThreadWait
 from torch_ext.world.protocol import Progress, Wait
-from torch_ext.world.threads import Task, judge_tasks
-from torch_ext.world.wait_page import ThreadWait
+from torch_ext.world.threads import ThreadState, judge_threads
 
 # As zygotes and parent halves do.
-transports.prepare()
+threads.prepare()
 operations.look_through("/torch_ext/sim/races/_threads.py")
 
 INF = math.inf
@@ -40,14 +39,14 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
 @pytest.mark.parametrize(
     ("task", "until_s"),
     [
-        (Task(1, "python", "lock", INF, 5, IN_TEST), INF),
-        (Task(1, "python", "lock", 30.0, 5, IN_TEST), 30.0),
-        (Task(1, "pt_gloo_runloop", "lock", 1800.0, 5), 1800.0),
-        (Task(1, "python", "lock", 60.0, 5, IN_BARRIER), 60.0),
-        (Task(1, "python", "sleep", INF, 5, IN_BARRIER, sliced=True), 1800.0),
-        (Task(1, "python", "poll", INF, 5, IN_BARRIER), 1800.0),
-        (Task(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
-        (Task(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
+        (ThreadState(1, "python", "lock", INF, 5, IN_TEST), INF),
+        (ThreadState(1, "python", "lock", 30.0, 5, IN_TEST), 30.0),
+        (ThreadState(1, "pt_gloo_runloop", "lock", 1800.0, 5), 1800.0),
+        (ThreadState(1, "python", "lock", 60.0, 5, IN_BARRIER), 60.0),
+        (ThreadState(1, "python", "sleep", INF, 5, IN_BARRIER, sliced=True), 1800.0),
+        (ThreadState(1, "python", "poll", INF, 5, IN_BARRIER), 1800.0),
+        (ThreadState(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
+        (ThreadState(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
     ],
     ids=[
         "lock",
@@ -60,8 +59,8 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         "transport's thread",
     ],
 )
-def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
-    progress = judge_tasks([task], "")
+def test_what_nobody_can_end_is_blocked(task: ThreadState, until_s: float) -> None:
+    progress = judge_threads([task], "")
     limits = (INF, until_s) if task.operation is IN_BARRIER or task.of_transport else (until_s, INF)
     assert (progress.blocked, progress.until_s, progress.raises_s) == (True, *limits)
 
@@ -69,17 +68,17 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        Task(1, "python", "running", INF, 5, IN_TEST),
-        Task(1, "python", "sleep", INF, 5, IN_TEST),
-        Task(1, "python", "poll", INF, 5, IN_TEST),
-        Task(1, "python", "shared", INF, 5, IN_TEST),
-        Task(1, "python", "unknown", INF, 5, IN_TEST),
-        Task(1, "python", "unknown", INF, 5, IN_BARRIER),
-        Task(1, "native", "sleep", INF, 5),
-        Task(1, "native", "poll", INF, 5),
-        Task(1, "gloo_tcp_loop", "poll", INF, 5),
-        Task(1, "gloo_tcp_loop", "sleep", INF, 5, serves=True),
-        Task(1, "native", "running", INF, 5),
+        ThreadState(1, "python", "running", INF, 5, IN_TEST),
+        ThreadState(1, "python", "sleep", INF, 5, IN_TEST),
+        ThreadState(1, "python", "poll", INF, 5, IN_TEST),
+        ThreadState(1, "python", "shared", INF, 5, IN_TEST),
+        ThreadState(1, "python", "unknown", INF, 5, IN_TEST),
+        ThreadState(1, "python", "unknown", INF, 5, IN_BARRIER),
+        ThreadState(1, "native", "sleep", INF, 5),
+        ThreadState(1, "native", "poll", INF, 5),
+        ThreadState(1, "gloo_tcp_loop", "poll", INF, 5),
+        ThreadState(1, "gloo_tcp_loop", "sleep", INF, 5, serves=True),
+        ThreadState(1, "native", "running", INF, 5),
     ],
     ids=[
         "runs",
@@ -95,24 +94,24 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
         "native",
     ],
 )
-def test_one_thread_that_may_go_on_is_enough(task: Task) -> None:
-    blocked = Task(2, "python", "lock", INF, 5, IN_TEST)
-    assert judge_tasks([blocked], "").blocked
-    assert not judge_tasks([blocked, task], "").blocked
+def test_one_thread_that_may_go_on_is_enough(task: ThreadState) -> None:
+    blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
+    assert judge_threads([blocked], "").blocked
+    assert not judge_threads([blocked, task], "").blocked
 
 
 def test_threads_of_a_transport_are_left_out() -> None:
-    blocked = Task(2, "python", "lock", INF, 5, IN_TEST)
-    polls = [Task(1, "gloo_tcp_loop", "poll", INF, number, serves=True) for number in (1, 2)]
-    first, second = (judge_tasks([blocked, poll], "") for poll in polls)
+    blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
+    polls = [ThreadState(1, "gloo_tcp_loop", "poll", INF, number, serves=True) for number in (1, 2)]
+    first, second = (judge_threads([blocked, poll], "") for poll in polls)
     assert first.blocked and first == second
 
 
 def test_a_thread_that_has_run_shows() -> None:
-    looks = [judge_tasks([Task(1, "python", "lock", INF, switches, IN_BARRIER)], "") for switches in (5, 6)]
+    looks = [judge_threads([ThreadState(1, "python", "lock", INF, switches, IN_BARRIER)], "") for switches in (5, 6)]
     assert looks[0].fingerprint != looks[1].fingerprint
-    sliced = [Task(1, "python", "sleep", INF, switches, IN_BARRIER, sliced=True) for switches in (5, 6)]
-    assert judge_tasks([sliced[0]], "").fingerprint == judge_tasks([sliced[1]], "").fingerprint
+    sliced = [ThreadState(1, "python", "sleep", INF, switches, IN_BARRIER, sliced=True) for switches in (5, 6)]
+    assert judge_threads([sliced[0]], "").fingerprint == judge_threads([sliced[1]], "").fingerprint
 
 
 @pytest.mark.parametrize(
@@ -122,11 +121,11 @@ def test_a_thread_that_has_run_shows() -> None:
 )
 def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operation | None, until_s: float) -> None:
     told = ThreadWait(5, Wait("#9 all_reduce in group 2", (1,), transport=True), 7, 90.0)
-    of_page = threads._as_told(operation, told)
-    progress = judge_tasks([Task(7, "python", "shared", 0.2, 5, of_page, sliced=True)], "")
+    of_page = threads._on_page(operation, told)
+    progress = judge_threads([ThreadState(7, "python", "shared", 0.2, 5, of_page, sliced=True)], "")
     assert (progress.blocked, progress.until_s, progress.raises_s) == (True, INF, until_s)
     assert progress.waits == (operation.wait if operation is not None else told.wait,)
-    again = threads._as_told(operation, told._replace(since_ns=6))
+    again = threads._on_page(operation, told._replace(since_ns=6))
     assert again.position != of_page.position
 
 
@@ -143,8 +142,8 @@ def daemon() -> Iterator[Callable[[Callable[[], object]], int]]:
     yield start
 
 
-def task_of(tid: int) -> Task:
-    return next(task for task in threads._tasks(0) if task.tid == tid)
+def task_of(tid: int) -> ThreadState:
+    return next(task for task in threads._threads(0) if task.tid == tid)
 
 
 def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
 
     keyed = task_of(daemon(waits_for_a_key))
     assert keyed.operation is not None and keyed.operation.wait.transport
-    assert "store.get('nobody sets this')" in keyed.operation.wait.words
+    assert 'store.get("nobody sets this")' in keyed.operation.wait.words
     assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 5000, abs=5)
 
     def waits_a_little() -> None:
@@ -196,8 +195,8 @@ def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> 
         time.sleep(0.01)
     blocked, polls = map(task_of, tids)
     assert blocked.operation is None and "процесс" in blocked.name
-    assert judge_tasks([blocked], "").blocked
-    (word,) = judge_tasks([polls], "").may_act
+    assert judge_threads([blocked], "").blocked
+    (word,) = judge_threads([polls], "").may_act
     assert word.startswith("native thread 'процесс") and word.endswith("waits for a file or socket")
     lock.release()
 
@@ -216,7 +215,7 @@ def test_only_threads_that_appear_while_a_transport_is_made_are_its_own(tmp_path
     end = time.monotonic() + 60
     while not (made and task_of(made[0]).doing == "poll") and time.monotonic() < end:
         time.sleep(0.01)
-    named = [task for task in threads._tasks(0) if "pt_tcpstore" in task.name]
+    named = [task for task in threads._threads(0) if "pt_tcpstore" in task.name]
     assert len(named) > 1
     assert [task.tid for task in named if not task.serves] == made
     del store
@@ -229,10 +228,10 @@ def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
     nanosleep, calls = "35" if platform.machine() == "x86_64" else "101", ["running"] * 3
     monkeypatch.setattr(threads, "operation_of", lambda frame: operation)
     monkeypatch.setattr(threads, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
-    task = threads._task(threading.get_native_id(), "", sys._getframe(), None)
+    task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
     assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
     calls += ["running"] * 1000
-    task = threads._task(threading.get_native_id(), "", sys._getframe(), None)
+    task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
     assert task is not None and task.doing == "running"  # it computes
 
 
@@ -240,12 +239,14 @@ def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> 
     seen: list[Operation] = []
     make = operations._watched_server(lambda *_, **__: seen.append(operations.operation_of(sys._getframe(1))))
     make(object(), "host", 0, 2, True)
-    polls = [Task(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
-    assert judge_tasks([polls[0]], "").fingerprint == judge_tasks([polls[1]], "").fingerprint
+    polls = [ThreadState(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
+    assert judge_threads([polls[0]], "").fingerprint == judge_threads([polls[1]], "").fingerprint
 
 
 def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_tasks", lambda between_tests: iter([Task(2, "python", "lock", INF, 5, IN_TEST)]))
+    monkeypatch.setattr(
+        threads, "_threads", lambda between_tests: iter([ThreadState(2, "python", "lock", INF, 5, IN_TEST)])
+    )
     assert threads.observe().blocked
     signal.setitimer(signal.ITIMER_REAL, 1000)
     try:

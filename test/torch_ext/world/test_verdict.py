@@ -9,8 +9,7 @@ import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said, Wait
-from torch_ext.world.render import WorldFailure
-from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge
+from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, judge
 
 
 def text_of(outcomes: list[Outcome], took_s: float) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.world.suites import Suite
+from torch_ext.world.operations import WaitPage, waits_of_threads
 from torch_ext.world.protocol import Wait
-from torch_ext.world.wait_page import WaitPage, waits_of_threads
 
 SOURCE = """
 import mmap, struct

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext.world.hangs import Measures
-from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
+from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, judge
-from torch_ext.world.watch import Act, Step, Watch
+from torch_ext.world.watch import Act, Measures, Step, Watch
 from torch_ext.world.wording import ranks_phrase
 
 INF = float("inf")

@@ -1,12 +1,12 @@
 """The modules behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
 
-from torch_ext.world import frames, operations
+from torch_ext.world import operations, wording
 
 _FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
 
 # What stands between the world and a test's body; see Note [Hidden frames].
-frames.hide(rf"/testing/_internal/(?:{_FRONT_DOORS}|_distributed/\w+)\.py")
-frames.hide(
+wording.hide(rf"/testing/_internal/(?:{_FRONT_DOORS}|_distributed/\w+)\.py")
+wording.hide(
     r"/testing/_internal/(?:hypothesis_utils|_distributed/\w+)\.py",
     *(
         "wrapper",
@@ -23,6 +23,6 @@ frames.hide(
 )
 # Wait for their caller, on the simulated accelerator.
 operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
-frames.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
-frames.hide(r"/compat/_unittest\.py")
-frames.hide(r"/unittest/case\.py", "run", "doCleanups", "_callTestMethod")
+wording.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
+wording.hide(r"/compat/_unittest\.py")
+wording.hide(r"/unittest/case\.py", "run", "doCleanups", "_callTestMethod")

@@ -31,13 +31,12 @@ from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeo
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
-from torch_ext.world.calls import check_fixtures
-from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.hosts import HostFile, hosts_of, is_spread
-from torch_ext.world.limits import Limits
+from torch_ext.world.files import RankProcess
+from torch_ext.world.follow import RankTask, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said, Ticket
-from torch_ext.world.start import RankTask
+from torch_ext.world.settings import HostFile, Limits, hosts_of, is_spread
+from torch_ext.world.verdict import check_fixtures
 
 __unittest = True
 

@@ -31,8 +31,8 @@ from torch_ext.testing._internal._distributed.timeouts import timeout_of
 from torch_ext.world import provider, settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
-from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Outcome
+from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, judge
 
 __unittest = True

@@ -19,7 +19,7 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
 from torch_ext.testing._internal._distributed.ports import reserved_port
-from torch_ext.world.calls import check_ran
+from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
 
 __all__ = [

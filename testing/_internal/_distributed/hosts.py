@@ -1,4 +1,4 @@
-"""Ranks on several hosts: what they meet at, and what each is told. See Note [Several hosts] in ``world/hosts.py``."""
+"""Ranks on several hosts: their store and their variables. See Note [Several hosts] in ``world/settings.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from torch_ext.world import files, hosts
-from torch_ext.world.start import RankTask
+from torch_ext.world import files, settings
+from torch_ext.world.follow import RankTask
 
 __all__ = ["meeting_point", "over_hosts"]
 
@@ -27,12 +27,12 @@ def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], 
     Raises:
         ValueError: they cannot be divided.
     """
-    share = hosts.ranks_per_host(len(tasks), number)
-    at = hosts.address()
+    share = settings.ranks_per_host(len(tasks), number)
+    at = settings.address()
     store = c10d.TCPStore(
         at, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S), multi_tenant=False
     )
-    of_all = hosts.interface_variables(at, os.environ)
+    of_all = settings.interface_variables(at, os.environ)
     folders = [_folder_of(host) for host in range(number)]
     return [
         replace(
@@ -40,8 +40,8 @@ def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], 
             environment={
                 **task.environment,
                 **of_all,
-                **hosts.launcher_variables(rank, len(tasks), store.port, number, at),
-                hosts.NUMBER_VARIABLE: str(rank // share),
+                **settings.launcher_variables(rank, len(tasks), store.port, number, at),
+                settings.NUMBER_VARIABLE: str(rank // share),
                 **folders[rank // share],
             },
             host=f"host {rank // share}",
@@ -61,4 +61,4 @@ def _folder_of(host: int) -> dict[str, str]:
 
 def meeting_point(file_name: str, world_size: int) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` that say where the ranks of a test meet."""
-    return {"init_method": "env://"} if hosts.is_spread() else {"store": c10d.FileStore(file_name, world_size)}
+    return {"init_method": "env://"} if settings.is_spread() else {"store": c10d.FileStore(file_name, world_size)}

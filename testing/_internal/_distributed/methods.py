@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 from torch_ext.compat._unittest import name_of_sub_test, run_test_method
 from torch_ext.testing._internal._distributed.skips import skip_reason
-from torch_ext.world import frames
 from torch_ext.world import rank as world_rank
+from torch_ext.world import wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.calls import check_ran
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import Part
-from torch_ext.world.render import WorldFailure
+from torch_ext.world.verdict import WorldFailure, check_ran
 
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
@@ -142,7 +141,7 @@ class _Result(unittest.TestResult):
         if name and world_rank.current() is not None:
             # The rank goes on, and may hang in what its peers do not call: then nothing else tells of this failure.
             with contextlib.suppress(Exception):  # the test may have closed it
-                print(f"sub-test {name} failed: {frames.read_error(error)[0]}", file=sys.stderr, flush=True)
+                print(f"sub-test {name} failed: {wording.read_error(error)[0]}", file=sys.stderr, flush=True)
 
     def conclude(self) -> None:
         """Return if the test passed.

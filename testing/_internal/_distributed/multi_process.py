@@ -26,16 +26,13 @@ from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeo
 from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
 from torch_ext.world import _os, files, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
-from torch_ext.world.calls import check_fixtures
 from torch_ext.world.channel import Channel
-from torch_ext.world.follow import RankProcess, World, ZygoteLostError
-from torch_ext.world.hosts import ADDRESS_VARIABLE, HostFile, hosts_of, ranks_per_host
-from torch_ext.world.limits import Limits
+from torch_ext.world.files import RankProcess
+from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said
-from torch_ext.world.render import WorldFailure
-from torch_ext.world.start import RankTask, start_world
-from torch_ext.world.verdict import Judgement, WorldReport, judge
+from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host
+from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, check_fixtures, judge
 from torch_ext.world.wording import left_behind
 
 __unittest = True

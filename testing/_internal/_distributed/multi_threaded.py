@@ -26,8 +26,8 @@ from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, c
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import provider, settings, verdict
 from torch_ext.world._os import monotonic
-from torch_ext.world.calls import check_fixtures, check_ran
 from torch_ext.world.outcome import Outcome
+from torch_ext.world.verdict import check_fixtures, check_ran
 
 __unittest = True
 

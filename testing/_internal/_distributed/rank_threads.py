@@ -16,15 +16,15 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import ThreadedWorld, prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.races import race_check_of_threads
-from torch_ext.world import frames, operations, processes, provider, settings, verdict, wording
+from torch_ext.world import _os, follow, operations, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.exits import ThreadErrors, UnfinishedWorkError
-from torch_ext.world.hangs import PARENT_HALF, Finding, HangWatch, Measures, silence_text
-from torch_ext.world.limits import Limits
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.settings import Limits
 from torch_ext.world.threads import observe
+from torch_ext.world.watch import PARENT_HALF, Finding, HangWatch, Measures, silence_text
 
 __unittest = True
 
@@ -157,7 +157,7 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     accelerator.initialize()
     check = race_check_of_threads()
     global _current_world
-    _current_world = world = ThreadedWorld(frames.place_here)
+    _current_world = world = ThreadedWorld(wording.place_here)
     threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
     operations.test_began()
     escapes = _Escapes()
@@ -222,8 +222,8 @@ def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome
 def _others() -> tuple[str, ...]:
     """See Note [Who else may act]. The ranks are threads of this process."""
     zygote = provider.zygote_of_this_process()
-    own = processes.others_of_parent_half((), zygotes=provider.zygotes())
-    return (*own, *processes.ask_zygote(zygote, ())) if zygote is not None else own
+    own = _os.others_of_parent_half((), zygotes=provider.zygotes())
+    return (*own, *follow.ask_zygote(zygote, ())) if zygote is not None else own
 
 
 def _rank_of(thread: threading.Thread) -> int:

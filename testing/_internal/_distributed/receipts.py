@@ -15,8 +15,8 @@ from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, forget_body, parts_of
 from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
-from torch_ext.world import frames, settings
 from torch_ext.world import rank as world_rank
+from torch_ext.world import settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.protocol import Part, Receipt, Said
 
@@ -78,7 +78,7 @@ def failure_of(error: BaseException, blamed: BaseException | None = None) -> Rec
 
 def _traces(first: str, found: Sequence[Failed]) -> str:
     """Return the traceback of each part that failed, where there are several below the name of the sub-test."""
-    traces = [first, *(frames.read_error(each.error)[1] for each in found[1:])]
+    traces = [first, *(wording.read_error(each.error)[1] for each in found[1:])]
     return "\n".join(
         f"Sub-test {each.part.sub_test}:\n{trace}" if each.part.sub_test else trace
         for each, trace in zip(found, traces, strict=True)
@@ -92,7 +92,7 @@ def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
     if receipt.said is not Said.FAILED or not receipt.parts or not all(part.expectable for part in receipt.parts):
         return receipt
     for error in run_class_cleanups(cls):
-        trace = f"{receipt.trace}\n{frames.read_error(error)[1]}"
+        trace = f"{receipt.trace}\n{wording.read_error(error)[1]}"
         receipt = replace(receipt, trace=trace, parts=(*receipt.parts, Part("", False)))
     return receipt
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_ext.world.limits import (
+from torch_ext.world.settings import (
     LIMIT_ATTRIBUTE,
     TIMEOUT_DEFAULT,
     TIMEOUT_OVERRIDE,

@@ -29,9 +29,9 @@ from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
-from torch_ext.world import frames
-from torch_ext.world.hosts import hosts_of, is_spread
+from torch_ext.world import wording
 from torch_ext.world.operations import after_body
+from torch_ext.world.settings import hosts_of, is_spread
 
 __all__ = [
     "FSDPTest",
@@ -42,7 +42,7 @@ __all__ = [
     "TwoRankTest",
 ]
 
-frames.hide(re.escape(__file__), "_run")
+wording.hide(re.escape(__file__), "_run")
 
 _ON_DEVICE = CPUOffload()
 

@@ -19,13 +19,11 @@ from typing import Any
 from torch_ext.runner.cluster.link import Link, LinkLostError, RankEnds
 from torch_ext.runner.cluster.messages import Clock, Line, Origin, RankStream
 from torch_ext.runner.loop import Pause, Task
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.files import Capture
-from torch_ext.world.hosts import ADDRESS_VARIABLE, INTERFACE_VARIABLES, interface_variables
-from torch_ext.world.processes import ask_zygote
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.files import Capture, open_ends
+from torch_ext.world.follow import ask_zygote
 from torch_ext.world.protocol import OWNER_VARIABLE, Ended, Order, Progress, Receipt, Start, Started
-from torch_ext.world.start import open_ends
+from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, interface_variables
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["FarRanks"]

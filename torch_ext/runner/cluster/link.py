@@ -23,8 +23,7 @@ from typing import Any
 
 from torch_ext.runner.cluster.messages import RankStream
 from torch_ext.runner.loop import Pause, Task
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError, close_all, readable
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, close_all, readable
 from torch_ext.world.protocol import Progress, Receipt
 
 __all__ = ["Link", "LinkLostError", "Listener", "RankEnds", "connect", "on_our_clock"]

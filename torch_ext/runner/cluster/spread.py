@@ -23,10 +23,9 @@ from torch_ext.runner.cluster.messages import Clock, HostLost, Line, Origin, Pee
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.schedule import Batch
-from torch_ext.world.callbacks import Callbacks
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.hosts import NUMBER_VARIABLE
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.protocol import AskOthers, Ended, Order, Signal, Start, Started
+from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["Spread", "SpreadZygotes"]

@@ -29,7 +29,7 @@ from torch_ext.runner.results import Sink
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.hosts import ADDRESS_VARIABLE
+from torch_ext.world.settings import ADDRESS_VARIABLE
 from torch_ext.world.tree import LoadError, ZygoteDiedError
 
 __all__ = ["main"]

@@ -6,7 +6,7 @@ import shlex
 
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
-from torch_ext.world.render import end_of_output, render
+from torch_ext.world.verdict import end_of_output, render
 
 __all__ = ["describe_failure", "rerun_command"]
 
