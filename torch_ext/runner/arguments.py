@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch_ext
+from torch_ext.results import OutputError
 from torch_ext.runner.config import ConfigError, Setting, from_environment, from_file, nearest_file
 from torch_ext.runner.discovery import find_test_files, holds_tests
 from torch_ext.runner.options import REMOVED, TABLE, Row, RunOptions, default_root
-from torch_ext.runner.results import OutputError
 
 __all__ = ["parse", "parse_for_file", "write_out"]
 

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_ext import cache
+from torch_ext.results import Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Status, TestName, TestResult
 
 __all__ = ["History", "arrange", "divide", "narrow", "why_none"]
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import Any, Protocol
 
+from torch_ext.results import Died
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.messages import (
@@ -22,7 +23,6 @@ from torch_ext.runner.messages import (
 )
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
-from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, frames
 from torch_ext.world.channel import (

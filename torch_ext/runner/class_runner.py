@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ext.runner.class_child import ClassChild, Zygotes
-from torch_ext.runner.loop import Task
-from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
-from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Place
-from torch_ext.runner.results import (
+from torch_ext.results import (
     Began,
     Died,
     Over,
@@ -24,6 +19,11 @@ from torch_ext.runner.results import (
     TestName,
     TestResult,
 )
+from torch_ext.runner.class_child import ClassChild, Zygotes
+from torch_ext.runner.loop import Task
+from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, wording
 from torch_ext.world.protocol import Notice

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from torch_ext import machine_memory
+from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.executor import Executor
@@ -23,7 +24,6 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, frames

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from torch_ext.results import Sink, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
-from torch_ext.runner.results import Sink, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["Executor", "Judge", "Upstream"]

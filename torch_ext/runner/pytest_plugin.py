@@ -20,10 +20,10 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 if TYPE_CHECKING:
+    from torch_ext.results import Began, Over, Stalled, TestName, TestResult, Tick
     from torch_ext.runner.discovery import TestFile
     from torch_ext.runner.names import Collected
     from torch_ext.runner.options import RunOptions
-    from torch_ext.runner.results import Began, Over, Stalled, TestName, TestResult, Tick
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -152,8 +152,8 @@ class _Run:
     """Runs ``items`` and reports each under its own name. It is the reporter of the runner's results too."""
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
+        from torch_ext.results import TestName
         from torch_ext.runner.discovery import describe
-        from torch_ext.runner.results import TestName
 
         self._session = session
         self._files: dict[Path, TestFile] = {}
@@ -175,9 +175,9 @@ class _Run:
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
+        from torch_ext.results import Began, Over, Stalled, TestResult
         from torch_ext.runner.execute import open_executor
         from torch_ext.runner.reporters.make import InOrder
-        from torch_ext.runner.results import Began, Over, Stalled, TestResult
         from torch_ext.runner.schedule import make_plan
 
         executor = open_executor(self._options())
@@ -252,8 +252,8 @@ class _Run:
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
+        from torch_ext.results import Status
         from torch_ext.runner.reporters.failure import describe_failure
-        from torch_ext.runner.results import Status
 
         path, line, _ = item.location
         if result.status is Status.SKIPPED:
@@ -280,7 +280,7 @@ class _Run:
 
     def _report_missing(self) -> None:
         """A test that was to run and has no result has not passed."""
-        from torch_ext.runner.results import Remark, Status, TestResult
+        from torch_ext.results import Remark, Status, TestResult
 
         for test, item in list(self._left.items()):
             missing = Remark("The test did not run: its class or file ended before it began.")

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from torch_ext.results import Began, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.executor import Executor, Judge
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["Rounds"]

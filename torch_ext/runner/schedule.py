@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.results import Needs, TestName
 
 __all__ = ["Batch", "Need", "Packed", "Plan", "Policy", "Queue", "Serial", "Slots", "cores", "make_plan", "slots_of"]
 

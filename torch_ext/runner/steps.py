@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_ext import cache
+from torch_ext.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
 from torch_ext.runner.choice import History, arrange, narrow, why_none
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
 from torch_ext.runner.executor import Executor, Upstream
 from torch_ext.runner.keywords import keyword_filter, nearest, parts, spellings, words_without_match
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 from torch_ext.runner.options import RunOptions, default_root
-from torch_ext.runner.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selected, Selection, SelectionError, select_files, select_tests
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from torch_ext.results import SetupError
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
 from torch_ext.world.limits import Patience

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import Remark, SetupError, Status, TestName, TestResult
+from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
 from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, Releases, advised, told
 
 __all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
@@ -149,7 +149,7 @@ class Differences:
 
 
 class Judge:
-    """Judges the results of one run; see :class:`~torch_ext.runner.executor.Judge`.
+    """Judges the results of one run; the runner's ``Judge``.
 
     Args:
         paths: the files of the run.

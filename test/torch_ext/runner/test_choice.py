@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
+from torch_ext.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.choice import History, divide
 from torch_ext.runner.cli import main
-from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
     "a/test_one.py": ["TestA.test_1", "TestA.test_2", "TestB.test_1"],
@@ -470,7 +470,7 @@ TWO_RUNNERS = """
 import sys
 from pathlib import Path
 from torch_ext.runner.choice import History
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.results import Status, TestName, TestResult
 
 for number in range(40):
     history = History(Path(sys.argv[1]), Path("/root"), "")

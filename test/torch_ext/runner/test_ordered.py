@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch_ext.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.reporters.make import InOrder
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
 FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]

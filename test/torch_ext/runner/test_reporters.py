@@ -20,9 +20,9 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 
+from torch_ext.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.runner.reporters.trace import TraceReporter
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate import Span, lower_bound, makespan, simulate
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.places import Machine
-from torch_ext.runner.results import Needs, TestName
 from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan, slots_of
 from torch_ext.world.protocol import Devices
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from torch_ext.results import Began, Needs, Over, Remark, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
-from torch_ext.runner.results import Began, Needs, Over, Remark, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.wording import LEFT_BEHIND
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch_ext
+from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.cluster.link import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, Placement, said_in_a_line
 from torch_ext.runner.cluster.messages import Event, HostLost, Listening, Peer, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.wording import PREFIX
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_ext import cache
+from torch_ext.results import SetupError
 from torch_ext.runner.cluster.messages import RunClass, Settings, Told
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Need
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.schedule import Batch
 
 __all__ = [

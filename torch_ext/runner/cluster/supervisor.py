@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from torch_ext.results import Sink
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.far import FarRanks
 from torch_ext.runner.cluster.link import LinkLostError, Listener
@@ -25,7 +26,6 @@ from torch_ext.runner.cluster.spread import Spread, SpreadZygotes
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
-from torch_ext.runner.results import Sink
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from torch_ext.runner.results import Began, OutputError, SetupError, Status, TestName, TestResult
+from torch_ext.results import Began, OutputError, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
 __all__ = ["ReportFile", "Reporter", "Tally", "counts"]

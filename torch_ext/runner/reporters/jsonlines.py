@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch_ext
+from torch_ext.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["VERSION", "JsonReporter", "describe_test"]

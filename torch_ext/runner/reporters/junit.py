@@ -23,10 +23,10 @@ import re
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+from torch_ext.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending
 from torch_ext.world.wording import printable
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from torch_ext.results import Began, Needs, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Reporter, ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
 from torch_ext.runner.reporters.text import StyledWriter, TextReporter, is_live
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
-from torch_ext.runner.results import Began, Needs, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
 
 __all__ = ["InOrder", "Reporters", "annotate", "annotation"]

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from torch_ext.results import Began, OutputError, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
-from torch_ext.runner.results import Began, OutputError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 from torch_ext.world.wording import printable
 

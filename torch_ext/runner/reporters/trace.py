@@ -10,8 +10,8 @@ import json
 import time
 from typing import Any
 
+from torch_ext.results import Began, Over, RanksFailed, TestName, TestResult
 from torch_ext.runner.reporters.base import ReportFile
-from torch_ext.runner.results import Began, Over, RanksFailed, TestName, TestResult
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["TraceReporter"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from torch_ext.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.reporters.text import StyledWriter
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 from torch_ext.world.wording import LEFT_BEHIND, printable
 

@@ -1,4 +1,6 @@
-"""What became of a test, and how a test is named, as data. Text is made of it in ``reporters``."""
+"""Results of tests, names of tests and the events of a run, as data. The runner's reporters make text of them, and
+``upstream`` judges them.
+"""
 
 from __future__ import annotations
 
