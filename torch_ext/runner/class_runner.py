@@ -19,12 +19,13 @@ from torch_ext.results import (
     TestName,
     TestResult,
 )
-from torch_ext.runner.class_child import ClassChild, Zygotes
+from torch_ext.runner.class_child import ClassChild
 from torch_ext.runner.loop import Task
 from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
+from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
 from torch_ext.world.protocol import Notice
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
@@ -98,7 +99,7 @@ class ClassRunner:
 
     def __init__(
         self,
-        zygotes: Zygotes,
+        zygotes: RunZygotes,
         place: Place,
         batch: Batch,
         options: RunOptions,

@@ -7,7 +7,7 @@ no memory and no files, so they meet at a TCP store, which the parent half serve
 sets on several nodes. ``file_name`` names a file of its own on each host.
 
 There is one parent half, on host 0, and one world. Who starts the ranks of the other hosts is not its business: it asks
-its zygote for all of them. On a cluster that is a stand-in (``runner/cluster/spread.py``), which starts those of other
+its zygote for all of them. On a cluster that is a stand-in (``runner/cluster/hosts.py``), which starts those of other
 hosts there and passes on what they say. Elsewhere it is the ordinary zygote, which starts all of them on this machine.
 The hosts are then a pretence, but one that holds: each has a folder for temporary files of its own, and
 ``TORCH_EXT_HOST`` tells the simulated device with whom a rank may share memory.

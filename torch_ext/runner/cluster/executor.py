@@ -6,16 +6,14 @@ Results come as tests end, so what a machine has told is kept. When Ray says tha
 because its supervisor did, the tests without a result run once more, wherever there is room, and the report says so. A
 class that has lost three machines fails: it may be what ends them.
 
-A class on several hosts is lost with any of them. Its host 0 may notice that before Ray does, and ends the class then,
-so that no test fails for it. What its other machines still say counts for nothing.
+A class on several hosts is lost with any of them. Its other hosts end it, so that no test fails for the loss, and their
+later events count for nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +23,9 @@ from typing import Any
 
 import torch_ext
 from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
-from torch_ext.runner.cluster.link import on_our_clock
-from torch_ext.runner.cluster.machines import Machines, Placement, said_in_a_line
-from torch_ext.runner.cluster.messages import Event, HostLost, Listening, Peer, RunClass, Told
+from torch_ext.runner.cluster.hosts import on_our_clock
+from torch_ext.runner.cluster.machines import Machines, said_in_a_line
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
@@ -52,21 +50,19 @@ class _Job:
     Attributes:
         left: its tests without a result.
         lost: how many machines it has lost.
-        place: where Ray puts it; None before it is asked.
+        place: Ray's reservation for it; None before Ray is asked, and when the room is given back.
         nodes: the ids of the machines that it runs on, host 0 first; none before it runs.
-        ports: where those from host 1 on wait for host 0.
-        token: what they know that by.
-        over: nothing that is still said of it counts.
+        joined: how many of those from host 1 on can start ranks.
+        over: no event of it counts any more.
     """
 
     batch: Batch
     left: list[TestName]
     lost: int = 0
     number: int = field(default_factory=itertools.count(1).__next__)
-    place: Placement | None = None
+    place: Any = None
     nodes: tuple[str, ...] = ()
-    ports: dict[int, int] = field(default_factory=dict)
-    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    joined: int = 0
     over: bool = False
 
     @property
@@ -144,7 +140,7 @@ class _ClusterRun:
         while self._waiting and len(self._placed) < _AHEAD and at_once < most:
             job = self._waiting.pop(0)
             if self._has_machines_for(job):
-                job.place = self._machines.placement(job.batch.need)
+                job.place = self._machines.reserve(job.batch.need)
                 self._placed.append(job)
                 at_once += 1
 
@@ -169,14 +165,14 @@ class _ClusterRun:
 
     def _begins(self, job: _Job) -> bool:
         """Run ``job`` if Ray has found a place for it; return whether it has."""
-        nodes = job.place.nodes() if job.place is not None else ()
+        nodes = self._machines.nodes(job.place, job.batch.need.hosts)
         for node in nodes:
             if not self._machines.has(node):
                 self._leave(job)
                 job.lost += 1
                 if job.lost >= _MOST_LOST:
                     raise SetupError(f"Ray places classes on the machine {node[:12]}, which cannot run tests")
-                job.place = self._machines.placement(job.batch.need)
+                job.place = self._machines.reserve(job.batch.need)
                 return False
         job.nodes = nodes
         for host in range(1, len(nodes)):
@@ -186,16 +182,14 @@ class _ClusterRun:
         return bool(nodes)
 
     def _order(self, job: _Job, host: int) -> None:
-        """Have the machine of ``host`` run its share of a class; host 0 last, since it connects to the others."""
-        node, batch, addresses = job.nodes[host], job.batch, self._machines.addresses
+        """Have the machine of ``host`` run its share of a class; host 0 last, since it starts ranks on the others."""
+        node, batch = job.nodes[host], job.batch
         path, import_root = (each.relative_to(self._folder) for each in (batch.file.path, batch.file.import_root))
         file = replace(batch.file, path=path, import_root=import_root)
         shipped = batch._replace(file=file, tests=tuple(job.left), need=batch.need.of_each_host)
-        peers = [
-            Peer(addresses[each], job.ports[at], _name(each)) for at, each in enumerate(job.nodes) if at and not host
-        ]
-        order = RunClass(job.number, shipped, host, addresses[node], _name(node), tuple(peers), job.token)
-        self._running[self._machines.run(node, order)] = job, host
+        names = tuple(map(_name, job.nodes)) if len(job.nodes) > 1 else ()
+        order = RunClass(job.number, shipped, host, self._machines.addresses[node], names)
+        self._running[self._machines.run(node, order, job.nodes)] = job, host
 
     def _take(self) -> bool:
         """Take what has come, waiting a moment for it. Return whether the run stops."""
@@ -219,14 +213,14 @@ class _ClusterRun:
 
     def _hear(self, job: _Job, host: int, event: Event, now_s: float) -> bool:
         """Take an event of a class; return whether the run stops."""
-        if isinstance(event, Listening):
-            job.ports[host] = event.port
-            if len(job.ports) == len(job.nodes) - 1:
+        if isinstance(event, Joined):
+            job.joined += 1
+            if job.joined == len(job.nodes) - 1:
                 self._order(job, 0)
-        elif isinstance(event, HostLost) and event.gone:
-            self._lost(job, event.host, event.why)
-        elif isinstance(event, HostLost):
-            self._end(job, f"host {event.host} ({_name(job.nodes[event.host])}) cannot run it: {event.why}")
+        elif isinstance(event, HostFailed) and event.lost:
+            self._lost(job, host, event.why)
+        elif isinstance(event, HostFailed):
+            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run it: {event.why}")
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)
@@ -268,10 +262,12 @@ class _ClusterRun:
         self._sink(Over(job.cls))
 
     def _leave(self, job: _Job) -> None:
+        """End a class on all of its hosts, and give its room back."""
         if job.place is not None:
-            with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
-                job.place.leave()
+            self._machines.give_back(job.place)
             job.place = None
+            for node in job.nodes:
+                self._machines.leave(node, job.number)
 
 
 def _name(node: str) -> str:
