@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = [
     "WITHOUT_TESTS",
     "Began",
+    "ClassEvent",
     "Died",
+    "Event",
     "Needs",
     "OutputError",
     "Over",
@@ -24,6 +26,8 @@ __all__ = [
     "Raised",
     "RanksFailed",
     "Remark",
+    "RoundBegan",
+    "RunEnded",
     "SetupError",
     "Sink",
     "Stalled",
@@ -144,7 +148,21 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A moment has passed. Stalled a few times a second while tests run, for views that show the time."""
+    """A moment has passed. Sent a few times a second while tests run, for views that show the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBegan:
+    """The whole plan runs once more. ``number`` is 2 for the first repetition."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last event of a run, also after an interrupt."""
+
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +254,10 @@ class TestResult:
         return any(isinstance(problem, Died) for problem in self.problems)
 
 
-# Takes what happens in a run, as it happens.
-Sink = Callable[[Began | Over | TestResult | Tick | Stalled], None]
+# What happens while tests run, and the events of a whole run.
+ClassEvent = Began | Over | TestResult | Tick | Stalled
+Event = ClassEvent | RoundBegan | RunEnded
+Sink = Callable[[ClassEvent], None]
 
 
 # Why a file of upstream's has no result: it has ``TestCase = object`` where there is no CUDA, or is no test file.

@@ -40,11 +40,11 @@ def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
 def test_flags_win_over_the_environment_and_that_over_the_file(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\ndurations = 3\nverbose = true\ndevice = "sim"')
-    monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --durations 4 -k 'a or b'")
+    write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\nslots = 3\nverbose = true\ndevice = "sim"')
+    monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --slots 4 -k 'a or b'")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
     options = parse(["--reruns", "3"])
-    assert (options.reruns, options.durations, options.timeout_s, options.verbosity) == (3, 4, 2.5, 1)
+    assert (options.reruns, options.slots, options.timeout_s, options.verbosity) == (3, 4, 2.5, 1)
     assert options.keywords == ("a or b",)
     assert options.root == project / "suites"
     assert options.device == "", "the variable speaks for itself"
@@ -54,7 +54,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     found = shown(capsys)
     file = str(project / "pyproject.toml")
     assert found["reruns"] == ("3", "command line")
-    assert found["durations"] == ("4", "TORCH_EXT_OPTIONS")
+    assert found["slots"] == ("4", "TORCH_EXT_OPTIONS")
     assert found["device"] == ("cpu", "TORCH_EXT_DEVICE")
     assert found["timeout"] == ("2.5", file)
     assert found["root"] == (str(project / "suites"), file)
