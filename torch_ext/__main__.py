@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch_ext.unbuilt import look_there_last
 
 if TYPE_CHECKING:
-    from torch_ext.runner.executor import Judge, Upstream
+    from torch_ext.runner.steps import Judge, Upstream
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
@@ -68,7 +68,7 @@ def main() -> int:
 
 def upstream() -> Upstream:
     """Return how the runner, which imports nothing of ``torch_ext.upstream``, runs files of a PyTorch checkout."""
-    from torch_ext.runner.executor import Upstream
+    from torch_ext.runner.steps import Upstream
 
     def judge(*arguments: Any) -> Judge:
         from torch_ext.upstream.judge import Judge  # on use: runs of other files do not pay for the import

@@ -17,7 +17,6 @@ from torch_ext import machine_memory
 from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.executor import Executor
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
@@ -25,6 +24,7 @@ from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
+from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, frames
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all

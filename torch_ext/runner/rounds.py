@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch_ext.results import ClassEvent, RoundBegan, Status, TestName, TestResult
-from torch_ext.runner.executor import Executor, Judge
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.schedule import Plan
+from torch_ext.runner.steps import Executor, Judge
 
 __all__ = ["Rounds"]
 

@@ -28,6 +28,7 @@ from torch_ext.runner.loop import Pause, Task
 from torch_ext.world.callbacks import Callbacks
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all, readable
 from torch_ext.world.hosts import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
+from torch_ext.world.outcome import Outcome
 from torch_ext.world.processes import ask_zygote
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
@@ -48,6 +49,11 @@ __all__ = ["FarRanks", "Spread", "on_our_clock"]
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its number among the ranks there
 _PART_BYTES = 1 << 16
+_TIMES: dict[type, tuple[str, ...]] = {
+    Receipt: ("time_s", "began_s"),
+    Progress: ("until_s", "raises_s"),
+    Outcome: ("started_s", "ended_s"),
+}
 _NUMBERS = itertools.count(1)  # of worlds
 # Variables of a machine, which a class does not carry to another one.
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
@@ -460,11 +466,11 @@ class FarRanks(_Share):
 
 
 def on_our_clock(message: Any, shift_s: float) -> Any:
-    """Return a message of a rank with its times by this machine's clock."""
+    """Return a message or the outcome of a rank with its times by this machine's clock. A time of 0 is none."""
+    times = {name: getattr(message, name) for name in _TIMES.get(type(message), ())}
+    changed: dict[str, Any] = {name: time_s + shift_s for name, time_s in times.items() if time_s}
     if isinstance(message, Receipt):
-        met_s = (message.met_s[0] + shift_s, message.met_s[1] + shift_s) if message.met_s[1] else (0.0, 0.0)
-        began_s = message.began_s + shift_s if message.began_s else 0.0
-        return replace(message, time_s=message.time_s + shift_s, began_s=began_s, met_s=met_s)
-    if isinstance(message, Progress):
-        return replace(message, until_s=message.until_s + shift_s, raises_s=message.raises_s + shift_s)
-    return message
+        changed["met_s"] = tuple(time_s and time_s + shift_s for time_s in message.met_s)
+    elif isinstance(message, Outcome):
+        changed["receipt"] = on_our_clock(message.receipt, shift_s)
+    return replace(message, **changed) if changed else message

@@ -67,7 +67,7 @@ class Node:
         """
         told = self._queues[order.number] = queue.SimpleQueue()
         self._peers[order.number] = peers
-        self._send(order)
+        self.pass_on(order)
         if self._over:
             told.put(None)
         while (message := told.get()) is not None:
@@ -77,11 +77,8 @@ class Node:
                 return
         raise SupervisorDiedError("its supervisor ended")
 
-    def pass_on(self, message: Leave | Line) -> None:
+    def pass_on(self, message: RunClass | Leave | Line) -> None:
         """Hand the supervisor a message of the driver, or of another host."""
-        self._send(message)
-
-    def _send(self, message: object) -> None:
         with self._sending, contextlib.suppress(ChannelClosedError):  # then _listen ends the classes
             self._channel.send(message)
 
@@ -235,13 +232,6 @@ class Machines:
         created = table.get("state") == "CREATED"
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
-    def give_back(self, reservation: Any) -> None:
-        """Give the room of a reservation back."""
-        from ray.util import remove_placement_group
-
-        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
-            remove_placement_group(reservation)
-
     def lose(self, node: str) -> None:
         """Take note that the machine is lost, or its supervisor."""
         self._actors.pop(node, None)
@@ -254,10 +244,14 @@ class Machines:
         peers = [self._actors.get(each) for each in hosts] if len(hosts) > 1 else []
         return self._actors[node].run.options(num_returns="streaming").remote(order, peers)
 
-    def leave(self, node: str, number: int) -> None:
-        """Have the machine end its share of a class, if it has not ended."""
-        if node in self._actors:
-            self._actors[node].pass_on.remote(Leave(number))
+    def leave(self, reservation: Any, nodes: Sequence[str], number: int) -> None:
+        """Have the machines end a class, if it has not ended, and give the room of its reservation back."""
+        from ray.util import remove_placement_group
+
+        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
+            for actor in filter(None, map(self._actors.get, nodes)):
+                actor.pass_on.remote(Leave(number))
+            remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
         """Wait until one of ``streams`` has an event, for so long at most; return those that have."""
