@@ -62,13 +62,7 @@ class RunRecord:
 
 
 class History:
-    """The records of one root.
-
-    Args:
-        folder: the cache's folder; None: nothing is remembered.
-        root: the root of the suites.
-        device: the device type that was asked for.
-    """
+    """The records of one root, below the cache's ``folder``; None: nothing is remembered."""
 
     def __init__(self, folder: Path | None, root: Path, device: str) -> None:
         place = None if folder is None else folder / _FOLDER

@@ -23,7 +23,7 @@ from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
+from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, frames
@@ -147,8 +147,8 @@ class RunExecutor:
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
         in_order = self._options.random_order is not None
-        packed = Packed(self._options.jobs or slots.number, in_order=in_order)
-        queue = Queue(plan, packed if packs else Serial(), slots)
+        at_once = (self._options.jobs or slots.number) if packs else 1
+        queue = Queue(plan, Packed(at_once, in_order=in_order, strict=not packs), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:

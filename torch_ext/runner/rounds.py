@@ -24,14 +24,7 @@ __all__ = ["Rounds"]
 
 
 class Rounds:
-    """Runs ``plan`` and tells the reporters.
-
-    Args:
-        plan: what runs.
-        options: how often.
-        reporters: who is told; they see only results whose round and attempt are filled in.
-        judge: says why a test must not run, and what counts in the place of a result; None: nothing of that.
-    """
+    """Runs ``plan`` as often as ``options`` say; ``reporters`` see only results with round and attempt."""
 
     def __init__(
         self,

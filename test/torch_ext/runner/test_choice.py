@@ -81,13 +81,6 @@ def test_patterns_need_no_flag(command: Command, executor: FakeExecutor, argumen
     assert executor.ran == [A1, A2, B1]
 
 
-def test_patterns_may_come_from_a_file(command: Command, executor: FakeExecutor, tmp_path: Path) -> None:
-    (tmp_path / "wanted").write_text(f"# mine\n{B1}\n\n-q  # quietly\n{C2}\n")
-    assert command("@wanted") == 0
-    assert executor.ran == [B1, C2]
-    assert command("@missing") == 2
-
-
 def test_a_path_outside_the_root_brings_its_own(root: Path, executor: FakeExecutor) -> None:
     assert main([str(root / "a")]) == 1  # the fake names no tests of such a file
     assert executor.fake_collector.asked == ["test_one.py"]

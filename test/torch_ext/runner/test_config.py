@@ -86,7 +86,8 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--cluster", ""], "argument --cluster: got nothing"),
         (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
         (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
-        (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
+        (["@lines"], "@lines: arguments from a file were removed; write $(cat lines)"),
+        (["--durations", "3"], "--durations was removed; sort the results that --json writes by their duration_s"),
     ],
 )
 def test_what_would_be_lost_in_silence_is_refused(
@@ -246,22 +247,4 @@ def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
     monkeypatch.setenv(variable, text)
     with pytest.raises(SystemExit) as ending:
         parse([])
-    assert ending.value.code == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"@list", "a file that @ names reads itself"),
-        (b"\xff\xfe\x00", "a file that @ names is no text"),
-        (None, "@list cannot be read: No such file or directory"),
-    ],
-)
-def test_a_list_that_cannot_be_read_is_a_usage_error(
-    project: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
-) -> None:
-    if content is not None:
-        Path("list").write_bytes(content)
-    with pytest.raises(SystemExit) as ending:
-        parse(["@list"])
     assert ending.value.code == 2 and said in capsys.readouterr().err

@@ -34,14 +34,7 @@ VERSION = 1
 
 
 class JsonReporter:
-    """Writes each event to ``file`` as it happens.
-
-    Args:
-        tally: what should run, and its results.
-        options: what was asked for.
-        file: where to write.
-        needs: what the tests of the plan ask for, as far as it is known.
-    """
+    """Writes each event to ``file`` as it happens; ``needs`` are those of the plan's tests that are known."""
 
     def __init__(
         self, tally: Tally, options: RunOptions, file: ReportFile, needs: Mapping[TestName, Needs] = {}

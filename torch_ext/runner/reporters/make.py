@@ -40,11 +40,7 @@ class InOrder:
     or for the end of the run; with ``failures_at_once`` their failures do not. The beginning of a class is reported at
     once, since it says that the run goes on.
 
-    Args:
-        plan: what runs.
-        reporter: gets the events.
-        failures_at_once: failures do not wait.
-        waits: called with each failure that does.
+    ``waits`` is called with each failure that has to wait.
     """
 
     def __init__(
@@ -149,14 +145,8 @@ class Reporters:
     """Every reporter that ``options`` ask for. The text goes to stderr where JSON takes stdout.
 
     Args:
-        plan: what should run.
-        options: what was asked for.
-        needs: what the tests ask for, as far as that is known.
         expected_s: how long a test should take, if that is known.
         notes: sentences to begin with.
-
-    Attributes:
-        tally: what has come of the plan.
 
     Raises:
         SetupError: a file cannot be opened.

@@ -119,9 +119,6 @@ class TextReporter:
     """Prints results as they come, and a summary at the end of the run.
 
     Args:
-        plan: what should run; a planned test without a result is shown as not run.
-        options: verbosity, and what the rerun lines repeat.
-        stream: where to print.
         notes: sentences to begin with, such as how tests were chosen.
         announce: print a line when a class begins, unless the report is quiet.
     """
