@@ -36,6 +36,7 @@ __all__ = [
     "TestResult",
     "Tick",
     "import_failure",
+    "raised",
 ]
 
 
@@ -268,5 +269,10 @@ def import_failure(file: str, error: str, left: str = "") -> TestResult:
     """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
     if left:
         return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
-    trace = error.rstrip()
-    return TestResult(TestName(file), Status.FAILED, 0.0, (Raised(trace.rpartition("\n")[2], trace),))
+    return TestResult(TestName(file), Status.FAILED, 0.0, (raised(error),))
+
+
+def raised(traceback: str) -> Raised:
+    """Return the problem that a traceback is."""
+    trace = traceback.rstrip()
+    return Raised(trace.rpartition("\n")[2], trace)

@@ -40,8 +40,6 @@ class RunZygotes:
     """The zygotes start on first use; :meth:`close` ends them with all their children. Called on the main thread.
 
     Args:
-        options: what the user asked for.
-        environment: of every zygote.
         scratch: a folder that the root removes if this process is gone.
 
     Attributes:

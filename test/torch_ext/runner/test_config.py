@@ -93,7 +93,6 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
 def test_what_would_be_lost_in_silence_is_refused(
     project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    Path("lines").write_text("TestA\n--repeat 3\n")
     with pytest.raises(SystemExit) as ended:
         parse(["--root", str(project), *arguments])
     assert ended.value.code == 2 and said in capsys.readouterr().err

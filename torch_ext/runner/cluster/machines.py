@@ -301,10 +301,7 @@ def said_in_a_line(error: Exception) -> str:
 def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
     """Return what a class takes of one machine, in Ray's resources: at most what the largest machine has.
 
-    Args:
-        need: of the class.
-        largest_cpus: the most CPUs that a machine has.
-        devices: the most devices that a machine has which ranks must share; 0 where they need not.
+    ``devices``: the most devices that a machine has which ranks must share; 0 where they need not.
 
     >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
     ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})
