@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from torch_ext.runner.schedule import Batch, Plan, Policy, Queue, Slots, slots_of
+from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots, slots_of
 
 __all__ = ["Span", "lower_bound", "makespan", "simulate"]
 
@@ -19,7 +19,7 @@ class Span(NamedTuple):
     slots: tuple[int, ...]
 
 
-def simulate(plan: Plan, policy: Policy, slots: int) -> list[Span]:
+def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
     """Run ``plan`` on ``slots`` slots. A class takes as long as expected; importing a file takes no time."""
     queue = Queue(plan, policy, Slots(slots))
     by_file: dict[str, list[Batch]] = {}
@@ -46,7 +46,7 @@ def simulate(plan: Plan, policy: Policy, slots: int) -> list[Span]:
         queue.files_done()
 
 
-def makespan(plan: Plan, policy: Policy, slots: int) -> float:
+def makespan(plan: Plan, policy: Packed, slots: int) -> float:
     """Return how long ``plan`` takes on ``slots`` slots, in seconds."""
     return max((span.ended_s for span in simulate(plan, policy, slots)), default=0.0)
 

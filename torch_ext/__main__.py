@@ -17,14 +17,18 @@ import importlib
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING, Any
 
 from torch_ext.unbuilt import look_there_last
+
+if TYPE_CHECKING:
+    from torch_ext.runner.steps import Judge, Upstream
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
-__all__ = ["main"]
+__all__ = ["main", "upstream"]
 
 _COMMANDS = ("build", "info")
 # What commands take arguments of their own, and the module whose `main` gets them.
@@ -48,9 +52,8 @@ def main() -> int:
         return _run(command, rest)
     if command not in _COMMANDS:
         from torch_ext.runner.cli import main as run_tests
-        from torch_ext.upstream.harness import UPSTREAM
 
-        return run_tests(upstream=UPSTREAM)
+        return run_tests(upstream=upstream())
     if rest:
         print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
         return 2
@@ -61,6 +64,18 @@ def main() -> int:
         return 1
     show(details=command == "info")
     return 0
+
+
+def upstream() -> Upstream:
+    """Return how the runner, which imports nothing of ``torch_ext.upstream``, runs files of a PyTorch checkout."""
+    from torch_ext.runner.steps import Upstream
+
+    def judge(*arguments: Any) -> Judge:
+        from torch_ext.upstream.judge import Judge  # on use: runs of other files do not pay for the import
+
+        return Judge(*arguments)
+
+    return Upstream(("torch_ext.upstream.bridge", "torch_ext.upstream.file"), judge)
 
 
 def _run(command: str, rest: list[str]) -> int:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch_ext
+from torch_ext.results import OutputError
 from torch_ext.runner.config import ConfigError, Setting, from_environment, from_file, nearest_file
 from torch_ext.runner.discovery import find_test_files, holds_tests
 from torch_ext.runner.options import REMOVED, TABLE, Row, RunOptions, default_root
-from torch_ext.runner.results import OutputError
 
 __all__ = ["parse", "parse_for_file", "write_out"]
 
@@ -22,7 +22,6 @@ _USAGE = 2
 _EXAMPLES = """
 PATTERN is a folder, a file, a module, a class or a test, spelt as a path, with dots or as an id:
   distributed/fsdp   test_a.py   TestA   TestA.test_b   distributed/test_a.py::TestA::test_b
-  @FILE reads arguments from FILE, one a line; # begins a comment there.
 
 examples:
   {command} distributed/fsdp -k "unshard and not error"
@@ -48,18 +47,9 @@ class _CommandParser(argparse.ArgumentParser):
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            fromfile_prefix_chars="@",
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
-
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
-        text = re.sub(r"(^|\s)#.*", "", line).strip()
-        flag, _, value = text.partition(" ")
-        if value and any(flag in row.flags for row in TABLE):
-            raise _Mistake(f"got the line {text!r} in a file that @ names, which has one argument a line; "
-                           f"write {flag} and {value.strip()} in lines of their own")  # fmt: skip
-        return [text] if text else []
 
     def error(self, message: str) -> NoReturn:
         found = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
@@ -73,8 +63,6 @@ class _CommandParser(argparse.ArgumentParser):
             message = f"there is no option {flag}" + (f"; nearest: {', '.join(near)}" if near else "")
             if any(flag in row.flags for row in TABLE):
                 message = f"{flag} is no option of one file; run_test.py has it"
-        if unread := re.fullmatch(r"\[Errno \d+\] (.*): '(.*)'", message):
-            message = f"@{unread[2]} cannot be read: {unread[1]}" if unread[2] else "got @, expected @FILE"
         raise _Mistake(message)
 
 
@@ -126,12 +114,10 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
 
 
 def _read(parser: _CommandParser, argv: Sequence[str]) -> dict[str, object]:
-    try:
-        given = vars(parser.parse_intermixed_args(_values_apart(argv)))
-    except UnicodeDecodeError:
-        raise _Mistake("a file that @ names is no text") from None
-    except RecursionError:
-        raise _Mistake("a file that @ names reads itself") from None
+    if files := [each for each in argv if each.startswith("@")]:
+        name = files[0][1:] or "FILE"
+        raise _Mistake(f"{files[0]}: arguments from a file were removed; write $(cat {name})")
+    given = vars(parser.parse_intermixed_args(_values_apart(argv)))
     patterns = given.pop("patterns") or []
     if patterns:
         given["include"] = [*patterns, *given.get("include", [])]

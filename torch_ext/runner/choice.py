@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_ext import cache
+from torch_ext.results import Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Status, TestName, TestResult
 
 __all__ = ["History", "arrange", "divide", "narrow", "why_none"]
 
@@ -62,13 +62,7 @@ class RunRecord:
 
 
 class History:
-    """The records of one root.
-
-    Args:
-        folder: the cache's folder; None: nothing is remembered.
-        root: the root of the suites.
-        device: the device type that was asked for.
-    """
+    """The records of one root, below the cache's ``folder``; None: nothing is remembered."""
 
     def __init__(self, folder: Path | None, root: Path, device: str) -> None:
         place = None if folder is None else folder / _FOLDER

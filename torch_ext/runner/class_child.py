@@ -6,9 +6,9 @@ import os
 import selectors
 import signal
 import sys
-from typing import Any, Protocol
+from typing import Any
 
-from torch_ext.runner.discovery import TestFile
+from torch_ext.results import Died
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.messages import (
     Body,
@@ -22,7 +22,6 @@ from torch_ext.runner.messages import (
 )
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
-from torch_ext.runner.results import Died
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, wording
 from torch_ext.world.channel import (
@@ -38,7 +37,7 @@ from torch_ext.world.settings import Patience
 from torch_ext.world.tree import Child, ZygoteClient, ZygoteDiedError
 from torch_ext.world.wording import printable
 
-__all__ = ["ClassChild", "Zygotes"]
+__all__ = ["ClassChild"]
 
 # How much longer than the test's limit its parent half, which ends the ranks at the limit, may take until it counts as
 # hung itself; the same for a test without ranks, whose limit only the supervisor knows; and how long what comes before,
@@ -50,27 +49,6 @@ _STOPPED_S = 5.0
 _KILL_S = 5.0
 
 _EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestEnded, TestStarted)
-
-
-class Zygotes(Protocol):
-    """Where a class's zygote comes from. Called on the main thread."""
-
-    def module_of(self, file: TestFile) -> str:
-        """Return the name under which the file's tests are found in its zygote."""
-        ...
-
-    def of_class(self, batch: Batch) -> Task[ZygoteClient]:
-        """A task that returns the zygote of a class, which waits while the file is imported. See Note [Neighbours].
-
-        Raises:
-            LoadError: the file cannot be imported.
-            ZygoteDiedError: the process ended while importing it.
-        """
-        ...
-
-    def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
-        """Give up ``zygote``, which is gone; None if there was none. The next use starts another."""
-        ...
 
 
 class ClassChild:
@@ -106,7 +84,7 @@ class ClassChild:
         order = ClassOrder(
             module, batch.cls, methods, place.environment, (str(batch.file.path),), place.scratch, options.failfast,
         )  # fmt: skip
-        descriptors = [os.dup(theirs.fileno()), zygote.add_client(), *self._output.writers(), stacks_writer]
+        descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
         theirs.close()
         try:
             self._child: Child = zygote.start(

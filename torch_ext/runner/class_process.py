@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from torch_ext.results import Problem, Raised, RanksFailed, Remark, Status
 from torch_ext.runner.collect import find_tests
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.messages import (
@@ -29,7 +30,6 @@ from torch_ext.runner.messages import (
     TestEnded,
     TestStarted,
 )
-from torch_ext.runner.results import Problem, Raised, RanksFailed, Remark, Status
 from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect

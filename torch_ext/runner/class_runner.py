@@ -6,26 +6,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ext.runner.class_child import ClassChild, Zygotes
-from torch_ext.runner.loop import Task
-from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
-from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Place
-from torch_ext.runner.results import (
+from torch_ext.results import (
     Began,
     Died,
     Over,
     Problem,
-    Raised,
     Remark,
     Sink,
     Stalled,
     Status,
     TestName,
     TestResult,
+    raised,
 )
+from torch_ext.runner.class_child import ClassChild
+from torch_ext.runner.loop import Task
+from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
+from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
+from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Notice
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
@@ -98,7 +100,7 @@ class ClassRunner:
 
     def __init__(
         self,
-        zygotes: Zygotes,
+        zygotes: RunZygotes,
         place: Place,
         batch: Batch,
         options: RunOptions,
@@ -122,7 +124,7 @@ class ClassRunner:
             try:
                 yield from self._run_one_process()
             except LoadError as error:
-                self._file_failed(Raised(*_import_error(str(error))))
+                self._file_failed(raised(str(error)))
             except ZygoteDiedError as error:
                 self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
         self._sink(Over(self._class))
@@ -193,20 +195,15 @@ class ClassRunner:
 
     def _test_ended(self, event: TestEnded, process: ClassChild) -> None:
         self._left.remove(event.method)
-        failed = event.status.counted is Status.FAILED
-        self._failed = self._failed or failed
-        output = process.new_output(event.printed_bytes)
-        self._sink(
-            TestResult(
-                self._name(event.method),
-                event.status,
-                event.duration_s,
-                event.problems,
-                event.reason,
-                _announcements(output),
-                output if failed else "",
-                event.ranks,
-            )
+        self._report(
+            self._name(event.method),
+            event.status,
+            event.problems,
+            process,
+            reason=event.reason,
+            duration_s=event.duration_s,
+            ranks=event.ranks,
+            printed_bytes=event.printed_bytes,
         )
 
     def _take_all(self) -> list[str]:
@@ -232,18 +229,17 @@ class ClassRunner:
         process: ClassChild | None = None,
         reason: str = "",
         duration_s: float = 0.0,
+        ranks: tuple[Outcome, ...] = (),
+        printed_bytes: int | None = None,
     ) -> None:
-        self._failed = self._failed or status is Status.FAILED
-        output = process.new_output() if process else ""
-        self._sink(TestResult(test, status, duration_s, problems, reason, _announcements(output), output))
+        failed = status.counted is Status.FAILED
+        self._failed = self._failed or failed
+        output = process.new_output(printed_bytes) if process else ""
+        said, shown = _announcements(output), output if failed else ""
+        self._sink(TestResult(test, status, duration_s, problems, reason, said, shown, ranks))
 
 
 def _announcements(output: str) -> tuple[str, ...]:
     """Return what the harness itself said to the user."""
     lines = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
     return tuple(line.removeprefix(wording.PREFIX) for line in lines)
-
-
-def _import_error(trace: str) -> tuple[str, str]:
-    """Return the last line of an import's traceback, and the traceback."""
-    return trace.rstrip().rpartition("\n")[2], trace.rstrip()

@@ -22,13 +22,24 @@ from pathlib import Path
 from typing import cast
 
 from torch_ext.compat import untested_torch
+from torch_ext.results import OutputError, RunEnded, SetupError, Status
 from torch_ext.runner.arguments import parse, parse_for_file, write_out
-from torch_ext.runner.executor import Executor, Judge, Upstream
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import OutputError, SetupError, Status
 from torch_ext.runner.selection import SelectionError
-from torch_ext.runner.steps import Chosen, FoundFiles, choose, find, import_files, name, resolve, schedule
+from torch_ext.runner.steps import (
+    Chosen,
+    Executor,
+    FoundFiles,
+    Judge,
+    Upstream,
+    choose,
+    find,
+    import_files,
+    name,
+    resolve,
+    schedule,
+)
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
@@ -243,7 +254,7 @@ def _run(chosen: Chosen, executor: Callable[[], Executor]) -> int:
         for stale in judge.out_of_date(plan.tests, whole=whole):
             rounds.take(stale)
     history.save(rounds.progress.results)
-    reporters.finish(interrupted=interrupted)
+    reporters(RunEnded(interrupted))
     if interrupted:
         return INTERRUPTED
     flaky = any(result.status is Status.FLAKY for result in rounds.progress.results)

@@ -11,8 +11,8 @@ import unittest
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from torch_ext.results import Needs
 from torch_ext.runner.messages import CollectOrder, TestNames
-from torch_ext.runner.results import Needs
 from torch_ext.world import provider
 from torch_ext.world.channel import Channel
 from torch_ext.world.protocol import STACK_SIGNAL

@@ -14,17 +14,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from torch_ext import machine_memory
+from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.executor import Executor
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
-from torch_ext.runner.results import SetupError, Sink, TestName, Tick
-from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Serial, Slots
+from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
+from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
@@ -147,8 +147,8 @@ class RunExecutor:
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
         in_order = self._options.random_order is not None
-        packed = Packed(self._options.jobs or slots.number, in_order=in_order)
-        queue = Queue(plan, packed if packs else Serial(), slots)
+        at_once = (self._options.jobs or slots.number) if packs else 1
+        queue = Queue(plan, Packed(at_once, in_order=in_order, strict=not packs), slots)
         planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:

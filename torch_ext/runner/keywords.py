@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from torch_ext.runner.results import TestName
+from torch_ext.results import TestName
 
 __all__ = ["keyword_filter", "nearest", "parts", "spellings", "words_without_match"]
 

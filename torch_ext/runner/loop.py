@@ -75,6 +75,11 @@ class Loop:
         with contextlib.suppress(StopIteration):
             self._tasks[task] = next(task)
 
+    def end(self, task: Task[None]) -> None:
+        """End one task, by ``GeneratorExit``, if it is not done."""
+        if self._tasks.pop(task, None):
+            task.close()
+
     def close(self) -> None:
         """End all tasks."""
         while self._tasks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_ext.runner.results import Needs, Problem, Status
+from torch_ext.results import Needs, Problem, Status
 from torch_ext.world import wording
 from torch_ext.world.outcome import Outcome
 

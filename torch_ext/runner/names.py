@@ -29,8 +29,8 @@ from typing import Any
 
 import torch_ext
 from torch_ext import cache
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.results import Needs, TestName
 
 __all__ = ["Collected", "NameCache", "collect_names", "surroundings"]
 

@@ -55,7 +55,6 @@ class RunOptions:
     fail_on_flaky: bool = False
     repeat: int = 1
     list_only: bool = False
-    durations: int = 0
     junit: str = ""
     html: str = ""
     trace: str = ""
@@ -249,6 +248,7 @@ REMOVED = {
     "audit-order": _KEEP,
     "completion": "was removed; evaluate what register-python-argcomplete torch_ext prints (docs/running.md)",
     "coverage": "was removed; count the results that --json writes (docs/events.md)",
+    "durations": "was removed; sort the results that --json writes by their duration_s (docs/events.md)",
     "failed-first": "was removed; run --last-failed, then everything",
     "history": "was removed; keep what --json writes of each run (docs/events.md)",
     "seed": "was removed; write --schedule random:SEED",
@@ -308,7 +308,6 @@ TABLE: tuple[Row, ...] = (
     Row("verbosity", ("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
     Row("show_output", ("--show-output",), _SHOWN, "show what ranks print, as it comes",
         variable="TORCH_EXT_SHOW_OUTPUT"),
-    Row("durations", ("--durations",), _SHOWN, "name the N slowest tests in the summary", "N", _count(0)),
     Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none", key="-"),
     Row("json", ("--json",), _SHOWN, "write what happens to FILE (default: stdout), one JSON object a line; with "
         "--list, the tests and their needs", _FILE, const="-"),

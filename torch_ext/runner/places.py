@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -42,11 +42,19 @@ _DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 
 
 class Place(NamedTuple):
-    """What a class has to itself while it runs: its environment, and a folder for its short-lived files."""
+    """What a class has to itself while it runs.
+
+    Attributes:
+        environment: of its processes.
+        scratch: a folder for its short-lived files.
+        opened: a descriptor of the folder, where its path is too long.
+        add_client: returns the descriptor on which its class process asks for ranks, which a zygote starts here.
+    """
 
     environment: dict[str, str]
     scratch: str
-    opened: int = -1  # the folder, where its path is too long
+    opened: int = -1
+    add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
 
     def leave(self) -> None:
         """Remove the folder."""

@@ -20,10 +20,10 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 if TYPE_CHECKING:
+    from torch_ext.results import Event, TestName, TestResult
     from torch_ext.runner.discovery import TestFile
     from torch_ext.runner.names import Collected
     from torch_ext.runner.options import RunOptions
-    from torch_ext.runner.results import Began, Over, Stalled, TestName, TestResult, Tick
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -149,11 +149,11 @@ class _Text(TerminalRepr):
 
 
 class _Run:
-    """Runs ``items`` and reports each under its own name. It is the reporter of the runner's results too."""
+    """Runs ``items`` and reports each under its own name. A reporter of the runner's events."""
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
+        from torch_ext.results import TestName
         from torch_ext.runner.discovery import describe
-        from torch_ext.runner.results import TestName
 
         self._session = session
         self._files: dict[Path, TestFile] = {}
@@ -175,9 +175,9 @@ class _Run:
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
+        from torch_ext.results import RunEnded
         from torch_ext.runner.execute import open_executor
         from torch_ext.runner.reporters.make import InOrder
-        from torch_ext.runner.results import Began, Over, Stalled, TestResult
         from torch_ext.runner.schedule import make_plan
 
         executor = open_executor(self._options())
@@ -190,23 +190,12 @@ class _Run:
             for one in broken.values():
                 self._report_error(one.file.name, one.error)
             ordered = InOrder(plan, self)
-
-            def take(event: Began | Over | TestResult | Tick | Stalled) -> None:
-                if isinstance(event, Over):
-                    ordered.over(event)
-                elif isinstance(event, Began):
-                    ordered.begin(event)
-                elif isinstance(event, TestResult):
-                    ordered.add(event)
-                elif isinstance(event, Stalled):
-                    self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
-
             try:
-                executor.run(plan, take)
+                executor.run(plan, ordered)
             except KeyboardInterrupt:
-                ordered.finish()  # what has ended before its turn has come is to be in the report
+                ordered(RunEnded())  # report the classes that have ended before their turn
                 raise
-            ordered.finish()
+            ordered(RunEnded())
             _stop_if_asked(self._session)
             self._report_missing()
         finally:
@@ -216,26 +205,21 @@ class _Run:
         names = {file.name for file in broken}
         return [test for test in self._items if test.file not in names]
 
-    # What a reporter does.
+    def __call__(self, event: Event) -> None:
+        """Report a result as pytest reports those of tests that it has run itself."""
+        from torch_ext.results import Stalled, TestResult
 
-    def begin(self, began: Began) -> None:
-        """pytest is told of a test when it has ended."""
-
-    def new_round(self, number: int) -> None:
-        """There is one."""
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        """pytest writes the summary."""
-
-    def add(self, result: TestResult) -> None:
-        """Report ``result`` as pytest reports what it has run itself."""
-        item = self._left.pop(result.test, None)
+        if isinstance(event, Stalled):
+            self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
+        if not isinstance(event, TestResult):
+            return
+        item = self._left.pop(event.test, None)
         if item is None:
             from torch_ext.runner.reporters.failure import describe_failure
 
-            self._report_error(result.test.id, describe_failure(result))
+            self._report_error(event.test.id, describe_failure(event))
         else:
-            self._report(item, result)
+            self._report(item, event)
         _stop_if_asked(self._session)
 
     def _report(self, item: pytest.Function, result: TestResult) -> None:
@@ -252,8 +236,8 @@ class _Run:
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
+        from torch_ext.results import Status
         from torch_ext.runner.reporters.failure import describe_failure
-        from torch_ext.runner.results import Status
 
         path, line, _ = item.location
         if result.status is Status.SKIPPED:
@@ -280,7 +264,7 @@ class _Run:
 
     def _report_missing(self) -> None:
         """A test that was to run and has no result has not passed."""
-        from torch_ext.runner.results import Remark, Status, TestResult
+        from torch_ext.results import Remark, Status, TestResult
 
         for test, item in list(self._left.items()):
             missing = Remark("The test did not run: its class or file ended before it began.")

@@ -13,25 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from torch_ext.runner.executor import Executor, Judge
+from torch_ext.results import ClassEvent, RoundBegan, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.results import Began, Over, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Plan
+from torch_ext.runner.steps import Executor, Judge
 
 __all__ = ["Rounds"]
 
 
 class Rounds:
-    """Runs ``plan`` and tells the reporters.
-
-    Args:
-        plan: what runs.
-        options: how often.
-        reporters: who is told; they see only results whose round and attempt are filled in.
-        judge: says why a test must not run, and what counts in the place of a result; None: nothing of that.
-    """
+    """Runs ``plan`` as often as ``options`` say; ``reporters`` see only results with round and attempt."""
 
     def __init__(
         self,
@@ -55,11 +48,11 @@ class Rounds:
         """What has come of the plan."""
         return self._reporters.tally
 
-    def take(self, event: Began | Over | TestResult | Tick | Stalled) -> None:
-        """Count a result, and tell the reporters of it or of what else happens."""
+    def take(self, event: ClassEvent) -> None:
+        """Number a result, and hand it or any other event to the reporters."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)
-        self._reporters.take(event)
+        self._reporters(event)
 
     def _numbered(self, result: TestResult) -> TestResult:
         earlier = self._earlier.get(result.test, ())
@@ -96,7 +89,7 @@ class Rounds:
                 return
             self._round += 1
             self._earlier.clear()
-            self._reporters.new_round(self._round)
+            self._reporters(RoundBegan(self._round))
 
     def _one_round(self, runner: Callable[[], Executor]) -> None:
         judge = self._judge

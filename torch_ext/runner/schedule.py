@@ -1,7 +1,7 @@
 """Which class runs when, and on which slots: decisions alone, without processes and without a clock.
 
-:class:`Plan` is what a run executes, :class:`Slots` the places for ranks that a machine has. A :class:`Policy` chooses
-which class of the :class:`Queue` begins next; ``execute`` chooses the policy.
+:class:`Plan` is what a run executes, :class:`Slots` the places for ranks that a machine has. :class:`Packed` chooses
+which class of the :class:`Queue` begins next.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.results import Needs, TestName
 
-__all__ = ["Batch", "Need", "Packed", "Plan", "Policy", "Queue", "Serial", "Slots", "cores", "make_plan", "slots_of"]
+__all__ = ["Batch", "Need", "Packed", "Plan", "Queue", "Slots", "cores", "make_plan", "slots_of"]
 
 # What a test is taken to last that has never run.
 _UNKNOWN_S = 1.0
@@ -173,62 +173,34 @@ class Slots:
         self._free = sorted([*self._free, *taken])
 
 
-class Policy(Protocol):
-    """Chooses. It remembers nothing, so that a choice depends on what is asked alone.
-
-    Called in the supervisor, on the main thread, whenever a class has ended or become ready. Must not block.
-
-    Attributes:
-        keeps_order: a class that is not ready holds up those that come after it.
-    """
-
-    @property
-    def keeps_order(self) -> bool: ...
-
-    def order(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return ``batches`` in the order in which they should become ready: their files are imported in it."""
-        ...
-
-    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
-        """Return which of ``ready`` begins now; None to wait until one of ``running`` has ended.
-
-        With nothing running, one of ``ready`` has to begin.
-
-        Args:
-            ready: those that may begin, in the order of :meth:`order`.
-            running: those that have begun and not ended.
-            free: how many slots nobody holds.
-            slots: how many there are.
-        """
-        ...
-
-
 class Packed:
-    """As many classes at a time as there are slots for their ranks; see :class:`Policy`.
+    """Chooses which class begins: as many at a time as there are slots for their ranks.
 
     The longest class goes first, because one that is left for the end runs on when all others are through. Where it
     does not fit, the longest that does goes in its place. Classes that want to be alone come last, one by one.
 
     Args:
         at_once: the most classes that run at a time.
-        in_order: prefer what comes first in the plan to what takes longest.
+        in_order: prefer the first in the plan to the longest.
+        strict: begin classes in the order of the plan and no other, even if one of them is not ready.
     """
 
-    keeps_order = False
-
-    def __init__(self, at_once: int, *, in_order: bool = False) -> None:
+    def __init__(self, at_once: int, *, in_order: bool = False, strict: bool = False) -> None:
         if at_once < 1:
             raise ValueError(f"got {at_once} classes at once, expected at least 1")
         self._at_once = at_once
         self._in_order = in_order
+        self.strict = strict
 
     def order(self, batches: Sequence[Batch]) -> list[Batch]:
-        return sorted(batches, key=self._rank)
+        """Return ``batches`` in the order in which they should become ready: their files are imported in it."""
+        return list(batches) if self.strict else sorted(batches, key=self._rank)
 
     def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
+        """Return which of ``ready`` begins now, with ``free`` of ``slots``; None to wait for one of ``running``."""
         if len(running) >= self._at_once or any(batch.need.alone for batch in running):
             return None
-        for batch in sorted(ready, key=self._rank):
+        for batch in self.order(ready):
             if batch.need.alone:
                 return None if running else batch
             if slots_of(batch.need, slots) <= free:
@@ -238,18 +210,6 @@ class Packed:
     def _rank(self, batch: Batch) -> tuple[bool, float]:
         """What comes first is least. Equals stay in the order of the plan."""
         return batch.need.alone, 0.0 if self._in_order else -batch.expected_s
-
-
-class Serial:
-    """One class at a time, in the order of the plan; see :class:`Policy`."""
-
-    keeps_order = True
-
-    def order(self, batches: Sequence[Batch]) -> list[Batch]:
-        return list(batches)
-
-    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
-        return ready[0] if ready and not running else None
 
 
 # How many files are open beyond those whose classes run. An open file has a process that has imported it.
@@ -263,7 +223,7 @@ class Queue:
     the policy chooses among the classes of a few, and the next file opens when one is done.
     """
 
-    def __init__(self, plan: Plan, policy: Policy, slots: Slots) -> None:
+    def __init__(self, plan: Plan, policy: Packed, slots: Slots) -> None:
         self._policy = policy
         self._slots = slots
         self._waiting: dict[str, list[Batch]] = {}
@@ -300,7 +260,7 @@ class Queue:
         return chosen
 
     def _may_run(self) -> list[str]:
-        if not self._policy.keeps_order:
+        if not self._policy.strict:
             return list(self._ready)
         return list(itertools.takewhile(lambda name: name in self._ready, self._open))
 

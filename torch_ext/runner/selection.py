@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch_ext.results import TestName
 from torch_ext.runner.keywords import nearest, spellings
-from torch_ext.runner.results import TestName
 
 __all__ = [
     "PatternTarget",

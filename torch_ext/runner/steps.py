@@ -21,23 +21,26 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from torch_ext import cache
+from torch_ext.results import WITHOUT_TESTS, Needs, Sink, TestName, TestResult, import_failure
 from torch_ext.runner.choice import History, arrange, narrow, why_none
 from torch_ext.runner.discovery import TestFile, describe, find_test_files
-from torch_ext.runner.executor import Executor, Upstream
 from torch_ext.runner.keywords import keyword_filter, nearest, parts, spellings, words_without_match
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 from torch_ext.runner.options import RunOptions, default_root
-from torch_ext.runner.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selected, Selection, SelectionError, select_files, select_tests
 
 __all__ = [
     "Asked",
     "Chosen",
+    "Executor",
     "FoundFiles",
+    "Judge",
     "Named",
+    "Upstream",
     "choose",
     "find",
     "import_files",
@@ -52,6 +55,62 @@ _MANY_FILES = 5
 _OWN_TESTS = "torch_ext"
 # What PyTorch calls its test files; the second is `elastic`'s way.
 _UPSTREAMS = ("test_*.py", "*_test.py")
+
+
+class Executor(Protocol):
+    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
+
+    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+        """Import ``files``, each in a process of its own, and yield one answer for each, in any order.
+
+        Called on the main thread. May block as long as imports take. A file that cannot be imported is an answer.
+        """
+        ...
+
+    def run(self, plan: Plan, sink: Sink) -> None:
+        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
+        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
+
+        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
+        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
+        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every process and remove every file of the run. Idempotent."""
+        ...
+
+
+class Judge(Protocol):
+    """What a run of files that are not our own makes of results."""
+
+    told: str
+
+    def skipped(self, test: TestName) -> str:
+        """Return why ``test`` must not run; empty if it may."""
+        ...
+
+    def judged(self, result: TestResult) -> TestResult:
+        """Return what counts in the place of ``result``."""
+        ...
+
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
+        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
+        ...
+
+
+class Upstream(NamedTuple):
+    """How files of a PyTorch checkout run, as the command passes it to the runner, which knows nothing else of them.
+
+    Attributes:
+        harness: modules that a zygote loads before such a file, so that it sees our harness; the first of them, the
+            root zygote loads as well.
+        judge: makes a judge of the files of a run, lists of known differences, and what their conditions ask for.
+    """
+
+    harness: tuple[str, ...]
+    judge: Callable[[Sequence[Path], Sequence[str], Mapping[str, str]], Judge]
 
 
 @dataclass(frozen=True)

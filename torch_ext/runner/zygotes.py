@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from torch_ext.results import SetupError
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import SetupError
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
 from torch_ext.world.child import first_uses
@@ -38,12 +38,9 @@ _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
 
 
 class RunZygotes:
-    """See :class:`~torch_ext.runner.class_child.Zygotes`. They start on first use; :meth:`close` ends them with all
-    their children.
+    """The zygotes start on first use; :meth:`close` ends them with all their children. Called on the main thread.
 
     Args:
-        options: what the user asked for.
-        environment: of every zygote.
         scratch: a folder that the root removes if this process is gone.
 
     Attributes:
@@ -139,7 +136,12 @@ class RunZygotes:
             yield Pause((zygote.channel,), zygote.look_s)
 
     def of_class(self, batch: Batch) -> Task[ZygoteClient]:
-        """See :class:`~torch_ext.runner.class_child.Zygotes`."""
+        """A task that returns the zygote of a class, which waits while the file is imported. See Note [Neighbours].
+
+        Raises:
+            LoadError: the file cannot be imported.
+            ZygoteDiedError: the process ended while importing it.
+        """
         if not self.copies:
             return (yield from self.of_file(batch.file))
         if batch.key in self._copies:
@@ -170,7 +172,7 @@ class RunZygotes:
         return copy
 
     def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
-        """See :class:`~torch_ext.runner.class_child.Zygotes`."""
+        """Give up ``zygote``, which is gone; None if there was none. The next use starts another."""
         copy = self._copies.get(batch.key)
         if copy is not None and copy is zygote:
             self.leave(batch)

@@ -17,13 +17,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
-from torch_ext.runner.interrupts import Interrupts
 from torch_ext.upstream import drift
 from torch_ext.upstream.export.command import export
 from torch_ext.upstream.export.git import CheckoutError
 
 __all__ = ["main"]
+
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,20 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if sys.stdout is None:
         return _failed("stdout is closed, and the result goes there; give one, such as > /dev/null", 2)
-    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    before = {number: signal.getsignal(number) for number in _ENDED_BY}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _interrupt)
     try:
         return int(options.run(options))
     except CheckoutError as error:
         return _failed(str(error), 2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        return 128 + (interrupts.number or signal.SIGINT)
+        return 128 + int(interrupt.args[0])
     except _OutputError as error:
         if error.closed:
             return 128 + signal.SIGINT
         return _failed(f"{error.file} cannot be written: {error}", 1)
     finally:
-        interrupts.give_back()
+        for number, handler in before.items():
+            if signal.getsignal(number) is _interrupt:  # after an interrupt, further signals stay ignored
+                signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    for each in _ENDED_BY:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
 
 
 class _OutputError(Exception):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import Remark, SetupError, Status, TestName, TestResult
+from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
 from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, Releases, advised, told
 
 __all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
@@ -100,12 +100,7 @@ def _entry(given: object, where: str) -> Difference:
 
 
 class Differences:
-    """What the known differences make of one run's results.
-
-    Args:
-        entries: all that are known.
-        surroundings: the values that conditions ask for.
-    """
+    """The known differences whose conditions hold in ``surroundings``, applied to one run's results."""
 
     def __init__(self, entries: Iterable[Difference], surroundings: Mapping[str, str]) -> None:
         self._entries = tuple(entry for entry in entries if entry.holds(surroundings))
@@ -149,12 +144,11 @@ class Differences:
 
 
 class Judge:
-    """Judges the results of one run; see :class:`~torch_ext.runner.executor.Judge`.
+    """Judges the results of one run; the runner's ``Judge``.
 
     Args:
-        paths: the files of the run.
         lists: files of known differences besides our own.
-        surroundings: what conditions of known differences ask for, torch apart.
+        surroundings: the values that their conditions ask for, except torch's release.
 
     Attributes:
         told: a sentence to begin the run with; may be empty.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
+from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
 __all__ = [
     "ASKS_BY_NAME",

@@ -29,9 +29,11 @@ LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
     "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
     "torch_ext.world": frozenset({"torch_ext.compat", "torch_ext.machine_memory"}),
+    "torch_ext.results": frozenset({"torch_ext.world"}),
     "torch_ext.runner": frozenset(
         {
             "torch_ext.world",
+            "torch_ext.results",
             "torch_ext.cache",
             "torch_ext.compat.untested_torch",
             "torch_ext.machine_memory",
@@ -39,7 +41,7 @@ LAYERS: dict[str, frozenset[str]] = {
         }
     ),
     "torch_ext.upstream": frozenset(
-        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.runner", "torch_ext.compat", "torch_ext.unbuilt"}
+        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.results", "torch_ext.compat", "torch_ext.unbuilt"}
     ),
     "torch_ext.program": frozenset(
         {
@@ -57,7 +59,7 @@ LAYERS: dict[str, frozenset[str]] = {
             "torch_ext.program",
             "torch_ext.sim.command",
             "torch_ext.unbuilt",
-            "torch_ext.upstream.harness",
+            "torch_ext.upstream.judge",
         }
     ),
     "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
@@ -138,6 +140,13 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
         if (target := layer_of(node.value.partition(":")[0])) != layer and below(layer, LAYERS[target])
     }
     assert named == set()
+
+
+@pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
+def test_the_runner_and_what_is_upstreams_know_nothing_of_each_other(package: str, other: str) -> None:
+    """Neither by an import nor by a string: ``torch_ext/__main__.py`` brings them together."""
+    sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
+    assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
 
 
 def private_helpers(path: Path) -> list[str]:
@@ -234,7 +243,13 @@ def ours(loaded: set[str]) -> set[str]:
 
 
 _OF_WORLD = {"torch_ext.world", "torch_ext.machine_memory"}
-_OF_RUNNER = {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat", "torch_ext.machine_memory"}
+_OF_RUNNER = {
+    "torch_ext.runner",
+    "torch_ext.results",
+    "torch_ext.cache",
+    "torch_ext.compat",
+    "torch_ext.machine_memory",
+}
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torch_ext.results import Began, Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Began, Status, TestName, TestResult
 from torch_ext.runner.schedule import Plan
 
 Layout = Mapping[str, Sequence[str]]

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
+from torch_ext.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.choice import History, divide
 from torch_ext.runner.cli import main
-from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
     "a/test_one.py": ["TestA.test_1", "TestA.test_2", "TestB.test_1"],
@@ -79,13 +79,6 @@ def flaky(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Flaky]:
 def test_patterns_need_no_flag(command: Command, executor: FakeExecutor, arguments: list[str]) -> None:
     assert command(*arguments) == 0
     assert executor.ran == [A1, A2, B1]
-
-
-def test_patterns_may_come_from_a_file(command: Command, executor: FakeExecutor, tmp_path: Path) -> None:
-    (tmp_path / "wanted").write_text(f"# mine\n{B1}\n\n-q  # quietly\n{C2}\n")
-    assert command("@wanted") == 0
-    assert executor.ran == [B1, C2]
-    assert command("@missing") == 2
 
 
 def test_a_path_outside_the_root_brings_its_own(root: Path, executor: FakeExecutor) -> None:
@@ -470,7 +463,7 @@ TWO_RUNNERS = """
 import sys
 from pathlib import Path
 from torch_ext.runner.choice import History
-from torch_ext.runner.results import Status, TestName, TestResult
+from torch_ext.results import Status, TestName, TestResult
 
 for number in range(40):
     history = History(Path(sys.argv[1]), Path("/root"), "")

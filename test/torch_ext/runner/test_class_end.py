@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from torch_ext.results import Died, Raised, Remark
 from torch_ext.runner.class_runner import ClassFacts, Next, what_next
 from torch_ext.runner.messages import ClassEnded, ClassLeft
-from torch_ext.runner.results import Died, Raised, Remark
 
 EXITED = Died("It exited with code 0.")
 KILLED = Died("It was killed.")

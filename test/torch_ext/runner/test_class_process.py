@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
+from torch_ext.results import Raised, Remark, Status
 from torch_ext.runner import class_process
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
-from torch_ext.runner.results import Raised, Remark, Status
 from torch_ext.world import files, provider
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.follow import ZygoteLostError

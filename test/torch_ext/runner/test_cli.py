@@ -15,8 +15,8 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeExecutor
 from torch_ext import cache
+from torch_ext.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.cli import main, main_for_file
-from torch_ext.runner.results import Remark, Status, TestName, TestResult
 
 LAYOUT = {
     "distributed/fsdp/test_input.py": ["TestInput.test_dict", "TestInput.test_tuple", "TestMore.test_one"],

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from test.torch_ext.world.suites import CHECKOUT
+from torch_ext.results import SetupError
 from torch_ext.runner.cluster.machines import Machines
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import SetupError
 from torch_ext.world import _os
 
 needs_ray = pytest.mark.skipif(

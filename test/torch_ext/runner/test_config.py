@@ -40,11 +40,11 @@ def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
 def test_flags_win_over_the_environment_and_that_over_the_file(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\ndurations = 3\nverbose = true\ndevice = "sim"')
-    monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --durations 4 -k 'a or b'")
+    write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\nslots = 3\nverbose = true\ndevice = "sim"')
+    monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --slots 4 -k 'a or b'")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
     options = parse(["--reruns", "3"])
-    assert (options.reruns, options.durations, options.timeout_s, options.verbosity) == (3, 4, 2.5, 1)
+    assert (options.reruns, options.slots, options.timeout_s, options.verbosity) == (3, 4, 2.5, 1)
     assert options.keywords == ("a or b",)
     assert options.root == project / "suites"
     assert options.device == "", "the variable speaks for itself"
@@ -54,7 +54,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     found = shown(capsys)
     file = str(project / "pyproject.toml")
     assert found["reruns"] == ("3", "command line")
-    assert found["durations"] == ("4", "TORCH_EXT_OPTIONS")
+    assert found["slots"] == ("4", "TORCH_EXT_OPTIONS")
     assert found["device"] == ("cpu", "TORCH_EXT_DEVICE")
     assert found["timeout"] == ("2.5", file)
     assert found["root"] == (str(project / "suites"), file)
@@ -86,13 +86,13 @@ def test_what_is_shown_can_be_typed(project: Path, capsys: pytest.CaptureFixture
         (["--cluster", ""], "argument --cluster: got nothing"),
         (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
         (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
-        (["@lines"], "got the line '--repeat 3' in a file that @ names, which has one argument a line; write --repeat"),
+        (["@lines"], "@lines: arguments from a file were removed; write $(cat lines)"),
+        (["--durations", "3"], "--durations was removed; sort the results that --json writes by their duration_s"),
     ],
 )
 def test_what_would_be_lost_in_silence_is_refused(
     project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    Path("lines").write_text("TestA\n--repeat 3\n")
     with pytest.raises(SystemExit) as ended:
         parse(["--root", str(project), *arguments])
     assert ended.value.code == 2 and said in capsys.readouterr().err
@@ -246,22 +246,4 @@ def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
     monkeypatch.setenv(variable, text)
     with pytest.raises(SystemExit) as ending:
         parse([])
-    assert ending.value.code == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"@list", "a file that @ names reads itself"),
-        (b"\xff\xfe\x00", "a file that @ names is no text"),
-        (None, "@list cannot be read: No such file or directory"),
-    ],
-)
-def test_a_list_that_cannot_be_read_is_a_usage_error(
-    project: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
-) -> None:
-    if content is not None:
-        Path("list").write_bytes(content)
-    with pytest.raises(SystemExit) as ending:
-        parse(["@list"])
     assert ending.value.code == 2 and said in capsys.readouterr().err

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_ext.results import TestName
 from torch_ext.runner.keywords import keyword_filter
-from torch_ext.runner.results import TestName
 
 TEST = TestName("distributed/test_fsdp.py", "TestInput", "test_type_dict")
 WORDS = ["fsdp", "TestInput", "dict", "rpc", "testinput", "tuple"]

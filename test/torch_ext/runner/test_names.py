@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile, find_test_files
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
-from torch_ext.runner.results import Needs, TestName
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 AROUND = {"torch": "2.13.0", "device": "cpu"}

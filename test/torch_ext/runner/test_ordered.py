@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.reporters.make import InOrder
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
 FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]
@@ -19,17 +19,15 @@ class Kept:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def begin(self, began: Began) -> None:
-        self.told.append(f"began {began.test.cls}{began.test.method}")
-
-    def add(self, result: TestResult) -> None:
-        self.told.append(f"{result.test.cls}{result.test.method or result.test.file}")
-
-    def new_round(self, number: int) -> None:
-        self.told.append(f"round {number}")
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        self.told.append("end")
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Began):
+            self.told.append(f"began {event.test.cls}{event.test.method}")
+        elif isinstance(event, TestResult):
+            self.told.append(f"{event.test.cls}{event.test.method or event.test.file}")
+        elif isinstance(event, RoundBegan):
+            self.told.append(f"round {event.number}")
+        elif isinstance(event, RunEnded):
+            self.told.append("end")
 
 
 def made() -> tuple[Kept, InOrder]:
@@ -43,16 +41,16 @@ def result(test: TestName) -> TestResult:
 
 def test_the_first_class_passes_through_and_the_rest_waits() -> None:
     kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.over(Over(TestName("b.py", "C")))
-    ordered.begin(Began(A1))
-    ordered.add(result(B1))
-    ordered.add(result(A1))
+    ordered(result(C1))
+    ordered(Over(TestName("b.py", "C")))
+    ordered(Began(A1))
+    ordered(result(B1))
+    ordered(result(A1))
     assert kept.told == ["began A1", "A1"]
-    ordered.over(Over(TestName("a.py", "A")))
+    ordered(Over(TestName("a.py", "A")))
     assert kept.told[2:] == ["B1"]
-    ordered.over(Over(TestName("a.py", "B")))
-    ordered.finish()
+    ordered(Over(TestName("a.py", "B")))
+    ordered(RunEnded())
     assert kept.told[3:] == ["C1", "end"]
 
 
@@ -60,48 +58,48 @@ def test_that_a_class_begins_is_told_at_once_and_so_is_that_a_failure_waits() ->
     kept, waits = Kept(), list[str]()
     ordered = InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept, waits=lambda result: waits.append(result.test.id))
     for name in (TestName("b.py", "C"), TestName("a.py", "A")):
-        ordered.begin(Began(name))
-    ordered.begin(Began(C1))
-    ordered.add(TestResult(C1, Status.FAILED, 0.0))
-    ordered.add(TestResult(A1, Status.FAILED, 0.0))
+        ordered(Began(name))
+    ordered(Began(C1))
+    ordered(TestResult(C1, Status.FAILED, 0.0))
+    ordered(TestResult(A1, Status.FAILED, 0.0))
     assert kept.told == ["began C", "began A", "A1"] and waits == [C1.id]
 
 
 def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
     kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.add(result(B1))
-    ordered.finish(interrupted=True)
+    ordered(result(C1))
+    ordered(result(B1))
+    ordered(RunEnded(interrupted=True))
     assert kept.told == ["B1", "C1", "end"]
 
 
 def test_a_file_that_cannot_be_imported_holds_nothing_up() -> None:
     kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.add(result(TestName("a.py")))
-    ordered.over(Over(TestName("a.py")))
+    ordered(result(C1))
+    ordered(result(TestName("a.py")))
+    ordered(Over(TestName("a.py")))
     assert kept.told == ["a.py", "C1"]
 
 
 def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None:
     kept, ordered = made()
-    ordered.over(Over(TestName("a.py", "A")))
-    ordered.add(result(TestName("a.py", "A")))
+    ordered(Over(TestName("a.py", "A")))
+    ordered(result(TestName("a.py", "A")))
     assert kept.told == ["Aa.py"]
 
 
 def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:
     kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.new_round(2)
-    ordered.add(result(C1))
-    ordered.add(result(A1))
+    ordered(result(C1))
+    ordered(RoundBegan(2))
+    ordered(result(C1))
+    ordered(result(A1))
     assert kept.told == ["C1", "round 2", "A1"]
 
 
 def test_failures_may_come_at_once() -> None:
     kept = Kept()
     ordered = InOrder(make_plan(FILES, [A1, B1, C1]), kept, failures_at_once=True)
-    ordered.add(result(B1))
-    ordered.add(TestResult(C1, Status.FAILED, 0.0))
+    ordered(result(B1))
+    ordered(TestResult(C1, Status.FAILED, 0.0))
     assert kept.told == ["C1"]

@@ -129,7 +129,7 @@ class TestC(Case):
 """
 CTRL_C = """
 from torch_ext.runner import execute
-from torch_ext.runner.results import TestResult
+from torch_ext.results import TestResult
 
 run, told = execute.RunExecutor.run, set()
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from torch_ext.results import Remark, RunEnded, Status, TestName, TestResult
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.failure import rerun_command
 from torch_ext.runner.reporters.text import StyledWriter, TextReporter
-from torch_ext.runner.results import Remark, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
 FILE = TestFile("fsdp/test_a.py", Path("/root/fsdp/test_a.py"), "fsdp.test_a", Path("/root"))
@@ -53,8 +53,8 @@ def report(
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
     made = TextReporter(plan, RunOptions(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
     for result in results:
-        made.add(result)
-    made.finish(interrupted=interrupted)
+        made(result)
+    made(RunEnded(interrupted))
     return re.sub(r"(Ran \d+ tests? in )\d+\.\d\d s", r"\1T s", stream.getvalue())
 
 

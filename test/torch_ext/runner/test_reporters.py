@@ -20,9 +20,9 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 
+from torch_ext.results import Began, Event, Over, Status, TestName, TestResult
 from torch_ext.runner.reporters.base import ReportFile
-from torch_ext.runner.reporters.trace import TraceReporter
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
+from torch_ext.runner.reporters.trace import write_trace
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said
 
@@ -326,19 +326,17 @@ def test_the_trace_holds_what_each_rank_did_inside_its_test(ran: Ran) -> None:
 
 
 def test_no_slice_of_a_row_begins_before_the_one_in_front_of_it_has_ended(tmp_path: Path) -> None:
-    trace = TraceReporter(ReportFile(str(tmp_path / "trace.json"), "the trace"))
+    log: list[tuple[float, Event]] = []
     start_s = time.monotonic()
-    test = TestName("a.py", "TestA", "test_1")
+    test, cls = TestName("a.py", "TestA", "test_1"), TestName("a.py", "TestA")
     for number in range(200):  # of lengths that are no whole microseconds
         at_s = start_s + number * 0.01
         edges = [at_s + part * 0.0010007 for part in range(4)]
         receipt = Receipt(Said.PASSED, edges[2], began_s=edges[1])
         rank = Outcome(0, Ending.PASSED, receipt=receipt, started_s=edges[0], ended_s=edges[3])
-        trace.begin(Began(TestName("a.py", "TestA")))
-        trace.begin(Began(test))
-        trace.add(TestResult(test, Status.PASSED, 0.003, ranks=(rank,)))
-        trace.over(Over(TestName("a.py", "TestA")))
-    trace.finish()
+        log += [(at_s, Began(cls)), (at_s, Began(test))]
+        log += [(edges[3], TestResult(test, Status.PASSED, 0.003, ranks=(rank,))), (edges[3], Over(cls))]
+    write_trace(log, ReportFile(str(tmp_path / "trace.json"), "the trace"))
     drawn = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
     for kind in ("rank", "test", "class"):
         found = sorted((one["ts"], one["ts"] + one["dur"]) for one in drawn if one["cat"] == kind)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext.runner.results import TestName
+from torch_ext.results import TestName
 from torch_ext.runner.selection import SelectionError, select_files, select_tests
 
 PREFIXES = ("test.", "test/", "/home/me.too/test/")

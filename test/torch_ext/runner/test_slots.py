@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate import Span, lower_bound, makespan, simulate
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.places import Machine
-from torch_ext.runner.results import Needs, TestName
-from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Policy, Queue, Serial, Slots, make_plan, slots_of
+from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Queue, Slots, make_plan, slots_of
 from torch_ext.world.protocol import Devices
 
 # The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
@@ -58,9 +58,9 @@ def test_packed_stays_within_a_tenth_of_the_lower_bound(slots: int, copies: int)
     assert makespan(recorded, Packed(slots), slots) <= 1.1 * lower_bound(recorded, slots)
 
 
-@pytest.mark.parametrize("policy", [Serial(), Packed(3), Packed(64)])
+@pytest.mark.parametrize("policy", [Packed(1, strict=True), Packed(3), Packed(64)])
 @pytest.mark.parametrize("slots", [1, 5, 8])
-def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Policy, slots: int) -> None:
+def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Packed, slots: int) -> None:
     recorded = plan(RECORDED, alone=(4, 68))
     spans = simulate(recorded, policy, slots)
     assert len(spans) == len(recorded.batches) and {span.batch for span in spans} == set(recorded.batches)
@@ -74,9 +74,9 @@ def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Policy, slots:
 
 def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it() -> None:
     recorded = plan(RECORDED)
-    spans = simulate(recorded, Serial(), 64)
+    spans = simulate(recorded, Packed(1, strict=True), 64)
     assert [span.batch for span in spans] == list(recorded.batches) and most_at_once(spans) == 1
-    assert makespan(recorded, Serial(), 64) == pytest.approx(sum(batch.expected_s for batch in recorded))
+    assert makespan(recorded, Packed(1, strict=True), 64) == pytest.approx(sum(batch.expected_s for batch in recorded))
 
 
 def test_no_more_classes_run_at_once_than_asked_for() -> None:
@@ -108,14 +108,14 @@ def test_few_files_are_open_at_a_time_and_each_once() -> None:
 
 
 def test_a_file_that_turns_out_to_be_empty_is_done() -> None:
-    queue = Queue(plan([(1, 1, 0)]), Serial(), Slots(1))
+    queue = Queue(plan([(1, 1, 0)]), Packed(1, strict=True), Slots(1))
     (opened,) = queue.files_to_open()
     queue.loaded(opened, ())
     assert queue.start() is None and queue.files_done() == [opened] and queue.over
 
 
 def test_a_serial_run_waits_for_a_file_that_loads_late() -> None:
-    queue = Queue(plan([(1, 1, 0), (1, 1, 1)]), Serial(), Slots(4))
+    queue = Queue(plan([(1, 1, 0), (1, 1, 1)]), Packed(1, strict=True), Slots(4))
     first, second = queue.files_to_open()
     (batch,) = plan([(1, 1, 1)])
     queue.loaded(second, [batch])

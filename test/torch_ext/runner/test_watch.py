@@ -6,16 +6,31 @@ import io
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from torch_ext.results import (
+    Began,
+    Event,
+    Needs,
+    Over,
+    Remark,
+    RoundBegan,
+    RunEnded,
+    Stalled,
+    Status,
+    TestName,
+    TestResult,
+    Tick,
+)
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
-from torch_ext.runner.results import Began, Needs, Over, Remark, Stalled, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.wording import LEFT_BEHIND
 
@@ -28,8 +43,20 @@ ONE, TWO, OTHER = (
 PLAN = make_plan([FILE], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
 
 
-def running(recorded: float | None = None) -> Running:
-    return Running(PLAN, lambda test: recorded, lambda test: 2.0, 100.0)
+class View(Running):
+    """What runs, with the tally that counts before it."""
+
+    def __init__(self, recorded: float | None = None) -> None:
+        self.tally = Tally(PLAN)
+        super().__init__(self.tally, lambda test: recorded, 100.0)
+
+    def take(self, event: Event, now_s: float) -> None:
+        self.tally(event)
+        super().take(event, now_s)
+
+
+def running(recorded: float | None = None) -> View:
+    return View(recorded)
 
 
 def passed(test: TestName) -> TestResult:
@@ -39,13 +66,13 @@ def passed(test: TestName) -> TestResult:
 def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks() -> None:
     view = running()
     assert view.summary(101.0) == "[0/3]  1 s" and view.under_way(101.0) == []
-    view.begin(Began(TestName("a.py", "TestA")), 101.0)
-    view.begin(Began(ONE), 102.0)
-    view.begin(Began(OTHER), 103.0)
+    view.take(Began(TestName("a.py", "TestA")), 101.0)
+    view.take(Began(ONE), 102.0)
+    view.take(Began(OTHER), 103.0)
     assert view.under_way(110.0) == ["a.py::TestA::test_1  4 ranks  8 s", "a.py::TestB::t  1 rank  7 s"]
-    view.add(passed(ONE), 110.0)
-    view.add(TestResult(OTHER, Status.FAILED, 1.0), 110.0)
-    view.over(Over(TestName("a.py", "TestB")))
+    view.take(passed(ONE), 110.0)
+    view.take(TestResult(OTHER, Status.FAILED, 1.0), 110.0)
+    view.take(Over(TestName("a.py", "TestB")), 110.0)
     assert view.summary(110.0) == "[2/3]  1 passed  1 failed  10 s  about 5 s left"
     assert view.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
 
@@ -53,25 +80,25 @@ def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks() ->
 def test_the_view_counts_a_test_once_however_often_it_runs() -> None:
     view = running()
     for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
-        view.add(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3), 101.0)
-        assert sum(view.counts.values()) == 1 and view.counts[status] == 1
-    view.add(passed(TWO), 101.0)
-    view.add(passed(OTHER), 101.0)
+        view.take(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3), 101.0)
+        assert Counter(one.status for one in view.tally.results) == {status: 1}
+    view.take(passed(TWO), 101.0)
+    view.take(passed(OTHER), 101.0)
     assert view.summary(102.0) == "[3/3]  2 passed  1 flaky  2 s"
-    view.new_round(102.0)
-    view.add(TestResult(ONE, Status.FAILED, 1.0), 103.0)
+    view.take(RoundBegan(2), 102.0)
+    view.take(TestResult(ONE, Status.FAILED, 1.0), 103.0)
     assert view.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky")
 
 
 def test_a_slow_test_is_told_when_it_becomes_slow_and_when_its_time_has_doubled() -> None:
     view = running(recorded=20.0)
-    view.begin(Began(ONE), 100.0)
+    view.take(Began(ONE), 100.0)
     assert view.newly_slow(159.0) == [] and "slow" not in view.under_way(159.0)[0]
     assert view.newly_slow(160.0) == ["slow: a.py::TestA::test_1 has run for 1:00, 20.0 s when it last passed"]
     assert view.under_way(161.0)[0].endswith("  slow")
     assert view.newly_slow(219.0) == [] and len(view.newly_slow(220.0)) == 1
-    view.add(passed(ONE), 230.0)
-    view.begin(Began(TWO), 230.0)
+    view.take(passed(ONE), 230.0)
+    view.take(Began(TWO), 230.0)
     assert view.newly_slow(280.0) == []
 
 
@@ -79,7 +106,7 @@ def test_a_process_that_is_left_behind_is_told_at_once() -> None:
     stream = io.StringIO()
     watch = PlainWatch(running(), StyledWriter(stream))
     told = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
-    watch.add(TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told)))
+    watch(TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told)))
     assert stream.getvalue() == f"leak: {ONE.id}: {told}\n"
 
 
@@ -88,12 +115,12 @@ def test_a_pipe_gets_a_line_for_a_slow_test_and_after_long_silence(monkeypatch: 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     watch = PlainWatch(running(), StyledWriter(stream))
-    watch.begin(Began(ONE))
+    watch(Began(ONE))
     quiet = io.StringIO()
     rarely = PlainWatch(running(), StyledWriter(quiet), often=False)
     for now[0] in (119.0, 121.0, 131.0, 150.0, 152.0):
-        watch.tick()
-        rarely.tick()
+        watch(Tick())
+        rarely(Tick())
     assert stream.getvalue().splitlines() == [
         "[0/3]  21 s",
         "  running: a.py::TestA::test_1  4 ranks  21 s",
@@ -103,7 +130,7 @@ def test_a_pipe_gets_a_line_for_a_slow_test_and_after_long_silence(monkeypatch: 
     ]
     assert quiet.getvalue() == ""
     now[0] = 161.0
-    rarely.tick()
+    rarely(Tick())
     assert quiet.getvalue() == "[0/3]  1:01\n"
 
 
@@ -131,14 +158,14 @@ def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.Monke
     stream = Terminal()
     out = StyledWriter(stream)
     watch = LiveWatch(running(), out, stream)
-    watch.begin(Began(ONE))
-    watch.tick()
+    watch(Began(ONE))
+    watch(Tick())
     text = "line 1\n\ttab  " + "long " * 60 + "\n\nlast"
     out.verbatim(text)
     *report, summary, under_way, rest = screen(stream.getvalue())
     assert report == text.split("\n") and rest == ""
     assert summary.startswith("[0/3]  ") and under_way.startswith("  a.py::TestA::test_1  4 ranks  ")
-    watch.finish()
+    watch(RunEnded())
     out.line("end")
     assert screen(stream.getvalue()) == [*text.split("\n"), "end", ""]
 
@@ -150,7 +177,7 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "stdout", stream)
     reporters = Reporters(PLAN, RunOptions(Path("/root")))
     failure = Remark("[bold] the \t whole " + "text " * 50)
-    events: list[Began | Over | TestResult | Tick | Stalled] = [
+    events: list[Event] = [
         Began(TestName("a.py", "TestA")), Began(ONE), Began(TestName("a.py", "TestB")), Began(OTHER), Tick(),
         Stalled(ONE, "no progress\n  stacks"),
         TestResult(OTHER, Status.FAILED, 0.5, (failure,)), Over(TestName("a.py", "TestB")), Tick(),
@@ -158,8 +185,8 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     ]  # fmt: skip
     for event in events:
         now[0] += 1.0
-        reporters.take(event)
-    reporters.finish(interrupted=False)
+        reporters(event)
+    reporters(RunEnded())
     return stream.getvalue()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext.runner.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
+from torch_ext.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
 from torch_ext.upstream.judge import BUILT_IN, Difference, Differences, Judge, read
 from torch_ext.upstream.reasons import Releases
 from torch_ext.world.outcome import Ending, Outcome

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_ext.__main__ import upstream
 from torch_ext.runner.cli import main
-from torch_ext.upstream.harness import UPSTREAM
 from torch_ext.upstream.judge import Judge, read
 from torch_ext.upstream.reasons import release_of_checkout
 
@@ -36,7 +36,7 @@ def test_a_path_that_cannot_be_run(
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "test_a.b.py"):
         Path(file).touch()
-    assert main(["--upstream", name], UPSTREAM) == 2
+    assert main(["--upstream", name], upstream()) == 2
     shown = capfd.readouterr()
     assert sentence in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
@@ -68,7 +68,7 @@ def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
 ) -> None:
     (tmp_path / "sys.py").write_text(PASSES)
     monkeypatch.chdir(tmp_path)
-    assert main(["--upstream", "sys.py", "--device", "cpu"], UPSTREAM) == 1
+    assert main(["--upstream", "sys.py", "--device", "cpu"], upstream()) == 1
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
@@ -96,7 +96,7 @@ def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
 
 
 def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
-    from torch_ext.runner.results import Status, TestName, TestResult
+    from torch_ext.results import Status, TestName, TestResult
 
     no_ranks = "no rank was started, because the test's world_size is 0"
     counts, constant = tmp_path / "test_counts.py", tmp_path / "test_constant.py"

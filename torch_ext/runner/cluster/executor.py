@@ -1,21 +1,19 @@
-"""Runs a plan on a Ray cluster: hands classes to machines as Ray makes room, and again what a lost machine took along.
+"""Runs a plan on a Ray cluster: hands classes to machines as Ray makes room, and again the tests of a lost machine.
 
 Note [A lost machine]
 ~~~~~~~~~~~~~~~~~~~~~
-Results come as tests end, so what a machine has told is kept. When Ray says that its actor is gone, or that ends
+Results come as tests end, so those that a machine has sent are kept. When Ray says that its actor is gone, or that ends
 because its supervisor did, the tests without a result run once more, wherever there is room, and the report says so. A
 class that has lost three machines fails: it may be what ends them.
 
-A class on several hosts is lost with any of them. Its host 0 may notice that before Ray does, and ends the class then,
-so that no test fails for it. What its other machines still say counts for nothing.
+A class on several hosts is lost with any of them. Its other hosts end it, so that no test fails for the loss, and their
+later events count for nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import torch_ext
-from torch_ext.runner.cluster.link import on_our_clock
-from torch_ext.runner.cluster.machines import Machines, Placement, said_in_a_line
-from torch_ext.runner.cluster.messages import Event, HostLost, Listening, Peer, RunClass, Told
+from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
+from torch_ext.runner.cluster.hosts import on_our_clock
+from torch_ext.runner.cluster.machines import Machines, said_in_a_line
+from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.wording import PREFIX
 
 __all__ = ["ClusterExecutor"]
 
-# How many classes wait for a place at a time; more would cost Ray time and nobody anything else.
+# How many classes wait for a place at a time; more would cost Ray time and gain nothing.
 _AHEAD = 8
-# How often those are looked after, and those who show the time told that it passes, in seconds.
+# Poll and tick interval, in seconds.
 _LOOK_S = 0.25
 # How many machines a class may lose.
 _MOST_LOST = 3
@@ -52,21 +50,19 @@ class _Job:
     Attributes:
         left: its tests without a result.
         lost: how many machines it has lost.
-        place: where Ray puts it; None before it is asked.
+        place: Ray's reservation for it; None before Ray is asked, and once the room is given back.
         nodes: the ids of the machines that it runs on, host 0 first; none before it runs.
-        ports: where those from host 1 on wait for host 0.
-        token: what they know that by.
-        over: nothing that is still said of it counts.
+        joined: how many of those from host 1 on can start ranks.
+        over: no event of it counts any more.
     """
 
     batch: Batch
     left: list[TestName]
     lost: int = 0
     number: int = field(default_factory=itertools.count(1).__next__)
-    place: Placement | None = None
+    place: Any = None
     nodes: tuple[str, ...] = ()
-    ports: dict[int, int] = field(default_factory=dict)
-    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    joined: int = 0
     over: bool = False
 
     @property
@@ -75,13 +71,8 @@ class _Job:
 
 
 class ClusterExecutor:
-    """See :class:`~torch_ext.runner.executor.Executor`. Names are collected on this machine, tests run on those of
-    ``options.cluster``, which is ``local:N`` or an address that Ray understands.
-
-    Args:
-        options: what the user asked for.
-        collect: names the tests of files; see the Protocol.
-        close: ends what that has started.
+    """See :class:`~torch_ext.runner.steps.Executor`. Names are collected on this machine, by ``collect``, which
+    ``close`` ends; tests run on the machines of ``options.cluster``.
     """
 
     def __init__(
@@ -97,13 +88,11 @@ class ClusterExecutor:
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See the Protocol."""
-        if not plan.batches:
-            return
-        folder = _folder_of(self._options.root, [batch.file for batch in plan])
-        self._machines.connect(_runtime_environment(folder))
-        in_order = self._options.random_order is not None
-        batches = Packed(1, in_order=in_order).order(plan.batches)
-        _ClusterRun(self._options, self._machines, folder, sink).run(batches)
+        if plan.batches:
+            folder = _folder_of(self._options.root, [batch.file for batch in plan])
+            self._machines.connect(_runtime_environment(folder))
+            batches = Packed(1, in_order=self._options.random_order is not None).order(plan.batches)
+            _ClusterRun(self._options, self._machines, folder, sink).run(batches)
 
     def close(self) -> None:
         """Let go of the cluster, and end it if it is our own. Idempotent."""
@@ -112,9 +101,7 @@ class ClusterExecutor:
 
 
 class _ClusterRun:
-    """Classes that wait, those that Ray is placing, and the streams of what machines tell of those that run, each with
-    the host of the class that it comes from.
-    """
+    """Classes that wait, those that Ray is placing, and the event streams of those that run, each with its host."""
 
     def __init__(self, options: RunOptions, machines: Machines, folder: Path, sink: Sink) -> None:
         self._options, self._machines, self._folder, self._sink = options, machines, folder, sink
@@ -144,67 +131,59 @@ class _ClusterRun:
         while self._waiting and len(self._placed) < _AHEAD and at_once < most:
             job = self._waiting.pop(0)
             if self._has_machines_for(job):
-                job.place = self._machines.placement(job.batch.need)
+                job.place = self._machines.reserve(job.batch.need)
                 self._placed.append(job)
                 at_once += 1
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has as many machines as a class asks for; end the class if not."""
         wanted, there, had = job.batch.need.hosts, self._machines.number, self._machines.most
+        asks = f"the class asks for {wanted} hosts"
         if wanted <= max(1, there):
             return True
-        asks = f"the class asks for {wanted} hosts"
         if wanted <= had:
             left = f"only {there} {'is' if there == 1 else 'are'} left"
             self._end(job, f"{asks}, and of the cluster's {had} machines {left}")
             return False
-        has = f"{had} machine{'s' * (had != 1)}"
-        reason = f"{asks}, and the cluster has {has}; without --cluster, this machine stands for all of them"
+        has = f"the cluster has {had} machine{'s' * (had != 1)}"
         for test in job.left:
+            reason = f"{asks}, and {has}; without --cluster, this machine stands for all of them"
             self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         self._sink(Over(job.cls))
         return False
 
-    # Classes
-
     def _begins(self, job: _Job) -> bool:
-        """Run ``job`` if Ray has found a place for it; return whether it has."""
-        nodes = job.place.nodes() if job.place is not None else ()
-        for node in nodes:
-            if not self._machines.has(node):
-                self._leave(job)
-                job.lost += 1
-                if job.lost >= _MOST_LOST:
-                    raise SetupError(f"Ray places classes on the machine {node[:12]}, which cannot run tests")
-                job.place = self._machines.placement(job.batch.need)
-                return False
-        job.nodes = nodes
-        for host in range(1, len(nodes)):
+        """Run ``job`` if Ray has found a place for it; return whether it has. Host 0 waits for the others."""
+        job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
+        if strange := [node for node in job.nodes if not self._machines.has(node)]:
+            self._leave(job)
+            job.lost += 1
+            if job.lost >= _MOST_LOST:
+                raise SetupError(f"Ray places classes on the machine {strange[0][:12]}, which cannot run tests")
+            job.place = self._machines.reserve(job.batch.need)
+            return False
+        for host in range(1, len(job.nodes)) if len(job.nodes) > 1 else range(len(job.nodes)):
             self._order(job, host)
-        if len(nodes) == 1:
-            self._order(job, 0)
-        return bool(nodes)
+        return bool(job.nodes)
 
     def _order(self, job: _Job, host: int) -> None:
-        """Have the machine of ``host`` run its share of a class; host 0 last, since it connects to the others."""
-        node, batch, addresses = job.nodes[host], job.batch, self._machines.addresses
+        """Have the machine of ``host`` run its share of a class."""
+        node, batch = job.nodes[host], job.batch
         path, import_root = (each.relative_to(self._folder) for each in (batch.file.path, batch.file.import_root))
         file = replace(batch.file, path=path, import_root=import_root)
         shipped = batch._replace(file=file, tests=tuple(job.left), need=batch.need.of_each_host)
-        peers = [
-            Peer(addresses[each], job.ports[at], _name(each)) for at, each in enumerate(job.nodes) if at and not host
-        ]
-        order = RunClass(job.number, shipped, host, addresses[node], _name(node), tuple(peers), job.token)
-        self._running[self._machines.run(node, order)] = job, host
+        names = tuple(map(_name, job.nodes)) if len(job.nodes) > 1 else ()
+        order = RunClass(job.number, shipped, host, self._machines.addresses[node], names)
+        self._running[self._machines.run(node, order, job.nodes)] = job, host
 
     def _take(self) -> bool:
-        """Take what has come, waiting a moment for it. Return whether the run stops."""
+        """Take the events that have come, waiting a moment for one. Return whether the run stops."""
         if not self._running:
             time.sleep(_LOOK_S / 5)
         for stream in self._machines.ready(list(self._running), _LOOK_S) if self._running else ():
             job, host = self._running[stream]
             try:
-                told: Told = self._machines.next_of(stream)
+                told = self._machines.next_of(stream)
             except StopIteration:
                 del self._running[stream]
                 if not host:
@@ -213,26 +192,28 @@ class _ClusterRun:
                 del self._running[stream]
                 self._lost(job, host, said_in_a_line(error))
             else:
-                if told.event is not None and not job.over and self._hear(job, host, told.event, told.now_s):
+                if told.event is not None and not job.over and self._hear(job, host, told):
                     return True
         return False
 
-    def _hear(self, job: _Job, host: int, event: Event, now_s: float) -> bool:
+    def _hear(self, job: _Job, host: int, told: Told) -> bool:
         """Take an event of a class; return whether the run stops."""
-        if isinstance(event, Listening):
-            job.ports[host] = event.port
-            if len(job.ports) == len(job.nodes) - 1:
+        event = told.event
+        if isinstance(event, Joined):
+            job.joined += 1
+            if job.joined == len(job.nodes) - 1:
                 self._order(job, 0)
-        elif isinstance(event, HostLost) and event.gone:
-            self._lost(job, event.host, event.why)
-        elif isinstance(event, HostLost):
-            self._end(job, f"host {event.host} ({_name(job.nodes[event.host])}) cannot run it: {event.why}")
+        elif isinstance(event, HostFailed) and event.lost:
+            self._lost(job, host, event.why)
+        elif isinstance(event, HostFailed):
+            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run it: {event.why}")
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)
-            self._sink(_on_our_clock(event, now_s))
+            shift_s = time.monotonic() - told.now_s
+            self._sink(replace(event, ranks=tuple(on_our_clock(rank, shift_s) for rank in event.ranks)))
             return self._options.failfast and event.status.counted is Status.FAILED
-        else:
+        elif event is not None:
             self._sink(event)
         return False
 
@@ -245,8 +226,7 @@ class _ClusterRun:
         job.lost += 1
         machine, number = node[:12], len(job.left)
         if number and job.lost >= _MOST_LOST:
-            said = f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}"
-            self._end(job, said)
+            self._end(job, f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}")
             return
         job.over = True
         self._leave(job)
@@ -261,37 +241,21 @@ class _ClusterRun:
         self._machines.connect({})
 
     def _end(self, job: _Job, said: str) -> None:
-        """Have the class fail for what a sentence says."""
+        """Have the class fail, for a reason in a sentence."""
         job.over = True
         self._leave(job)
         self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(said),)))
         self._sink(Over(job.cls))
 
     def _leave(self, job: _Job) -> None:
+        """End a class on all of its hosts, and give its room back."""
         if job.place is not None:
-            with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
-                job.place.leave()
+            self._machines.leave(job.place, job.nodes, job.number)
             job.place = None
 
 
 def _name(node: str) -> str:
-    """What the report calls a machine."""
     return f"machine {node[:12]}"
-
-
-def _on_our_clock(result: TestResult, now_s: float) -> TestResult:
-    """Shift the times of ranks from the machine's clock, which reads ``now_s``, to that of this process."""
-    shift_s = time.monotonic() - now_s
-    ranks = [
-        replace(
-            one,
-            receipt=on_our_clock(one.receipt, shift_s),
-            started_s=one.started_s + shift_s,
-            ended_s=one.ended_s + shift_s if one.ended_s else 0.0,
-        )
-        for one in result.ranks
-    ]
-    return replace(result, ranks=tuple(ranks))
 
 
 def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:

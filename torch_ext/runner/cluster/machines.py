@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_ext import cache
-from torch_ext.runner.cluster.messages import RunClass, Settings, Told
+from torch_ext.results import SetupError
+from torch_ext.runner.cluster.messages import Leave, Line, RunClass, Settings, Told
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import SetupError
-from torch_ext.runner.schedule import Need
+from torch_ext.runner.schedule import Need, cores
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 
-__all__ = ["Machines", "Node", "Placement", "SupervisorDiedError", "bundle", "said_in_a_line"]
+__all__ = ["Machines", "Node", "bundle", "said_in_a_line"]
 
 
 class SupervisorDiedError(RuntimeError):
@@ -41,6 +41,7 @@ class Node:
         theirs.close()
         self._sending = threading.Lock()
         self._queues: dict[int, queue.SimpleQueue[Told | None]] = {}
+        self._peers: dict[int, Sequence[Any]] = {}  # the actors of a class's hosts, by its number
         self._over = False
         self._channel.send(settings)
 
@@ -58,29 +59,28 @@ class Node:
         threading.Thread(target=self._listen, name="torch_ext supervisor", daemon=True).start()
         return devices
 
-    def run(self, order: RunClass) -> Iterator[Told]:
-        """Run a class, or ranks of one; yield what happens, as it does.
+    def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[Told]:
+        """Run a class, or ranks of one, with the actors ``peers`` of all its hosts; yield its events as they happen.
 
         Raises:
             SupervisorDiedError: that ended before the class was over.
         """
-        told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
-        with self._sending:
-            self._queues[order.number] = told
-            if not self._over:
-                try:
-                    self._channel.send(order)
-                except ChannelClosedError:
-                    told.put(None)
-        while not self._over or not told.empty():
-            message = told.get()
-            if message is None:
-                break
+        told = self._queues[order.number] = queue.SimpleQueue()
+        self._peers[order.number] = peers
+        self.pass_on(order)
+        if self._over:
+            told.put(None)
+        while (message := told.get()) is not None:
             yield message
             if message.event is None:
-                del self._queues[order.number]
+                del self._queues[order.number], self._peers[order.number]
                 return
         raise SupervisorDiedError("its supervisor ended")
+
+    def pass_on(self, message: RunClass | Leave | Line) -> None:
+        """Hand the supervisor a message of the driver, or of another host."""
+        with self._sending, contextlib.suppress(ChannelClosedError):  # then _listen ends the classes
+            self._channel.send(message)
 
     def end(self) -> None:
         """End the supervisor with all that it has started, and wait until it is gone."""
@@ -92,13 +92,15 @@ class Node:
         try:
             while True:
                 message, _ = self._channel.receive()
-                with contextlib.suppress(KeyError):  # nobody waits for it any more
-                    self._queues[message.number].put(message)
+                if isinstance(message, Line):
+                    if peers := self._peers.get(message.number):
+                        peers[message.to].pass_on.remote(message)  # the driver hears of a host that is lost
+                elif waiting := self._queues.get(message.number):
+                    waiting.put(message)
         except (ChannelClosedError, OSError):
-            with self._sending:
-                self._over = True
-                for waiting in self._queues.values():
-                    waiting.put(None)
+            self._over = True
+            for waiting in list(self._queues.values()):
+                waiting.put(None)
 
 
 # How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
@@ -107,20 +109,6 @@ _READY_S = 600.0
 _END_S = 30.0
 # As on a single machine: ranks wait for one another most of the time.
 _RANKS_PER_CPU = 4
-_CREATED = "CREATED"
-
-
-def _ray() -> Any:
-    """Return Ray.
-
-    Raises:
-        SetupError: it is not installed.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise SetupError("--cluster needs Ray, which is not installed here; install it with: pip install ray") from None
-    return ray
 
 
 class Machines:
@@ -128,8 +116,6 @@ class Machines:
 
     Attributes:
         addresses: where others reach each, by its id.
-        largest_cpus: the most CPUs that one has.
-        devices: the most devices that one has which ranks must share; 0 where they need not.
         most: how many there have been at a time.
 
     Raises:
@@ -137,10 +123,16 @@ class Machines:
     """
 
     def __init__(self, options: RunOptions) -> None:
+        try:
+            import ray
+        except ImportError:
+            told = "--cluster needs Ray, which is not installed here; install it with: pip install ray"
+            raise SetupError(told) from None
         self.addresses: dict[str, str] = {}
-        self.largest_cpus, self.devices, self.most = 1.0, 0, 0
+        self.most = 0
+        self._largest_cpus, self._devices = 1.0, 0  # of one machine
         self._options = options
-        self._ray = _ray()
+        self._ray = ray
         self._cluster: Any = None
         self._connected = False
         self._actors: dict[str, Any] = {}  # by the id of their machine
@@ -170,15 +162,13 @@ class Machines:
         machines = self._look()
         if not machines:
             raise SetupError(f"the cluster {self._options.cluster} has no machine with a CPU left")
-        self.largest_cpus = max(float(node["Resources"]["CPU"]) for node in machines)
+        self._largest_cpus = max(float(node["Resources"]["CPU"]) for node in machines)
         refused = self._start([node["NodeID"] for node in machines])
         if not self._actors:
             raise SetupError(refused)
 
     def _start_local(self, number: int) -> str:
         from ray.cluster_utils import Cluster
-
-        from torch_ext.runner.schedule import cores
 
         self._cluster = Cluster()
         for _ in range(number):
@@ -212,9 +202,9 @@ class Machines:
         refused = ""
         for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
             try:
-                self.devices = max(self.devices, self._ray.get(ref, timeout=_READY_S))
+                self._devices = max(self._devices, self._ray.get(ref, timeout=_READY_S))
                 self._lost.discard(node)
-            except Exception as error:  # whatever its actor raised, and that it is gone
+            except Exception as error:  # an error of its actor, or that the actor is gone
                 refused = refused or f"the machine {node[:12]} cannot run tests: {said_in_a_line(error)}"
                 del self._actors[node]
         return refused
@@ -227,28 +217,51 @@ class Machines:
             self._look()
         return node in self._actors and node in self.addresses
 
-    def placement(self, need: Need) -> Placement:
-        """Ask Ray for room for a class."""
-        return Placement(bundle(need.of_each_host, self.largest_cpus, self.devices), need.hosts)
+    def reserve(self, need: Need) -> Any:
+        """Ask Ray for room for a class, on machines of its choice, no two of them the same; return the reservation."""
+        from ray.util import placement_group
+
+        resources = bundle(need.of_each_host, self._largest_cpus, self._devices)
+        return placement_group([resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK")
+
+    def nodes(self, reservation: Any, hosts: int) -> tuple[str, ...]:
+        """Return the ids of the machines of a reservation; none while there is no room."""
+        from ray.util import placement_group_table
+
+        table = placement_group_table(reservation)
+        created = table.get("state") == "CREATED"
+        return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
     def lose(self, node: str) -> None:
         """Take note that the machine is lost, or its supervisor."""
         self._actors.pop(node, None)
         self._lost.add(node)
 
-    def run(self, node: str, order: RunClass) -> Any:
-        """Have the machine obey; return the stream of what it tells, for :meth:`ready` and :meth:`next_of`."""
-        return self._actors[node].run.options(num_returns="streaming").remote(order)
+    def run(self, node: str, order: RunClass, hosts: Sequence[str]) -> Any:
+        """Have the machine run its share of a class; return the stream of events, for :meth:`ready` and
+        :meth:`next_of`.
+        """
+        peers = [self._actors.get(each) for each in hosts] if len(hosts) > 1 else []
+        return self._actors[node].run.options(num_returns="streaming").remote(order, peers)
+
+    def leave(self, reservation: Any, nodes: Sequence[str], number: int) -> None:
+        """Have the machines end a class, if it has not ended, and give the room of its reservation back."""
+        from ray.util import remove_placement_group
+
+        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
+            for actor in filter(None, map(self._actors.get, nodes)):
+                actor.pass_on.remote(Leave(number))
+            remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Wait until one of ``streams`` has something to tell, for so long at most; return those that have."""
+        """Wait until one of ``streams`` has an event, for so long at most; return those that have."""
         found, _ = self._ray.wait(list(streams), num_returns=1, timeout=timeout_s, fetch_local=False)
         if found and len(streams) > 1:
             found, _ = self._ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
         return list(found)
 
     def next_of(self, stream: Any) -> Told:
-        """Return what a stream tells next.
+        """Return the next event of a stream.
 
         Raises:
             StopIteration: nothing more.
@@ -288,10 +301,7 @@ def said_in_a_line(error: Exception) -> str:
 def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
     """Return what a class takes of one machine, in Ray's resources: at most what the largest machine has.
 
-    Args:
-        need: of the class.
-        largest_cpus: the most CPUs that a machine has.
-        devices: the most devices that a machine has which ranks must share; 0 where they need not.
+    ``devices``: the most devices that a machine has which ranks must share; 0 where they need not.
 
     >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
     ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})
@@ -300,33 +310,3 @@ def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
         ranks = devices if need.alone else min(need.ranks, devices)
         return {"GPU": ranks, "CPU": largest_cpus if need.alone else 1 / _RANKS_PER_CPU}
     return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.ranks / _RANKS_PER_CPU)}
-
-
-class Placement:
-    """A reservation that Ray makes on machines of its choice, as soon as there is room. :meth:`leave` ends it.
-
-    Args:
-        resources: what it takes of each machine.
-        machines: how many, no two of them the same.
-    """
-
-    def __init__(self, resources: dict[str, float], machines: int = 1) -> None:
-        from ray.util import placement_group
-
-        self._machines = machines
-        self._group: Any = placement_group([resources] * machines, strategy="STRICT_SPREAD" if machines > 1 else "PACK")
-
-    def nodes(self) -> tuple[str, ...]:
-        """Return the ids of the machines; none while there is no room."""
-        from ray.util import placement_group_table
-
-        table = placement_group_table(self._group)
-        if table.get("state") != _CREATED:
-            return ()
-        return tuple(str(table["bundles_to_node_id"][number]) for number in range(self._machines))
-
-    def leave(self) -> None:
-        """Give the room back."""
-        from ray.util import remove_placement_group
-
-        remove_placement_group(self._group)

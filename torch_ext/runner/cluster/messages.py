@@ -1,14 +1,13 @@
 """Every message between the driver, a machine's actor, its supervisor and those of other machines. Standard library
 and own layer only.
 
-======================  ====================================================================
+======================  =======================================================================
 from -> to              messages
-======================  ====================================================================
-actor -> supervisor     :class:`Settings` first, then :class:`RunClass`
+======================  =======================================================================
+actor -> supervisor     :class:`Settings` first, then :class:`RunClass`, :class:`Leave`
 supervisor -> actor     the number of its devices first, then :class:`Told`
-host 0 -> another       on a link: :class:`Origin` first, then :class:`Line`
-another -> host 0       on a link: :class:`Clock` or :class:`Refusal` first, then :class:`Line`
-======================  ====================================================================
+supervisor -> another   :class:`Line`, through the actors of both machines
+======================  =======================================================================
 """
 
 from __future__ import annotations
@@ -17,34 +16,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.schedule import Batch
 
-__all__ = [
-    "Clock",
-    "Event",
-    "HostLost",
-    "Line",
-    "Listening",
-    "Origin",
-    "Peer",
-    "RankStream",
-    "Refusal",
-    "RunClass",
-    "Settings",
-    "Told",
-]
+__all__ = ["Event", "HostFailed", "Joined", "Leave", "Line", "RankStream", "RunClass", "Settings", "Told"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the supervisor of a machine runs by.
-
-    Attributes:
-        options: what the user asked for.
-        environment: variables that it adds to its own.
-        cache: folder for what is kept between runs; empty: the machine's own.
+    """The settings of a supervisor: the user's options, variables to add to its environment, and the cache folder
+    (empty: the machine's own).
     """
 
     options: RunOptions
@@ -57,57 +39,46 @@ class RunClass:
     """Run the tests of one class as its host 0, or ranks of it as another host.
 
     Attributes:
-        number: tells this order from all others.
-        batch: the class, with what it needs of this machine. Paths of its file are relative to the shipped folder.
+        number: identifies the class on all of its hosts; a class that runs again gets another number.
+        batch: the class, with its need of this machine. Paths of its file are relative to the shipped folder.
         host: which of its hosts this machine is.
         address: where other machines reach this one.
-        name: what the report calls this machine.
-        peers: the machines that run ranks too, from host 1 on; of host 0 alone.
-        token: what the machines of the class recognize one another by.
+        names: how the report names the machine of each host; empty for a class on one host.
     """
 
     number: int
     batch: Batch
     host: int = 0
     address: str = ""
-    name: str = ""
-    peers: tuple[Peer, ...] = ()
-    token: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A machine that runs ranks of a class: where it listens, and what the report calls it."""
+class Leave:
+    """End the class of order ``number``, and every rank of it. Ignored if it has ended."""
 
-    address: str
-    port: int
-    name: str
+    number: int
 
 
 @dataclass(frozen=True)
-class Listening:
-    """The machine waits at ``port`` for the one that runs the class."""
-
-    port: int
+class Joined:
+    """The machine has loaded the class's file, and can start ranks for its host 0."""
 
 
 @dataclass(frozen=True)
-class HostLost:
-    """Host ``host`` of a class, from 1 on, is out of reach, and ``why`` says how that was noticed; or it says that it
-    cannot run the class, and why: then it is not ``gone``.
-    """
+class HostFailed:
+    """The machine cannot run its ranks of the class, or has ``lost`` them."""
 
-    host: int
     why: str
-    gone: bool = True
+    lost: bool = False
 
 
-Event = Began | Over | TestResult | Tick | Stalled | Listening | HostLost
+Event = Began | Over | TestResult | Tick | Stalled | Joined | HostFailed
 
 
 @dataclass(frozen=True)
 class Told:
-    """Something happened in the class of order ``number``; ``event`` is None when nothing more comes of it.
+    """An event of the class of order ``number``; None after the last one.
 
     ``now_s`` is the machine's ``time.monotonic``, whose zero is its own.
     """
@@ -117,46 +88,35 @@ class Told:
     now_s: float
 
 
-# On a link
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The environment of the class on host 0, and its working directory, before its tests change either."""
-
-    environment: dict[str, str]
-    directory: str
-
-
-@dataclass(frozen=True)
-class Clock:
-    """``time.monotonic`` of another host, whose zero is its own."""
-
-    now_s: float
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Another host cannot run ranks of the class; ``why`` is the reason in one line. Nothing follows."""
-
-    why: str
-
-
 class RankStream(Enum):
-    """What connects ranks with their zygote and with their parent half, besides the numbered pipes of their task."""
+    """The connections of ranks to their zygote and to their parent half, besides the numbered pipes of their task."""
 
     GROUP = "the group channel of the world"
     CHANNEL = "messages"
-    OUTPUT = "what it prints"
-    STACKS = "where it is"
+    OUTPUT = "standard output and error"
+    STACKS = "stacks"
 
 
 @dataclass(frozen=True)
 class Line:
-    """``payload`` of a stream of rank ``index``, as numbered on its host: a message of a channel, or bytes of a pipe;
-    None: its end. On the stream of a group, the payload is a message of ``world/protocol.py``.
+    """A message between host 0 of the class of order ``number`` and another host.
+
+    Attributes:
+        source: the host that sends it.
+        to: the host that gets it.
+        sequence: counts the messages between the two; Ray's threads overtake each other.
+        now_s: ``time.monotonic`` of the sender.
+        world: the world, by its number on host 0.
+        stream: a connection of rank ``index``, by its number on the other host.
+        payload: a message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of
+            ``world/protocol.py``; ``Start`` comes with the environment and folder of the class on host 0.
     """
 
+    number: int
+    source: int
+    to: int
+    sequence: int
+    now_s: float
     world: int
     stream: RankStream | int
     payload: Any

@@ -1,8 +1,8 @@
 """The process that runs classes on one machine of a cluster: ``python -m torch_ext.runner.cluster.supervisor FD``.
 
-A worker of Ray has threads, and cannot fork ranks; this process has one, and loads neither torch nor Ray. It runs what
-it is told to at once, since Ray has seen to it that there is room. It ends when the actor in front of it does, with all
-that it started and with its temporary folder.
+A worker of Ray has threads, and cannot fork ranks; this process has one, and loads neither torch nor Ray. It runs each
+order at once, since Ray has seen to it that there is room. It ends when the actor in front of it does, with all that it
+started and with its temporary folder.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from torch_ext.results import Sink
 from torch_ext.runner.class_runner import ClassRunner
-from torch_ext.runner.cluster.far import FarRanks
-from torch_ext.runner.cluster.link import LinkLostError, Listener
-from torch_ext.runner.cluster.messages import Event, Listening, Refusal, RunClass, Settings, Told
-from torch_ext.runner.cluster.spread import Spread, SpreadZygotes
+from torch_ext.runner.cluster.hosts import FarRanks, Spread
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Leave, Line, RunClass, Settings, Told
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
-from torch_ext.runner.results import Sink
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
-from torch_ext.world.settings import ADDRESS_VARIABLE
+from torch_ext.world.settings import ADDRESS_VARIABLE, interface_variables
 from torch_ext.world.tree import LoadError, ZygoteDiedError
 
 __all__ = ["main"]
@@ -71,6 +69,8 @@ class _Supervisor:
         self._slots = Slots(self._machine.slots) if devices.number else None
         self._loop = Loop()
         self._over = False
+        self._tasks: dict[int, Task[None]] = {}
+        self._shares: dict[int, Spread | FarRanks] = {}
         self._used: dict[str, int] = {}  # file -> how many of its classes run, the one that was used last at the end
         channel.send(devices.number)
 
@@ -89,11 +89,18 @@ class _Supervisor:
             while not self._channel.poll():
                 yield Pause((self._channel,))
             try:
-                order, _ = self._channel.receive()
+                message, _ = self._channel.receive()
             except ChannelClosedError:
                 self._over = True
                 return
-            self._loop.add(self._obey(order))
+            if isinstance(message, RunClass):
+                self._tasks[message.number] = self._obey(message)
+                self._loop.add(self._tasks[message.number])
+            elif isinstance(message, Leave):
+                if task := self._tasks.get(message.number):
+                    self._loop.end(task)
+            elif share := self._shares.get(message.number):  # else it has ended meanwhile
+                share.take(message)
 
     def _obey(self, order: RunClass) -> Task[None]:
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
@@ -105,61 +112,57 @@ class _Supervisor:
         try:
             if order.host:
                 yield from self._join(order, batch, place)
-            elif order.peers:
+            elif order.names:
                 yield from self._run_with_others(order, batch, place)
             else:
-                yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order.number)).run()
+                yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order)).run()
         finally:
+            if share := self._shares.pop(order.number, None):
+                share.close()
+            self._tasks.pop(order.number, None)
             self._zygotes.leave(batch)
             place.leave()
             if self._slots:
                 self._slots.give_back(taken)
             self._used[file.name] -= 1
             self._forget_files(file)
-        self._tell(order.number, None)
+            with contextlib.suppress(ChannelClosedError):
+                self._tell(order, None)
 
     def _run_with_others(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
         """Run a class as its host 0."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
-        spread = Spread(order.peers, order.token, order.name, environment)
+        self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, self._send)
         self._loop.add(spread.serve())
-        try:
-            runner = ClassRunner(
-                SpreadZygotes(self._zygotes, spread),
-                place._replace(environment=environment),
-                batch,
-                self._options,
-                self._sink_of(order.number),
-            )
-            yield from spread.unless_lost(runner.run())
-        finally:
-            spread.close()
-        if spread.lost is not None:
-            self._tell(order.number, spread.lost)
+        place = place._replace(environment=environment, add_client=spread.add_client)
+        yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order)).run()
 
     def _join(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
         """Run ranks of a class of which another machine is host 0."""
-        with contextlib.closing(Listener(order.address)) as listener:
-            self._tell(order.number, Listening(listener.port))
-            try:
-                link = yield from listener.accept(order.token)
-            except LinkLostError:
-                return  # whoever was to come is gone, which the driver knows
-        with contextlib.closing(link):
-            try:
-                zygote = yield from self._zygotes.of_class(batch)
-            except (LoadError, ZygoteDiedError) as error:
-                with contextlib.suppress(LinkLostError):
-                    link.send(Refusal(str(error).rstrip().rpartition("\n")[2]))
-                return
-            with contextlib.suppress(LinkLostError):
-                yield from FarRanks(link, zygote, place.environment, order.address).serve()
 
-    def _sink_of(self, number: int) -> Sink:
-        return lambda event: self._tell(number, event)
+        def fail(why: str) -> None:
+            self._tell(order, HostFailed(why, lost=True))
 
-    def _tell(self, number: int, event: Event | None) -> None:
-        self._channel.send(Told(number, event, time.monotonic()))
+        try:
+            zygote = yield from self._zygotes.of_class(batch)
+        except (LoadError, ZygoteDiedError) as error:
+            self._tell(order, HostFailed(str(error).rstrip().rpartition("\n")[2]))
+            return
+        environment = {**place.environment, **interface_variables(order.address, place.environment)}
+        ranks = FarRanks(zygote, environment, fail, order.number, order.host, self._send)
+        self._shares[order.number] = ranks
+        self._tell(order, Joined())
+        yield from ranks.serve()
+
+    def _send(self, line: Line) -> None:
+        with contextlib.suppress(ChannelClosedError):
+            self._channel.send(line)
+
+    def _sink_of(self, order: RunClass) -> Sink:
+        return lambda event: self._tell(order, event)
+
+    def _tell(self, order: RunClass, event: Event | None) -> None:
+        self._channel.send(Told(order.number, event, time.monotonic()))
 
     def _forget_files(self, last: TestFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]

@@ -1,19 +1,21 @@
-"""What every reporter of results can do, results counted against the plan, and files that reports are written to."""
+"""The type of a reporter, results counted against the plan, and the files of reports."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from torch_ext.runner.results import Began, OutputError, SetupError, Status, TestName, TestResult
+from torch_ext.results import Event, OutputError, RoundBegan, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["ReportFile", "Reporter", "Tally", "counts"]
+__all__ = ["COLUMNS", "ReportFile", "Reporter", "Tally", "counts"]
+
+COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
@@ -24,26 +26,34 @@ def counts(results: Iterable[TestResult]) -> Counter[Status]:
 class Tally:
     """The results of one run, in the order in which they came; of several attempts at a test the last.
 
-    Tests are missed by round: after :meth:`new_round`, the whole plan is expected once more.
+    Tests are missed by round: after :class:`~torch_ext.results.RoundBegan`, the whole plan is expected once more.
+
+    Attributes:
+        waiting: the tests of the plan that have no result in this round.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.results: list[TestResult] = []
         self._lost: list[TestName] = []  # by the rounds before
-        self._waiting: dict[TestName, None] = {}
         self.plan = plan
+        self.waiting: dict[TestName, None] = {}
         self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
-        self.new_round()
+        self._expect_all()
 
-    def new_round(self) -> None:
-        """Expect every test of the plan, though it may have run in an earlier round."""
-        self._lost += self._waiting
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, TestResult):
+            self._add(event)
+        elif isinstance(event, RoundBegan):
+            self._expect_all()
+
+    def _expect_all(self) -> None:
+        self._lost += self.waiting
         self._places: dict[TestName, int] = {}
         self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
-        self._waiting = dict.fromkeys(self.plan.tests)
+        self.waiting = dict.fromkeys(self.plan.tests)
         self._open = Counter((test.file, test.cls) for test in self.plan.tests)
 
-    def add(self, result: TestResult) -> None:
+    def _add(self, result: TestResult) -> None:
         """Count ``result``, in the place of an earlier attempt at the same test."""
         place = self._places.get(result.test, -1) if result.attempt > 1 else -1
         if place < 0:
@@ -52,8 +62,8 @@ class Tally:
         self.results[place] = result
         self._places[result.test] = place
         self._by_batch.setdefault((result.test.file, result.test.cls), {})[place] = result
-        if result.test in self._waiting:
-            del self._waiting[result.test]
+        if result.test in self.waiting:
+            del self.waiting[result.test]
             self._open[result.test.file, result.test.cls] -= 1
 
     def batch_of(self, test: TestName) -> Batch | None:
@@ -66,7 +76,7 @@ class Tally:
 
     def missing(self) -> list[TestName]:
         """The planned tests that have no result."""
-        return [*self._lost, *self._waiting]
+        return [*self._lost, *self.waiting]
 
     def missing_of(self, batch: Batch) -> int:
         """How many tests of one class have no result in this round."""
@@ -80,30 +90,10 @@ class Tally:
         return not self.missing() and not counts(self.results)[Status.FAILED]
 
 
-class Reporter(Protocol):
-    """Takes the results of one run. Called in the supervisor, on the main thread, never at once from two places.
-
-    Whatever writes raises ``results.OutputError`` where it cannot, in words for users; the run then ends.
-    """
-
-    def begin(self, began: Began) -> None:
-        """Take note that a class or a test has begun. Several may be under way at once. Must not block either."""
-        ...
-
-    def add(self, result: TestResult) -> None:
-        """Take one result, as soon as its test has ended. Must not block on anything but its own output.
-
-        A result with ``again`` is followed by another of the same test and round, which counts in its place.
-        """
-        ...
-
-    def new_round(self, number: int) -> None:
-        """Take note that the whole plan runs once more. ``number`` is 2 for the first repetition."""
-        ...
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Take note that no more results come. Called once, also after an interrupt."""
-        ...
+# Gets every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, in words for users, when
+# it cannot write; the run then ends. A result with ``again`` is followed by another of the same test and round, which
+# counts in its place.
+Reporter = Callable[[Event], None]
 
 
 class ReportFile:

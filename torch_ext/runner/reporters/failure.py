@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from torch_ext.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.verdict import end_of_output, render
 
 __all__ = ["describe_failure", "rerun_command"]
@@ -14,7 +14,7 @@ __all__ = ["describe_failure", "rerun_command"]
 def describe_failure(result: TestResult) -> str:
     """Return what failed in ``result``, then the end of what its parent half printed; empty if there is nothing to say.
 
-    >>> from torch_ext.runner.results import Remark
+    >>> from torch_ext.results import Remark
     >>> test = TestName("test_a.py", "TestA", "test_b")
     >>> print(describe_failure(TestResult(test, Status.FAILED, 0.1, (Remark("It is gone."),), output="hello\\n")))
     It is gone.

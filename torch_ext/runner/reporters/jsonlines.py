@@ -8,10 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch_ext
+from torch_ext.results import (
+    Began,
+    Died,
+    Event,
+    Needs,
+    Problem,
+    Raised,
+    RanksFailed,
+    RoundBegan,
+    RunEnded,
+    Status,
+    TestName,
+    TestResult,
+)
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.results import Began, Died, Needs, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["VERSION", "JsonReporter", "describe_test"]
@@ -21,14 +34,7 @@ VERSION = 1
 
 
 class JsonReporter:
-    """Writes each event to ``file`` as it happens.
-
-    Args:
-        tally: what should run, and what came of it.
-        options: what was asked for.
-        file: where to write.
-        needs: what the tests of the plan ask for, as far as it is known.
-    """
+    """Writes each event to ``file`` as it happens; ``needs`` are those of the plan's tests that are known."""
 
     def __init__(
         self, tally: Tally, options: RunOptions, file: ReportFile, needs: Mapping[TestName, Needs] = {}
@@ -38,50 +44,44 @@ class JsonReporter:
         self._start_s = time.monotonic()
         self._round = 1
         shard = "/".join(map(str, options.shard)) if options.shard else None
-        self._tell("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
-                   device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
-        self._tell("plan", tests=[describe_test(test, needs.get(test)) for test in tally.plan.tests])
+        self._write("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
+                    device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
+        self._write("plan", tests=[describe_test(test, needs.get(test)) for test in tally.plan.tests])
 
-    def begin(self, began: Began) -> None:
-        """Write a ``begin``."""
-        self._tell("begin", round=self._round, **_address(began.test))
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Began):
+            self._write("begin", round=self._round, **_address(event.test))
+        elif isinstance(event, TestResult):
+            self._write("result", **_result(event))
+        elif isinstance(event, RoundBegan):
+            self._round = event.number
+        elif isinstance(event, RunEnded):
+            found = counts(self._tally.results)
+            columns = {one.value: found[one] for one in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)}
+            not_run = [test.id for test in self._tally.missing()]
+            duration_s = round(time.monotonic() - self._start_s, 6)
+            self._write("end", interrupted=event.interrupted, **columns, not_run=not_run, duration_s=duration_s)
+            self._file.close()
 
-    def add(self, result: TestResult) -> None:
-        """Write a ``result``."""
-        self._tell(
-            "result",
-            **_address(result.test),
-            status=result.status.value,
-            counts_as=result.status.counted.value,
-            duration_s=round(result.duration_s, 6),
-            round=result.round,
-            attempt=result.attempt,
-            again=result.again,
-            reason=result.reason,
-            warnings=list(result.warnings),
-            text=describe_failure(result) if result.status.counted is Status.FAILED else "",
-            problems=[_problem(problem) for problem in result.problems],
-            output=result.output,
-        )
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": kind, "time": round(time.time(), 6), **fields}) + "\n")
 
-    def new_round(self, number: int) -> None:
-        """Number what follows."""
-        self._round = number
 
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Write the ``end``."""
-        found = counts(self._tally.results)
-        self._tell(
-            "end",
-            interrupted=interrupted,
-            **{status.value: found[status] for status in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)},
-            not_run=[test.id for test in self._tally.missing()],
-            duration_s=round(time.monotonic() - self._start_s, 6),
-        )
-        self._file.close()
-
-    def _tell(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event, "time": round(time.time(), 6), **fields}) + "\n")
+def _result(result: TestResult) -> dict[str, Any]:
+    return {
+        **_address(result.test),
+        "status": result.status.value,
+        "counts_as": result.status.counted.value,
+        "duration_s": round(result.duration_s, 6),
+        "round": result.round,
+        "attempt": result.attempt,
+        "again": result.again,
+        "reason": result.reason,
+        "warnings": list(result.warnings),
+        "text": describe_failure(result) if result.status.counted is Status.FAILED else "",
+        "problems": [_problem(problem) for problem in result.problems],
+        "output": result.output,
+    }
 
 
 def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:

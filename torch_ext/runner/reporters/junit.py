@@ -1,18 +1,5 @@
-"""JUnit XML, as Jenkins, GitLab, Azure and Maven's tools read it, with what became of each rank.
-
-====================================  ==================================================================
-what became of a test                 what stands in its ``testcase``
-====================================  ==================================================================
-passed                                ``system-out`` with a line for each rank, if it has any
-failed                                ``failure``
-its process died, its ranks hung      ``error``; so do a file's import and a class's ``setUpClass``
-skipped, failed as it is expected to  ``skipped``
-flaky                                 ``flakyFailure`` or ``flakyError`` for each attempt that failed
-failed in every attempt               ``failure`` or ``error`` of the first, ``rerunFailure`` of the others
-planned, without a result             ``error``; ``skipped`` if the run was stopped before it
-====================================  ==================================================================
-
-A test that failed in its ranks has one ``system-out`` for each: how it ended, and what it printed.
+"""JUnit XML, as Jenkins, GitLab, Azure and Maven's tools read it, with the ending of each rank. docs/events.md
+says which element stands for which ending.
 """
 
 from __future__ import annotations
@@ -23,10 +10,10 @@ import re
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+from torch_ext.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally
 from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending
 from torch_ext.world.wording import printable
 

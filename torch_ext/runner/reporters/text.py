@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from torch_ext.results import Began, Event, OutputError, RoundBegan, RunEnded, Stalled, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import Tally, counts
+from torch_ext.runner.reporters.base import COLUMNS, Tally, counts
 from torch_ext.runner.reporters.failure import describe_failure, rerun_command
-from torch_ext.runner.results import Began, OutputError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 from torch_ext.world.wording import printable
 
@@ -110,19 +110,15 @@ def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
     return (part, "") if isinstance(part, str) else part
 
 
-_COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
 # A failure that has scrolled this many lines away is shown again at the end.
 _FAR_LINES = 100
 
 
 class TextReporter:
-    """Prints results as they come; :meth:`finish` prints the summary.
+    """Prints results as they come, and a summary at the end of the run.
 
     Args:
-        plan: what should run; a planned test without a result is shown as not run.
-        options: verbosity, and what the rerun lines repeat.
-        stream: where to print.
         notes: sentences to begin with, such as how tests were chosen.
         announce: print a line when a class begins, unless the report is quiet.
     """
@@ -147,7 +143,24 @@ class TextReporter:
         """Where it prints. Whoever else prints there does so through the same one."""
         return self._out
 
-    def begin(self, began: Began) -> None:
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RoundBegan):
+            self._unfinished()
+        self._progress(event)
+        if isinstance(event, Began):
+            self._begin(event)
+        elif isinstance(event, TestResult):
+            self._add(event)
+        elif isinstance(event, Stalled):
+            self._out.verbatim(f"{event.test.id}: {event.text}")
+        elif isinstance(event, RoundBegan):
+            self._begun.clear()
+            self._printed.clear()
+            self._out.line(f"Round {event.number} of {self._options.repeat}")
+        elif isinstance(event, RunEnded):
+            self._finish(event.interrupted)
+
+    def _begin(self, began: Began) -> None:
         """Print a line when a class begins, with its number."""
         if began.test.method or began.test in self._begun or not self._announce:
             return
@@ -156,9 +169,7 @@ class TextReporter:
         number = f"[{len(self._begun):>{len(str(total))}}/{total}]"
         self._out.line((number, "dim"), f" {began.test.id}")
 
-    def add(self, result: TestResult) -> None:
-        """Take one result. Called on the main thread, as soon as the test has ended; does not block."""
-        self._progress.add(result)
+    def _add(self, result: TestResult) -> None:
         if self._options.verbosity > 0:
             self._test_line(result)
         if result.status is Status.FLAKY:
@@ -170,29 +181,20 @@ class TextReporter:
         if batch is not None and not self._progress.missing_of(batch):
             self._batch_line(batch)
 
-    def new_round(self, number: int) -> None:
-        """Print the number of the round, and begin to count classes anew."""
-        self._unfinished()
-        self._progress.new_round()
-        self._begun.clear()
-        self._printed.clear()
-        self._out.line(f"Round {number} of {self._options.repeat}")
-
-    def finish(self, *, interrupted: bool = False) -> None:
+    def _finish(self, interrupted: bool) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if
         any is.
         """
         self._unfinished()
         self._skips()
         self._warnings()
-        self._durations()
         self._failures_far_away()
         self._named_again("Flaky:", Status.FLAKY)
         self._named_again("Failed:", Status.FAILED)
         self._not_run(interrupted)
         self._out.line(f"{self._ran()} in {time.monotonic() - self._start_s:.2f} s")
         found = counts(self._progress.results)
-        columns = [column for column in _COLUMNS if column is not Status.FLAKY or found[column]]
+        columns = [column for column in COLUMNS if column is not Status.FLAKY or found[column]]
         self._out.line(*_joined(_columns(self._progress.results, columns)))
 
     def _unfinished(self) -> None:
@@ -234,7 +236,7 @@ class TextReporter:
             return
         self._printed.add(batch)
         results = self._progress.results_of(batch)
-        columns = _columns(results, [column for column in _COLUMNS if counts(results)[column]])
+        columns = _columns(results, [column for column in COLUMNS if counts(results)[column]])
         if missing := self._progress.missing_of(batch):
             columns.append((f"{missing} not run", "yellow"))
         duration_s = sum(result.duration_s for result in results)
@@ -255,14 +257,6 @@ class TextReporter:
             self._out.line(f"{title}:")
         for text, number in groups:
             self._out.line(f"{number:6}  {text}")
-
-    def _durations(self) -> None:
-        results = [result for result in self._progress.results if result.test.method]
-        slowest = sorted(results, key=lambda result: -result.duration_s)[: self._options.durations]
-        if slowest:
-            self._out.line("Slowest:")
-        for result in slowest:
-            self._out.line(f"{result.duration_s:8.2f} s  {result.test.id}")
 
     def _failures_far_away(self) -> None:
         """Show once more the failures that have scrolled away. More than ten would push each other out."""

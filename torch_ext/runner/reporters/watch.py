@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult, Tick
+from torch_ext.runner.reporters.base import COLUMNS, Tally, counts
 from torch_ext.runner.reporters.text import StyledWriter
-from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
-from torch_ext.runner.schedule import Plan
 from torch_ext.world.wording import LEFT_BEHIND, printable
 
 __all__ = ["LiveWatch", "PlainWatch", "Running", "spell_s"]
 
 # A test is slow that has run for this long, and for several times as long as when it last passed.
 _SLOW_S, _SLOW_FACTOR = 30.0, 3.0
-_COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
 
 @dataclass
@@ -40,76 +38,59 @@ class _Class:
 
 
 class Running:
-    """Counts results, and knows what is under way.
+    """Knows what is under way.
 
     Args:
-        plan: what runs.
+        tally: the results so far.
         recorded_s: how long a test took when it last passed, in seconds; None if that is not known.
-        expected_s: the same, or a guess.
         now_s: the time.
     """
 
-    def __init__(
-        self, plan: Plan, recorded_s: Callable[[TestName], float | None], expected_s: Callable[[TestName], float],
-        now_s: float,
-    ) -> None:  # fmt: skip
-        self._recorded_s, self._expected_s = recorded_s, expected_s
-        self.counts: Counter[Status] = Counter()
+    def __init__(self, tally: Tally, recorded_s: Callable[[TestName], float | None], now_s: float) -> None:
+        self._tally = tally
+        self._recorded_s = recorded_s
         self._classes: dict[tuple[str, str], _Class] = {}
-        self._ranks = {batch.key: batch.need.ranks for batch in plan}
-        self._planned = set(plan.tests)
-        self.new_round(now_s)
-
-    def new_round(self, now_s: float) -> None:
-        """The plan begins, once more."""
+        self._ranks = {batch.key: batch.need.ranks for batch in tally.plan}
         self._began_s = now_s
-        self._done: dict[TestName, None] = {}
-        self._done_s = 0.0
-        self._counted: dict[TestName, Status] = {}
 
-    def begin(self, began: Began, now_s: float) -> None:
-        """A class or a test has begun."""
-        key = (began.test.file, began.test.cls)
-        found = self._classes.setdefault(key, _Class(self._ranks.get(key, 1), now_s))
-        if began.test.method:
-            found.test, found.since_s, found.told_s = began.test, now_s, 0.0
+    def take(self, event: Event, now_s: float) -> None:
+        """Take one event, which the tally has counted."""
+        if isinstance(event, Began):
+            key = (event.test.file, event.test.cls)
+            found = self._classes.setdefault(key, _Class(self._ranks.get(key, 1), now_s))
+            if event.test.method:
+                found.test, found.since_s, found.told_s = event.test, now_s, 0.0
+        elif isinstance(event, TestResult):
+            running = self._classes.get((event.test.file, event.test.cls))
+            if running is not None and running.test == event.test:
+                running.test, running.since_s, running.told_s = None, now_s, 0.0
+        elif isinstance(event, Over):
+            self._classes.pop((event.test.file, event.test.cls), None)
+        elif isinstance(event, RoundBegan):
+            self._began_s = now_s
 
-    def add(self, result: TestResult, now_s: float) -> None:
-        """A result has come."""
-        if result.attempt > 1 and (before := self._counted.get(result.test)) is not None:
-            self.counts[before] -= 1  # of several attempts the last counts
-        self.counts[result.status.counted] += 1
-        self._counted[result.test] = result.status.counted
-        if result.test in self._planned and result.test not in self._done:
-            self._done[result.test] = None
-            self._done_s += self._expected_s(result.test)
-        found = self._classes.get((result.test.file, result.test.cls))
-        if found is not None and found.test == result.test:
-            found.test, found.since_s, found.told_s = None, now_s, 0.0
-
-    def over(self, over: Over) -> None:
-        """A class is over."""
-        self._classes.pop((over.test.file, over.test.cls), None)
-
-    def left_s(self, now_s: float) -> float | None:
-        """Return how many seconds are left, at the pace of this run so far; None before there is a pace."""
-        if not self._done_s or not self._done:
-            return None
-        waiting_s = sum(self._expected_s(test) for test in self._planned if test not in self._done)
-        return waiting_s * (now_s - self._began_s) / self._done_s
+    @property
+    def has_failed(self) -> bool:
+        return counts(self._tally.results)[Status.FAILED] > 0
 
     def summary(self, now_s: float) -> str:
-        """Return how far the run has come, in one line.
+        """Return how far the run has come, in one line, and how long the rest takes at the pace of this run.
 
         Counts in the order passed, failed, skipped, flaky; those that are 0 are left out.
         """
-        parts = [f"[{len(self._done)}/{len(self._planned)}]"]
-        parts += [f"{self.counts[one]} {one.value}" for one in _COLUMNS if self.counts[one]]
+        planned, waiting = self._tally.plan.tests, self._tally.waiting
+        done = len(planned) - len(waiting)
+        found, parts = counts(self._tally.results), [f"[{done}/{len(planned)}]"]
+        parts += [f"{found[one]} {one.value}" for one in COLUMNS if found[one]]
         parts.append(spell_s(now_s - self._began_s))
-        left_s = self.left_s(now_s)
-        if left_s is not None and len(self._done) < len(self._planned):
-            parts.append(f"about {spell_s(left_s)} left")
+        waiting_s = sum(map(self._expected_s, waiting))
+        done_s = sum(map(self._expected_s, planned)) - waiting_s
+        if done and waiting:
+            parts.append(f"about {spell_s(waiting_s * (now_s - self._began_s) / done_s)} left")
         return "  ".join(parts)
+
+    def _expected_s(self, test: TestName) -> float:
+        return self._recorded_s(test) or 1.0
 
     def under_way(self, now_s: float) -> list[str]:
         """Return a line for each class that runs, the one whose test has run for longest first."""
@@ -179,40 +160,27 @@ class PlainWatch:
         self._out = out
         self._silence_s = _SILENCE_S if often else _QUIET_S
 
-    # What a reporter does; see ``base``.
-
-    def begin(self, began: Began) -> None:
-        self._running.begin(began, time.monotonic())
-
-    def add(self, result: TestResult) -> None:
-        self._running.add(result, time.monotonic())
-        for told in result.warnings:
-            if LEFT_BEHIND in told:
-                self._out.line((f"leak: {result.test.id}: {told}", "yellow"))
+    def __call__(self, event: Event) -> None:
+        now_s = time.monotonic()
+        self._running.take(event, now_s)
+        if isinstance(event, Tick):
+            for told in self._running.newly_slow(now_s):
+                self._out.line((told, "yellow"))
+            self._tick(now_s)
+        elif isinstance(event, TestResult):
+            for told in event.warnings:
+                if LEFT_BEHIND in told:
+                    self._out.line((f"leak: {event.test.id}: {told}", "yellow"))
 
     def wait(self, result: TestResult) -> None:
-        """Tell of a failure of which the report will tell more in its turn."""
+        """Print a line for a failure whose report waits for its turn."""
         self._out.line((f"failed: {result.test.id} (more in its turn)", "red"))
 
-    def over(self, over: Over) -> None:
-        self._running.over(over)
-
-    def tick(self) -> None:
-        """Called a few times a second while tests run."""
-        now_s = time.monotonic()
-        for told in self._running.newly_slow(now_s):
-            self._out.line((told, "yellow"))
+    def _tick(self, now_s: float) -> None:
         if now_s - self._out.wrote_s > self._silence_s:
             self._out.line(self._running.summary(now_s))
             for line in self._running.under_way(now_s):
                 self._out.line(f"  running: {line}")
-
-    def new_round(self, number: int) -> None:
-        """Begin to count anew."""
-        self._running.new_round(time.monotonic())
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        """Nothing is left to tell."""
 
 
 class LiveWatch(PlainWatch):
@@ -229,17 +197,16 @@ class LiveWatch(PlainWatch):
         self._next_s = 0.0
         out.guard = self._aside
 
-    def tick(self) -> None:
-        now_s = time.monotonic()
-        for told in self._running.newly_slow(now_s):
-            self._out.line((told, "yellow"))
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, RunEnded):
+            self._erase()
+            self._out.guard = contextlib.nullcontext
+
+    def _tick(self, now_s: float) -> None:
         if now_s >= self._next_s:
             self._erase()
             self._draw(now_s)
-
-    def finish(self, *, interrupted: bool = False) -> None:
-        self._erase()
-        self._out.guard = contextlib.nullcontext
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -263,7 +230,7 @@ class LiveWatch(PlainWatch):
         if len(under_way) > room:
             under_way = [*under_way[: room - 1], f"and {len(under_way) - room + 1} more"] if room else []
         lines = [Text(printable(self._running.summary(now_s)), "bold")]
-        if self._running.counts[Status.FAILED]:
+        if self._running.has_failed:
             lines[0].stylize("red")
         lines += [Text(printable(f"  {line}"), "yellow" if line.endswith("  slow") else "dim") for line in under_way]
         for line in lines:

@@ -132,13 +132,7 @@ def check_branch(checkout: Path, branch: str) -> None:
 
 
 def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
-    """Return a change of ``HEAD`` as a mail for ``git am``. The repository gets no new object.
-
-    Args:
-        checkout: the repository.
-        files: new texts, by path.
-        message: the subject, an empty line and the body.
-    """
+    """Return a change of ``files``, by path, as a mail for ``git am``. The repository gets no new object."""
     with tempfile.TemporaryDirectory() as folder:
         objects = git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
         environment = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}

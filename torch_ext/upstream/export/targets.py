@@ -213,17 +213,16 @@ def _in_order(pieces: Iterable[Piece], ours: Tree) -> list[Piece]:
 
 
 def _with_imports(text: str, imports: Mapping[str, Import]) -> str:
-    """Add imports: each below the first import from its module, or else below the first import of all."""
+    """Add imports below the first one of the file, or below its docstring."""
     body = ast.parse(text).body
-    head = [each for each in body[:1] if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
     top = [each for each in body if isinstance(each, (ast.Import, ast.ImportFrom))]
-    first = next((each for each in top if getattr(each, "module", "") != "__future__"), (top or head or [None])[0])
-    edits = []
-    for local, origin in imports.items():
-        line = f"import {origin.module}" if not origin.attribute else f"from {origin.module} import {origin.attribute}"
-        line += f" as {local}" if local != (origin.attribute or origin.module.split(".")[0]) else ""
-        alike = [each for each in top if isinstance(each, ast.ImportFrom) and each.module == origin.module]
-        place = alike[0] if alike and origin.attribute else first
-        last = span(place)[1] if place is not None else 0
-        edits.append(replace_lines(last + 1, last, f"{line}\n"))
-    return apply(text, edits)
+    head = [each for each in body[:1] if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
+    future = [each for each in top if getattr(each, "module", "") == "__future__"]
+    place = next(iter(future or top or head), None)
+    last = span(place)[1] if place is not None else 0
+    return apply(text, [replace_lines(last + 1, last, "".join(map(_import_line, imports, imports.values())))])
+
+
+def _import_line(local: str, origin: Import) -> str:
+    line = f"from {origin.module} import {origin.attribute}" if origin.attribute else f"import {origin.module}"
+    return line + (f" as {local}" if local != (origin.attribute or origin.module.split(".")[0]) else "") + "\n"

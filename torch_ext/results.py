@@ -1,4 +1,6 @@
-"""What became of a test, and how a test is named, as data. Text is made of it in ``reporters``."""
+"""Results of tests, names of tests and the events of a run, as data. The runner's reporters make text of them, and
+``upstream`` judges them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = [
     "WITHOUT_TESTS",
     "Began",
+    "ClassEvent",
     "Died",
+    "Event",
     "Needs",
     "OutputError",
     "Over",
@@ -22,6 +26,8 @@ __all__ = [
     "Raised",
     "RanksFailed",
     "Remark",
+    "RoundBegan",
+    "RunEnded",
     "SetupError",
     "Sink",
     "Stalled",
@@ -30,6 +36,7 @@ __all__ = [
     "TestResult",
     "Tick",
     "import_failure",
+    "raised",
 ]
 
 
@@ -142,7 +149,21 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A moment has passed. Stalled a few times a second while tests run, for views that show the time."""
+    """A moment has passed. Sent a few times a second while tests run, for views that show the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBegan:
+    """The whole plan runs once more. ``number`` is 2 for the first repetition."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last event of a run, also after an interrupt."""
+
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +255,10 @@ class TestResult:
         return any(isinstance(problem, Died) for problem in self.problems)
 
 
-# Takes what happens in a run, as it happens.
-Sink = Callable[[Began | Over | TestResult | Tick | Stalled], None]
+# What happens while tests run, and the events of a whole run.
+ClassEvent = Began | Over | TestResult | Tick | Stalled
+Event = ClassEvent | RoundBegan | RunEnded
+Sink = Callable[[ClassEvent], None]
 
 
 # Why a file of upstream's has no result: it has ``TestCase = object`` where there is no CUDA, or is no test file.
@@ -246,5 +269,10 @@ def import_failure(file: str, error: str, left: str = "") -> TestResult:
     """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
     if left:
         return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
-    trace = error.rstrip()
-    return TestResult(TestName(file), Status.FAILED, 0.0, (Raised(trace.rpartition("\n")[2], trace),))
+    return TestResult(TestName(file), Status.FAILED, 0.0, (raised(error),))
+
+
+def raised(traceback: str) -> Raised:
+    """Return the problem that a traceback is."""
+    trace = traceback.rstrip()
+    return Raised(trace.rpartition("\n")[2], trace)

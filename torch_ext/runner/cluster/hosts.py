@@ -1,0 +1,475 @@
+"""The ranks of a class on several machines, as its host 0 and as each other host sees them. See Note [Several hosts].
+
+Runs in the supervisors of these machines; standard library and own layer only.
+
+:class:`Spread` stands between the parent half, on host 0, and the zygotes of all hosts. The parent half asks it for
+ranks as it asks a zygote. Orders for host 0 go on to the zygote there, with their descriptors. Orders for other hosts
+go out as messages, and :class:`Spread` reads and writes this end of their descriptors.
+
+:class:`FarRanks` is the parent half of the ranks on another host, as they see it: it holds the other ends of their
+channels and pipes, and keeps their output. It decides nothing: it obeys host 0, and reports to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch_ext.runner.cluster.messages import Line, RankStream
+from torch_ext.runner.loop import Pause, Task
+from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all, readable
+from torch_ext.world.follow import ask_zygote
+from torch_ext.world.outcome import Outcome
+from torch_ext.world.protocol import (
+    OWNER_VARIABLE,
+    AskOthers,
+    Ended,
+    Order,
+    Progress,
+    RankOrder,
+    Receipt,
+    Signal,
+    Start,
+    Started,
+)
+from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
+from torch_ext.world.tree import ZygoteClient
+
+__all__ = ["FarRanks", "Spread", "on_our_clock"]
+
+_Stream = RankStream | int
+_Place = tuple[int, int]  # a rank's host, and its number among the ranks there
+_PART_BYTES = 1 << 16
+_TIMES: dict[type, tuple[str, ...]] = {
+    Receipt: ("time_s", "began_s"),
+    Progress: ("until_s", "raises_s"),
+    Outcome: ("started_s", "ended_s"),
+}
+_NUMBERS = itertools.count(1)  # of worlds
+# Variables of a machine, which a class does not carry to another one.
+_OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
+
+
+class _Ends:
+    """This machine's ends of the channel and pipes of one rank; ``told`` gets their messages, bytes, and None at an
+    end.
+    """
+
+    def __init__(
+        self,
+        files: dict[_Stream, Channel | int],
+        callbacks: Callbacks,
+        told: Callable[[_Stream, Any], None],
+        watched: Iterable[_Stream],
+    ) -> None:
+        self._files, self._callbacks, self._told = files, callbacks, told
+        for stream in watched:
+            callbacks.watch(files[stream], partial(self._pass_on, stream))
+
+    def _pass_on(self, stream: _Stream) -> None:
+        file, payload = self._files[stream], None
+        with contextlib.suppress(ChannelClosedError, OSError):
+            payload = file.receive()[0] if isinstance(file, Channel) else os.read(file, _PART_BYTES) or None
+        if payload is None:
+            self._callbacks.unwatch(file)
+        self._told(stream, payload)
+
+    def drain(self, *streams: _Stream) -> None:
+        """Report what the rank sent before now on these streams, or on all that are watched."""
+        for stream in streams or tuple(self._files):
+            file = self._files[stream]
+            while self._callbacks.watches(file) and (file.poll() if isinstance(file, Channel) else readable(file)):
+                self._pass_on(stream)
+
+    def write(self, stream: _Stream, payload: Any) -> None:
+        """Write what the other machine has read; None closes the stream. Blocks while a pipe is full."""
+        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed it
+            file = self._files[stream]
+            if isinstance(file, Channel):
+                file.shut() if payload is None else file.send(payload)
+            elif payload is None:
+                self._callbacks.unwatch(file)
+                os.close(self._files.pop(stream))  # type: ignore[arg-type]  # a descriptor, as ``file`` is
+            else:
+                while payload:
+                    payload = payload[os.write(file, payload) :]
+
+    def close(self) -> None:
+        files, self._files = self._files, {}
+        for file in files.values():
+            self._callbacks.unwatch(file)
+            file.close() if isinstance(file, Channel) else os.close(file)
+
+
+class _Share:
+    """What both kinds of host have: worlds by number, the files of their ranks, and messages to and from other hosts.
+
+    Args:
+        number: of the order.
+        host: this host's number.
+        send: sends a message to another host.
+    """
+
+    def __init__(self, number: int, host: int, send: Callable[[Line], None]) -> None:
+        self._callbacks = Callbacks()
+        self._worlds: dict[int, Any] = {}
+        self._number, self._host, self._send_line = number, host, send
+        self._sent, self._taken = Counter[int](), Counter[int]()  # by the other host
+        self._early: dict[tuple[int, int], Line] = {}
+
+    def serve(self) -> Task[None]:
+        """A task that passes on what the ranks here say, until :meth:`close`."""
+        while self._callbacks.is_open():
+            yield Pause((self._callbacks.fileno(),))
+            if self._callbacks.is_open():
+                self._callbacks.call(0)
+
+    def take(self, line: Line) -> None:
+        """Take a message of another host, after those that it has sent before."""
+        self._early[line.source, line.sequence] = line
+        while next_line := self._early.pop((line.source, self._taken[line.source]), None):
+            self._taken[line.source] += 1
+            self._hear(next_line)
+
+    def _hear(self, line: Line) -> None:
+        raise NotImplementedError
+
+    def _send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
+        sequence, self._sent[to] = self._sent[to], self._sent[to] + 1
+        line = Line(self._number, self._host, to, sequence, time.monotonic(), world, stream, payload, index)
+        self._send_line(line)
+
+    def close(self) -> None:
+        """Let go of all ranks. Idempotent."""
+        for world in list(self._worlds.values()):
+            self._abandon(world)
+        self._callbacks.close()
+
+    def _abandon(self, world: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _SpreadWorld:
+    """The ranks that the parent half has asked for at once.
+
+    Attributes:
+        number: of the world.
+        group: the channel on which the parent half hears of its ranks.
+        order: the place of each rank.
+        here: the group channel of this host's ranks at its zygote; None if it has none of them.
+        far: the ranks of other hosts that have not ended.
+        started: the answer of each host that has started its ranks.
+    """
+
+    number: int
+    group: Channel
+    order: list[_Place]
+    here: Channel | None = None
+    far: dict[_Place, _Ends] = field(default_factory=dict)
+    started: dict[int, Started] = field(default_factory=dict)
+
+
+class Spread(_Share):
+    """The ranks of one class, as host 0 sees them.
+
+    Args:
+        names: how the report names the machine of each host.
+        environment: of the class, before its tests change it.
+        more: see the base class.
+    """
+
+    def __init__(self, names: Sequence[str], environment: Mapping[str, str], *more: Any) -> None:
+        super().__init__(*more)
+        self._names = [f"host {number} ({name})" for number, name in enumerate(names)]
+        self._origin = dict(environment), os.getcwd()
+        self._clients: list[Channel] = []
+        self._shift_s: dict[int, float] = {}  # from a host's clock to ours
+
+    def add_client(self, zygote: ZygoteClient) -> int:
+        """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts those of
+        this host.
+        """
+        ours, theirs = channel_pair()
+        self._clients.append(ours)
+        self._callbacks.watch(ours, lambda: self._on_client(ours, zygote))
+        descriptor = os.dup(theirs.fileno())
+        theirs.close()
+        return descriptor
+
+    def close(self) -> None:
+        super().close()
+        for channel in self._clients:
+            channel.close()
+
+    # The parent half
+
+    def _on_client(self, client: Channel, zygote: ZygoteClient) -> None:
+        try:
+            message, descriptors = client.receive()
+            if isinstance(message, AskOthers):  # of this host; each other host answers for itself, see FarRanks
+                with contextlib.suppress(ChannelClosedError):
+                    zygote.channel.send(message, descriptors)
+                close_all(descriptors)
+            else:
+                self._start(message, descriptors, zygote)
+        except ChannelClosedError:  # the parent half has ended; or the zygote, which ends the class, too
+            self._callbacks.unwatch(client)
+            client.close()
+
+    def _start(self, request: Start, descriptors: list[int], zygote: ZygoteClient) -> None:
+        inherited = iter(descriptors[1:])
+        of_host: dict[int, list[Order]] = {}
+        here: list[int] = []
+        world = _SpreadWorld(next(_NUMBERS), Channel.from_descriptor(descriptors[0]), [])
+        self._worlds[world.number] = world
+        self._callbacks.watch(world.group, lambda: self._on_group(world))
+        for order in request.orders:
+            host = int(order.payload.environment.get(NUMBER_VARIABLE, 0))
+            own = [next(inherited) for _ in range(order.descriptors)]
+            place = host, len(of_host.setdefault(host, []))
+            of_host[host].append(order)
+            world.order.append(place)
+            if host:
+                world.far[place] = self._take_over(world, place, order.payload, own)
+            else:
+                here += own
+        for host, orders in of_host.items():
+            share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
+            if host:
+                self._send(host, world.number, RankStream.GROUP, (share, *self._origin))
+                continue
+            world.here, theirs = channel_pair()
+            try:
+                zygote.channel.send(share, [theirs.fileno(), *here])
+            finally:
+                theirs.close()
+                close_all(here)
+            self._callbacks.watch(world.here, lambda: self._on_here(world))
+
+    def _take_over(self, world: _SpreadWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _Ends:
+        """Take the descriptors of a rank that starts elsewhere; in the order of ``start._open_rank``."""
+        host, index = place
+        channel, output, second, stacks, *more = descriptors
+        shared = rank.has_page + bool(rank.address)  # no other machine can use these
+        close_all([second, *more[:shared]])
+        os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
+        numbered: dict[_Stream, Channel | int] = dict(enumerate(more[shared:]))
+        watched = (RankStream.CHANNEL, *numbered)
+        files = {RankStream.CHANNEL: Channel.from_descriptor(channel), RankStream.OUTPUT: output, **numbered}
+        files[RankStream.STACKS] = stacks
+
+        def tell(stream: _Stream, payload: Any) -> None:
+            self._send(host, world.number, stream, payload, index)
+
+        return _Ends(files, self._callbacks, tell, watched)
+
+    def _on_group(self, world: _SpreadWorld) -> None:
+        try:
+            message, _ = world.group.receive()
+        except ChannelClosedError:
+            self._abandon(world)
+            return
+        if isinstance(message, Signal):
+            host, index = world.order[message.index]
+            message = replace(message, index=index)
+            if host:
+                self._send(host, world.number, RankStream.GROUP, message)
+            elif world.here is not None:
+                with contextlib.suppress(ChannelClosedError):
+                    world.here.send(message)
+
+    def _abandon(self, world: _SpreadWorld) -> None:
+        del self._worlds[world.number]
+        for host in {host for host, _ in world.order if host}:
+            self._send(host, world.number, RankStream.GROUP, None)
+        for rank in world.far.values():
+            rank.close()
+        for channel in (world.group, world.here):
+            if channel is not None and not channel.closed:
+                self._callbacks.unwatch(channel)
+                channel.close()
+
+    # The ranks
+
+    def _on_here(self, world: _SpreadWorld) -> None:
+        if world.here is None:
+            return
+        try:
+            self._pass_on(world, 0, world.here.receive()[0])
+        except ChannelClosedError:  # the zygote was killed, and the parent half with it, or all have ended
+            self._callbacks.unwatch(world.here)
+
+    def _hear(self, line: Line) -> None:
+        shift_s = time.monotonic() - line.now_s  # the message that took the least time tells best
+        shift_s = self._shift_s[line.source] = min(shift_s, self._shift_s.get(line.source, shift_s))
+        if (world := self._worlds.get(line.world)) is None:  # abandoned meanwhile
+            return
+        if line.stream is RankStream.GROUP:
+            self._pass_on(world, line.source, line.payload)
+        elif rank := world.far.get((line.source, line.index)):
+            rank.write(line.stream, on_our_clock(line.payload, shift_s))
+
+    def _pass_on(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
+        """Tell the parent half what a zygote says of its ranks, once all hosts have started theirs."""
+        told: Started | Ended
+        if isinstance(message, Started):
+            world.started[host] = message
+            if len(world.started) < len({host for host, _ in world.order}):
+                return
+            told = Started(
+                tuple(world.started[host].pids[index] for host, index in world.order),
+                next((each.why_interpreter for each in world.started.values() if each.why_interpreter), ""),
+                tuple(self._names[host] for host, _ in world.order),
+            )
+        else:
+            if rank := world.far.pop((host, message.index), None):
+                rank.close()
+
+            def moved(index: int) -> int:
+                return world.order.index((host, index))
+
+            left = tuple(replace(each, index=moved(each.index)) for each in message.left_behind)
+            time_s = message.time_s + self._shift_s.get(host, 0.0)
+            told = replace(message, index=moved(message.index), left_behind=left, time_s=time_s)
+        with contextlib.suppress(ChannelClosedError):
+            world.group.send(told)
+
+
+@dataclass
+class _FarWorld:
+    number: int
+    group: Channel
+    ranks: list[_Ends] = field(default_factory=list)
+    pids: tuple[int, ...] = ()
+    ended: set[int] = field(default_factory=set)
+
+
+class FarRanks(_Share):
+    """The ranks of one class on a machine that is not its host 0.
+
+    Args:
+        zygote: has loaded the class's file.
+        environment: of the class on this machine.
+        fail: called with a sentence when the ranks here are lost.
+        more: see the base class.
+    """
+
+    def __init__(
+        self, zygote: ZygoteClient, environment: Mapping[str, str], fail: Callable[[str], None], *more: Any
+    ) -> None:
+        super().__init__(*more)
+        self._zygote, self._environment, self._fail = zygote, environment, fail
+
+    def _hear(self, line: Line) -> None:
+        if isinstance(line.payload, tuple) and line.stream is RankStream.GROUP:
+            self._start(line.world, *line.payload)
+        elif world := self._worlds.get(line.world):  # else it was abandoned meanwhile
+            if line.stream is not RankStream.GROUP:
+                world.ranks[line.index].write(line.stream, line.payload)
+            elif line.payload is None:
+                self._abandon(world)
+            else:
+                with contextlib.suppress(ChannelClosedError, OSError):
+                    world.group.send(line.payload)
+
+    def _start(self, number: int, request: Start, origin: Mapping[str, str], directory: str) -> None:
+        group, theirs = channel_pair()
+        world = self._worlds[number] = _FarWorld(number, group)
+        self._callbacks.watch(group, lambda: self._on_group(world))
+        orders: list[Order] = []
+        inherited: list[int] = []
+        for order in request.orders:
+            own = self._open_rank(world, order)
+            inherited += own
+            moved = self._moved(order.payload, origin, directory)
+            orders.append(replace(order, payload=moved, descriptors=len(own)))
+        start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
+        with contextlib.suppress(ChannelClosedError):  # then the group's channel ends as well
+            self._zygote.channel.send(start, [theirs.fileno(), *inherited])
+        theirs.close()
+        close_all(inherited)
+
+    def _open_rank(self, world: _FarWorld, order: Order) -> list[int]:
+        """Open this side of a rank that is yet to start; return the descriptors that it inherits, as ``start`` does."""
+        ours, theirs = channel_pair()
+        output, output_writer = os.pipe()
+        stacks, stacks_writer = os.pipe()
+        inherited = [os.dup(theirs.fileno()), output_writer, os.dup(output_writer), stacks_writer]
+        theirs.close()
+        files: dict[_Stream, Channel | int] = {
+            RankStream.CHANNEL: ours, RankStream.OUTPUT: output, RankStream.STACKS: stacks
+        }  # fmt: skip
+        shared = order.payload.has_page + bool(order.payload.address)
+        for number in range(order.descriptors - len(inherited) - shared):
+            files[number], other = (each.detach() for each in socket.socketpair())
+            inherited.append(other)
+        tell = partial(self._on_rank, world, len(world.ranks))
+        world.ranks.append(_Ends(files, self._callbacks, tell, list(files)))
+        return inherited
+
+    def _moved(self, rank: RankOrder, origin: Mapping[str, str], directory: str) -> RankOrder:
+        """Return the order of a rank for this machine: its environment differs from ours as it does from host 0's."""
+        environment, now = dict(self._environment), rank.environment
+        for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
+            if name not in now:
+                environment.pop(name, None)
+            elif origin.get(name) != now[name]:
+                environment[name] = now[name]
+        here = os.getcwd()
+        own = os.path.normpath(os.path.join(here, os.path.relpath(rank.directory, directory)))
+        place = own if os.path.isdir(own) else here
+        return replace(rank, environment=environment, directory=place, has_page=False, address="")
+
+    def _abandon(self, world: _FarWorld) -> None:
+        del self._worlds[world.number]
+        self._callbacks.unwatch(world.group)
+        world.group.close()  # the zygote ends and reaps those that still live
+        for rank in world.ranks:
+            rank.close()
+
+    # The ranks
+
+    def _on_rank(self, world: _FarWorld, index: int, stream: _Stream, payload: Any) -> None:
+        if payload is None and isinstance(stream, RankStream):
+            return  # the zygote reports how the rank has ended
+        if isinstance(payload, Receipt):  # the test may be judged on it, so the rank's output comes first
+            world.ranks[index].drain(RankStream.OUTPUT)
+        if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
+            others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            payload = replace(payload, blocked=not others, may_act=others)
+        self._send(0, world.number, stream, payload, index)
+
+    def _on_group(self, world: _FarWorld) -> None:
+        try:
+            message, _ = world.group.receive()
+        except ChannelClosedError:
+            self._callbacks.unwatch(world.group)
+            if len(world.ended) < len(world.ranks):
+                self._fail("the zygote of its ranks was killed")
+            return
+        if isinstance(message, Started):
+            world.pids = message.pids
+        elif isinstance(message, Ended):
+            world.ended.add(message.index)
+            world.ranks[message.index].drain()
+        self._send(0, world.number, RankStream.GROUP, message)
+
+
+def on_our_clock(message: Any, shift_s: float) -> Any:
+    """Return a message or the outcome of a rank with its times by this machine's clock. A time of 0 is none."""
+    times = {name: getattr(message, name) for name in _TIMES.get(type(message), ())}
+    changed: dict[str, Any] = {name: time_s + shift_s for name, time_s in times.items() if time_s}
+    if isinstance(message, Receipt):
+        changed["met_s"] = tuple(time_s and time_s + shift_s for time_s in message.met_s)
+    elif isinstance(message, Outcome):
+        changed["receipt"] = on_our_clock(message.receipt, shift_s)
+    return replace(message, **changed) if changed else message
