@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_of"]
+__all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_text"]
 
 # The base classes whose ranks run the bodies, as `programs.PREAMBLE` defines them.
 BASES = ("Ranks", "Threads", "Standing")
@@ -122,7 +122,7 @@ def module_of_bodies(number: int, seed: int) -> str:
     return _HEADER + "".join(lines)
 
 
-def suite_of(way: int, ways: int, number: int) -> str:
+def suite_text(way: int, ways: int, number: int) -> str:
     """Return the source of a suite that runs each body with one of the base classes."""
     return f"""
 from bodies import Bodies

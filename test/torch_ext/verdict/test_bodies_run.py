@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of, programs
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import CHECKOUT, suite_of
 
 HELPERS = """
 import functools
@@ -308,7 +308,7 @@ def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
 
 def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
-    with programs(tmp_path, source()) as suite:
+    with suite_of(tmp_path, source()) as suite:
         found = suite.run_unittest("TestUnrun", "TestAsked", *evading)
         assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found
         assert len(re.findall("nobody asked", found.err)) >= len(EVADES), found

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows
+from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.suites import SLOWER
 from torch_ext.world import transports
 
 
@@ -176,25 +177,3 @@ class TestEnds(Ranks):
 def test_what_a_class_does_to_its_zygote_or_leaves_behind_costs_no_class_beside_it(tmp_path: Path) -> None:
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left" not in run.out, run
-
-
-UNFORKABLE = """
-import threading
-
-threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-
-
-class TestOne(Ranks):
-    def test_one(self):
-        self.check()
-
-
-class TestTwo(Ranks):
-    def test_two(self):
-        self.check()
-"""
-
-
-@pytest.mark.long  # a minute, since every process is a fresh interpreter
-def test_classes_of_a_file_that_cannot_be_forked_run_side_by_side(tmp_path: Path) -> None:
-    check_rows(tmp_path, UNFORKABLE, "--timeout", "50", deadline_s=150)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows, class_of
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import SLOWER
 
 HELPERS = """
 import _thread, tempfile, weakref
