@@ -59,10 +59,6 @@ def _wrong_in(expected: str, status: str, text: str) -> str:
     return "" if found else "the words are missing"
 
 
-# Else the process of each class would import it for its first test, which takes seconds where many start at once.
-_LOADED = "import torch._dynamo\n"
-
-
 def check_rows(
     folder: Path,
     source: str | Mapping[str, str],
@@ -80,9 +76,9 @@ def check_rows(
     """
     files = {"test_suite.py": source} if isinstance(source, str) else source
     (name, first), *others = files.items()
-    with suite_of(folder, _LOADED + first, name) as suite:
+    with suite_of(folder, first, name) as suite:
         for other, text in others:
-            suite.add(other, _LOADED + text)
+            suite.add(other, text)
         run = suite.finish(suite.start_runner(*arguments, **how), deadline_s=deadline_s)
         expected = dict(row for name, text in files.items() for row in _rows_of(name, text))
         ended = endings(run)

@@ -20,15 +20,13 @@ class TestConformance(Ranks):
         self.assertEqual(os.environ["SET_IN_SET_UP"], self._testMethodName)
         self.assertEqual(os.environ["SET_ON_IMPORT"], "by the file, then by setUp")
         self.assertEqual(os.getcwd(), HERE)
+        self.check()
 
     def setUp(self):
         os.environ["SET_IN_SET_UP"] = self._testMethodName
         os.environ["SET_ON_IMPORT"] = os.environ["SET_ON_IMPORT"].partition(",")[0] + ", then by setUp"
         os.chdir(HERE)
         super().setUp()
-
-    def test_collective(self):
-        self.check()
 
     def test_failure(self):  # failed by 1: ^raised ValueError at test_suite.py:
         if self.rank == 1:
