@@ -121,10 +121,11 @@ def test_a_changed_test_file_is_imported_for_its_new_names(run: Runs) -> None:
 
 
 def test_other_surroundings_make_names_stale_but_two_devices_do_not_displace_each_other(run: Runs) -> None:
-    run()
-    for other in ({"torch": "2.14.0"}, {"device": "sim"}, {"CUDA_VISIBLE_DEVICES": "0"}):
+    for other in ({}, {"device": "sim"}):
         assert run({**AROUND, **other})[1] == ALL
     assert run()[1] == run({**AROUND, "device": "sim"})[1] == []
+    for other in ({"torch": "2.14.0"}, {"CUDA_VISIBLE_DEVICES": "0"}):
+        assert run({**AROUND, **other})[1] == ALL
 
 
 def test_a_file_that_fails_to_import_is_never_remembered(run: Runs) -> None:
@@ -170,7 +171,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.
         assert str(folder) in refused and "chmod go-w" in refused
     for _ in range(2):
         assert run(None if why == "no torch" else AROUND) == (EXPECTED, ALL)
-    assert [path for path in folder.rglob("*") if path.is_file()] == before
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
 def test_surroundings_tell_the_installed_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,8 @@ def _draw(chance: random.Random) -> Program:
 
 def source_of(programs: list[Program], folder: str) -> str:
     """Return a file with two classes for each program, the live one and the dead one."""
-    lines = [PREAMBLE, f"FOLDER = {folder!r}", textwrap.dedent(RUNTIME)]
+    limit = 20 if len(programs) < 100 else 40  # of those that nobody ends and of which nothing is proven
+    lines = [PREAMBLE, f"FOLDER, LIMIT = {folder!r}, {limit}", textwrap.dedent(RUNTIME)]
     for number, program in enumerate(programs):
         base = "LiveThreads" if program.through == "threads" else "LiveRanks"
         for kind in ("live", "dead"):
@@ -129,7 +130,7 @@ class Sigevent(ctypes.Structure):
 class Acting:
     """Starts the actor of a program."""
 
-    timeout = property(lambda self: 300 if self.acts else 40)  # the first is a deadline, where machines are busy
+    timeout = property(lambda self: 300 if self.acts else LIMIT)  # the first is a deadline, where machines are busy
 
     def path(self, what):
         return os.path.join(FOLDER, f"{self.name}.{what}")

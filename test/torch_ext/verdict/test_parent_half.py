@@ -59,8 +59,15 @@ ENDS = {
     "class_cleanup": ("Standing", "cls.addClassCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL"),
     "hangs": ("unittest.TestCase", "forever()", "in tearDownClass"),
     "stops": ("unittest.TestCase", "os.kill(os.getpid(), signal.SIGSTOP)", "hung"),
+    "after_all": ("unittest.TestCase", "sys.stdout = Dies()", "SIGKILL after its last test"),
 }
 CLASSES = """
+class Dies:
+    # The process has told by then that its class is over.
+    def flush(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class TestBeginning(unittest.TestCase):  # failed: in setUpClass
     @classmethod
     def setUpClass(cls):
