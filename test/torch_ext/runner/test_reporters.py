@@ -20,13 +20,14 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 
+from test.torch_ext.runner.fakes import Cli
+from test.torch_ext.world.suites import CHECKOUT
 from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.runner.reporters.trace import TraceReporter
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Said
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
 
 SUITE = r"""
@@ -355,38 +356,37 @@ def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:
     )
 
 
-PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
+# Reports that cannot be written, over an executor that starts no process
+
+LAYOUT = {"test_a.py": ["TestA.test_1", "TestA.test_2"]}
 
 
 @pytest.mark.parametrize("flag", ["--junit", "--json", "--html", "--trace"])
-def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path: Path, flag: str) -> None:
-    (tmp_path / "test_a.py").write_text(PASSING)
-    (tmp_path / "file").write_text("")
-    done = run(tmp_path, flag, "file/report")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "cannot be written to file/report: " in done.stderr and "Ran" not in done.stdout
-    done = run(tmp_path, f"{flag}=test_a.py")
-    assert done.returncode == 2 and "is no place for a report" in done.stderr
-    assert (tmp_path / "test_a.py").read_text() == PASSING
+def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(cli: Cli, root: Path, flag: str) -> None:
+    (root / "file").touch()
+    before = (root / "test_a.py").read_text()
+    for report, told in (
+        ("suites/file/report", "cannot be written to "),
+        ("suites/test_a.py", "is no place for a report"),
+    ):
+        done = cli(f"{flag}=suites/{report}")
+        assert (done.code, cli.executor.plans) == (2, []) and told in done.err
+        assert len(done.err.splitlines()) == 1
+    assert (root / "test_a.py").read_text() == before
 
 
 @pytest.mark.parametrize("flag", ["--junit", "--json"])
-def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, flag: str) -> None:
-    (tmp_path / "test_a.py").write_text(PASSING)
-    done = run(tmp_path, flag, "/dev/full")
-    assert done.returncode == 1
-    (told,) = done.stderr.splitlines()
-    assert told.startswith("error: the J") and told.endswith("cannot be written to /dev/full: No space left on device")
+def test_a_full_disk_is_told_in_one_sentence(cli: Cli, flag: str) -> None:
+    done = cli(flag, "/dev/full")
+    (told,) = done.err.splitlines()
+    assert done.code == 1 and told.startswith("error: the J")
+    assert told.endswith("cannot be written to /dev/full: No space left on device")
 
 
-def test_json_takes_no_test_file_for_its_own(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(PASSING)
-    done = run(tmp_path, "--json", "test_a.py")
-    assert done.returncode == 0 and (tmp_path / "test_a.py").read_text() == PASSING
-
-
-def test_json_on_stdout_moves_the_text_to_stderr(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(PASSING)
-    done = run(tmp_path, "--json")
-    assert [json.loads(line)["event"] for line in done.stdout.splitlines()][-1] == "end"
-    assert done.stderr.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
+def test_json_takes_no_test_file_for_its_own_and_moves_the_text_to_stderr(cli: Cli, root: Path) -> None:
+    before = (root / "test_a.py").read_text()
+    for arguments in (["--json", "suites/test_a.py"], ["--json"]):
+        done = cli(*arguments)
+        assert done.code == 0 and (root / "test_a.py").read_text() == before
+        assert [json.loads(line)["event"] for line in done.out.splitlines()][-1] == "end"
+        assert done.err.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"

@@ -11,7 +11,6 @@ from test.torch_ext.world.suites import CHECKOUT, suite_of
 
 HELPERS = """
 import functools
-from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
 
 
 async def go(*_):
@@ -250,28 +249,7 @@ class TestSubTests(Ranks):
                 raise ValueError("the cause")
             dist.barrier()
         self.rank == 1 and dist.barrier()
-""" + "".join(
-    f"""
-
-class TestGrids_{base}({base}):
-    world_size = 2
-
-    def test_one_rank_skips_one(self):  # failed: rank 1 skipped...not here
-        self.in_group({{"x": [1, 2]}}, lambda x: x == self.rank == 1 and self.skipTest("not here"))
-
-    def test_ranks_skip_different_ones(self):  # failed: skip...not here
-        self.in_group({{"x": [0, 1, 2]}}, lambda x: x == self.rank and self.skipTest("not here"))
-
-    def test_one_fails(self):  # failed by 1: in one sub-case...in the subtest with x=2
-        self.in_group({{"x": [1, 2, 3]}}, lambda x: x == 2 and self.rank == 1 and raise_("in one sub-case"))
-
-    def in_group(self, grid, function):
-        if isinstance(self, Ranks):
-            self.join_group()
-        run_subtests(self, grid, function)
 """
-    for base in ("Ranks", "FSDPTest", "FSDPTestMultiThread")
-)
 
 
 def source() -> str:

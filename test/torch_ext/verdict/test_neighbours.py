@@ -97,9 +97,24 @@ def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> Non
     assert len(addresses) == 3
 
 
-def test_ranks_with_interpreters_of_their_own_listen_there_too(tmp_path: Path) -> None:
-    source = ADDRESSES.partition("    def test_second")[0]
-    check_rows(tmp_path, source, extra={"TORCH_EXT_START_METHOD": "interpreter"})
+IMPORTS = """
+if os.environ.get("PARENT_HALF"):
+    forever()  # in a rank that imports this file
+
+
+class TestImports(Ranks):
+    timeout = 8
+
+    def test_still_importing(self):  # failed by 0, 1: ^import
+        pass
+"""
+
+
+def test_ranks_with_interpreters_of_their_own_listen_there_too_and_are_told_apart_from_their_import(
+    tmp_path: Path,
+) -> None:
+    files = {"test_suite.py": ADDRESSES.partition("    def test_second")[0], "test_imports.py": IMPORTS}
+    check_rows(tmp_path, files, extra={"TORCH_EXT_START_METHOD": "interpreter"})
 
 
 # The first class of each pair hurts its zygote while the second one runs, which needs its own for its second test.

@@ -14,18 +14,6 @@ INTERRUPTS = """
 import _thread
 
 
-class Raises(Ranks):
-    def setUp(self):
-        super().setUp()
-        if "set_up" in self._testMethodName:
-            raise KeyboardInterrupt
-
-    def tearDown(self):
-        super().tearDown()
-        if "tear_down" in self._testMethodName:
-            raise KeyboardInterrupt
-
-
 class Tells(Standing):
     def setUp(self):
         os.environ["PARENT_HALF"] = str(os.getpid())
@@ -47,7 +35,7 @@ class TestClosesItsStreams(Ranks):
 # What rank 1 does, by its base class. `test_class_process` interrupts tests that have no ranks.
 SIGNALS = "os.kill(int(os.environ['PARENT_HALF']), signal.SIGINT)\ntime.sleep(5)"
 INTERRUPTED = {
-    "Raises": {"in_set_up": "pass", "in_tear_down": "pass", "in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
+    "Ranks": {"in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
     "Tells": {"signals": SIGNALS},
     "Threads": {"interrupts": "_thread.interrupt_main()\ntime.sleep(3)"},
 }
@@ -206,28 +194,6 @@ def test_death_at_the_end_is_told_by_the_file_itself(tmp_path: Path) -> None:
     with suite_of(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
         run = suite.finish(suite.start([str(suite.file)]))
         assert run.code == 1 and "SIGKILL" in run.out, run
-
-
-IGNORED = """
-class TestIgnored(Ranks):
-    def test_ranks(self):
-        note(f"runs{self.rank}")
-        time.sleep(3)
-        note(f"ended{self.rank}")
-"""
-
-
-def test_interrupt_of_the_group_that_the_supervisor_ignores_is_no_pass(tmp_path: Path) -> None:
-    with suite_of(tmp_path, IGNORED) as suite:
-        # As a shell does for what it starts in the background.
-        process = suite.start_runner(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-        for rank in (0, 1):
-            suite.await_note(f"runs{rank}", process)
-        os.killpg(process.pid, signal.SIGINT)
-        run = suite.finish(process)
-        # A body that was cut short is no pass, and one that was not is one.
-        ended = all((suite.folder / f"ended{rank}").exists() for rank in (0, 1))
-        assert (run.status, run.code) == ({"test_ranks": "passed" if ended else "failed"}, int(not ended)), run
 
 
 LATE = """
