@@ -304,11 +304,13 @@ def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, c
         (["--show-config"], "error: the options cannot be written: "),
         (["--list", "--json"], "error: the list cannot be written to stdout: "),
         (["--json"], "error: the JSON report cannot be written to stdout: "),
+        (["--json", "/dev/full"], "error: the JSON report cannot be written to /dev/full: "),
+        (["--junit", "/dev/full"], "error: the JUnit report cannot be written to /dev/full: "),
     ],
 )
 def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], told: str) -> None:
-    with open("/dev/full", "w") as full:
-        done = run_in(root, more=f"*{arguments!r}", stdout=full)
+    with open(os.devnull if "/dev/full" in arguments else "/dev/full", "w") as stdout:
+        done = run_in(root, more=f"*{arguments!r}", stdout=stdout)
     assert done.returncode == 1
     (said,) = done.stderr.splitlines()
     assert said.startswith(told) and "No space left" in said

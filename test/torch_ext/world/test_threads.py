@@ -49,16 +49,6 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (Task(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
         (Task(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
     ],
-    ids=[
-        "lock",
-        "with a limit",
-        "native lock",
-        "operation's own",
-        "operation that polls",
-        "on a socket",
-        "shared",
-        "transport's thread",
-    ],
 )
 def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
     progress = judge_tasks([task], "")
@@ -80,19 +70,6 @@ def test_what_nobody_can_end_is_blocked(task: Task, until_s: float) -> None:
         Task(1, "gloo_tcp_loop", "poll", INF, 5),
         Task(1, "gloo_tcp_loop", "sleep", INF, 5, serves=True),
         Task(1, "native", "running", INF, 5),
-    ],
-    ids=[
-        "runs",
-        "sleeps",
-        "reads",
-        "waits for another process",
-        "unknown",
-        "in an operation",
-        "native sleep",
-        "thread of a library",
-        "a transport's name alone",
-        "a transport's thread elsewhere",
-        "native",
     ],
 )
 def test_one_thread_that_may_go_on_is_enough(task: Task) -> None:

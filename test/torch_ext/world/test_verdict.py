@@ -303,7 +303,7 @@ def test_what_raised_before_the_disagreement_comes_first() -> None:
 def test_a_rank_that_destroyed_its_group_is_to_blame_and_its_line_is_told() -> None:
     waits = (Wait("all_reduce() in test_b (test_a.py:7)", transport=True),)
     failure = waited(PEER_GONE, waits=waits, collectives=of_two(entry(1, "gloo:all_reduce", "scheduled")))
-    verdict = judge([failure, replace(passed(1), collectives=of_two(destroyed={"*": "test_a.py:5"}))])
+    verdict = judge([failure, replace(passed(1), collectives=of_two(groups={}, destroyed={"*": "test_a.py:5"}))])
     assert (verdict.culprits, verdict.victims) == ((1,), (0,))
     assert verdict.summary == (
         "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)"
