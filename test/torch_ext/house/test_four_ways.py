@@ -47,6 +47,12 @@ class TestRanks(Ranks):
         pass
 
 
+class TestThreads(Threads):
+    def test_one_thread_fails(self):
+        if self.rank == 1:
+            raise ValueError("this is rank 1")
+
+
 if __name__ == "__main__":
     run_tests()
 """
@@ -65,7 +71,7 @@ LINES = {
     "python file.py": (None, ("line of ranks", "line of one rank")),
 }
 _LINE = re.compile(
-    r"^(?:test_suite\.py::TestRanks::)?(test_\w+)(?: \(\S+\) \.\.\.)?  ?"
+    r"^(?:test_suite\.py::\w+::)?(test_\w+)(?: \(\S+\) \.\.\.)?  ?"
     r"(passed|failed|skipped|ok|ERROR|PASSED|FAILED|SKIPPED)",
     re.MULTILINE,
 )
@@ -82,9 +88,16 @@ def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
         run = suite.finish(suite.start([*measured, *WAYS[way]], stderr=subprocess.STDOUT))
     words = {"ok": "passed", "ERROR": "failed"}
     ended = {name: words.get(word, word.lower()) for name, word in _LINE.findall(run.out)}
-    expected = {"test_functions_travel": "passed", "test_one_rank_fails": "failed", "test_wants_devices": "skipped"}
+    failed = {"test_one_rank_fails": "failed", "test_one_thread_fails": "failed"}
+    expected = {**failed, "test_functions_travel": "passed", "test_wants_devices": "skipped"}
     assert (ended, run.code) == (expected, 1), run
-    assert re.search(r"rank 1 raised ValueError at \S+: this is rank 1", run.out)
+    assert len(re.findall(r"rank 1 raised ValueError at test_suite.py:\d+: this is rank 1", run.out)) >= 2
+    if way == "pytest":
+        shown = run.out.split("_ TestRanks.test_one_rank_fails _")[1].split("short test summary")[0]
+        frames = [line for line in shown.splitlines() if line.strip() and not line.startswith(("E  ", "_"))]
+        assert len(frames) <= 14 and not re.search("testPartExecutor|raise_verdict", shown), (
+            "pytest shows frames of ours"
+        )
     assert "rank 0 passed" in run.out and "Needs 8 accelerator devices." in run.out
     # Otherwise functions that are pickled or sent in an RPC by reference would not resolve.
     module = "__main__" if way == "python file.py" else "test_suite"

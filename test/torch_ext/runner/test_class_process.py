@@ -1,4 +1,4 @@
-"""What a class process tells of a test, over a channel that only remembers: no ending is a pass by default."""
+"""The messages of a class process about a test, over a channel that keeps them: no ending is a pass by default."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def handler() -> Iterator[None]:
 
 
 def ending(test: unittest.TestCase) -> TestEnded:
-    """Run one test as a class process does, and return what is told of its end."""
+    """Run one test as a class process does, and return the message about its end."""
     told = Told()
     result = _ClassResult(cast(Channel, told), output=2, failfast=False)
     check_its_calls(test)
@@ -56,7 +56,7 @@ def run(test: unittest.TestCase, result: _ClassResult) -> None:
 
 
 def test_lost_ranks_are_told_in_one_sentence() -> None:
-    """Whoever kills the zygote may be a rank of the test; where the harness was meanwhile says nothing."""
+    """A rank of the test may kill the zygote; a traceback of the harness would say nothing about that."""
 
     def lose(self: unittest.TestCase) -> None:
         raise ZygoteLostError("the zygote was killed")

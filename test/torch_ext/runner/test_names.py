@@ -25,7 +25,7 @@ AROUND = {"torch": "2.13.0", "device": "cpu"}
 
 
 def age(path: Path) -> None:
-    """Backdate ``path`` by a minute, like a file that nobody is editing."""
+    """Backdate ``path`` by a minute, as if no editor had it open."""
     then = time.time() - 60
     os.utime(path, (then, then))
 

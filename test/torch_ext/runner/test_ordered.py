@@ -4,104 +4,83 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.reporters.make import InOrder
 from torch_ext.runner.results import Began, Over, Status, TestName, TestResult
 from torch_ext.runner.schedule import make_plan
 
 FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]
-A1, A2, B1, C1 = (
-    TestName(*where) for where in (("a.py", "A", "1"), ("a.py", "A", "2"), ("a.py", "B", "1"), ("b.py", "C", "1"))
-)
+NAMES = {
+    **{f"{cls}{method}": TestName(f"{file}.py", cls, method) for file, cls, method in ("aA1", "aA2", "aB1", "bC1")},
+    **{cls: TestName(f"{file}.py", cls) for file, cls in ("aA", "aB", "bC")},
+    "a.py": TestName("a.py"),
+}
 
 
 class Kept:
+    """A reporter that keeps what it gets since it was last asked."""
+
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.got: list[str] = []
 
     def begin(self, began: Began) -> None:
-        self.told.append(f"began {began.test.cls}{began.test.method}")
+        self.got.append(f"b{began.test.cls}{began.test.method}")
 
     def add(self, result: TestResult) -> None:
-        self.told.append(f"{result.test.cls}{result.test.method or result.test.file}")
+        self.got.append(f"{result.test.cls}{result.test.method}" or result.test.file)
 
     def new_round(self, number: int) -> None:
-        self.told.append(f"round {number}")
+        self.got.append(f"r{number}")
 
     def finish(self, *, interrupted: bool = False) -> None:
-        self.told.append("end")
+        self.got.append("end")
 
 
-def made() -> tuple[Kept, InOrder]:
-    kept = Kept()
-    return kept, InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept)
+# Of classes A and B of one file and C of another: `bA1` test A1 begins, `A1` it passes, `fA1` it fails, `/A` class A is
+# over, `r2` round 2 begins, `end` the run ends. Behind `=`, what the reporter gets by then.
+SCRIPTS = {
+    "the first class passes through and the rest waits": "C1 /C bA1 B1 A1 = bA1 A1 | /A = B1 | /B end = C1 end",
+    "a class that begins passes at once, and so does word of a failure": "bC bA bC1 fC1 fA1 = bC bA A1 waits:C1",
+    "an end without the first class holds nothing up": "C1 B1 end = B1 C1 end",
+    "nor does a file that cannot be imported": "C1 a.py /a.py = a.py C1",
+    "what comes late of a class is told at once": "/A A = A",
+    "a new round hands on what waits and begins anew": "C1 r2 C1 A1 = C1 r2 A1",
+}
 
 
-def result(test: TestName) -> TestResult:
-    return TestResult(test, Status.PASSED, 0.0)
+def play(ordered: InOrder, kept: Kept, script: str) -> None:
+    for part in script.split(" | "):
+        events, _, expected = part.partition(" = ")
+        for word in events.split():
+            if word == "end":
+                ordered.finish(interrupted=True)
+            elif word in NAMES:
+                ordered.add(TestResult(NAMES[word], Status.PASSED, 0.0))
+            elif word[0] == "f":
+                ordered.add(TestResult(NAMES[word[1:]], Status.FAILED, 0.0))
+            elif word[0] == "b":
+                ordered.begin(Began(NAMES[word[1:]]))
+            elif word[0] == "/":
+                ordered.over(Over(NAMES[word[1:]]))
+            else:
+                ordered.new_round(int(word[1:]))
+        assert kept.got == expected.split(), script
+        kept.got.clear()
 
 
-def test_the_first_class_passes_through_and_the_rest_waits() -> None:
-    kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.over(Over(TestName("b.py", "C")))
-    ordered.begin(Began(A1))
-    ordered.add(result(B1))
-    ordered.add(result(A1))
-    assert kept.told == ["began A1", "A1"]
-    ordered.over(Over(TestName("a.py", "A")))
-    assert kept.told[2:] == ["B1"]
-    ordered.over(Over(TestName("a.py", "B")))
-    ordered.finish()
-    assert kept.told[3:] == ["C1", "end"]
-
-
-def test_that_a_class_begins_is_told_at_once_and_so_is_that_a_failure_waits() -> None:
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_results_come_in_the_order_of_the_plan(script: str) -> None:
     kept, waits = Kept(), list[str]()
-    ordered = InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept, waits=lambda result: waits.append(result.test.id))
-    for name in (TestName("b.py", "C"), TestName("a.py", "A")):
-        ordered.begin(Began(name))
-    ordered.begin(Began(C1))
-    ordered.add(TestResult(C1, Status.FAILED, 0.0))
-    ordered.add(TestResult(A1, Status.FAILED, 0.0))
-    assert kept.told == ["began C", "began A", "A1"] and waits == [C1.id]
-
-
-def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
-    kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.add(result(B1))
-    ordered.finish(interrupted=True)
-    assert kept.told == ["B1", "C1", "end"]
-
-
-def test_a_file_that_cannot_be_imported_holds_nothing_up() -> None:
-    kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.add(result(TestName("a.py")))
-    ordered.over(Over(TestName("a.py")))
-    assert kept.told == ["a.py", "C1"]
-
-
-def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None:
-    kept, ordered = made()
-    ordered.over(Over(TestName("a.py", "A")))
-    ordered.add(result(TestName("a.py", "A")))
-    assert kept.told == ["Aa.py"]
-
-
-def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:
-    kept, ordered = made()
-    ordered.add(result(C1))
-    ordered.new_round(2)
-    ordered.add(result(C1))
-    ordered.add(result(A1))
-    assert kept.told == ["C1", "round 2", "A1"]
+    tests = [NAMES[name] for name in ("A1", "A2", "B1", "C1")]
+    ordered = InOrder(make_plan(FILES, tests), kept, waits=lambda result: waits.append(f"waits:{result.test.cls}1"))
+    script, _, waiting = script.partition(" waits:")
+    play(ordered, kept, script)
+    assert waits == [f"waits:{waiting}"] * bool(waiting)
 
 
 def test_failures_may_come_at_once() -> None:
     kept = Kept()
-    ordered = InOrder(make_plan(FILES, [A1, B1, C1]), kept, failures_at_once=True)
-    ordered.add(result(B1))
-    ordered.add(TestResult(C1, Status.FAILED, 0.0))
-    assert kept.told == ["C1"]
+    ordered = InOrder(make_plan(FILES, [NAMES[name] for name in ("A1", "B1", "C1")]), kept, failures_at_once=True)
+    play(ordered, kept, "B1 fC1 = C1")

@@ -126,7 +126,7 @@ class TestFound(Drawn):
     @settings(max_examples=25, database=None)
     @given(x=numbers)
     def test_state_left_over(self, x):  # failed by 1: raised ValueError at...left a collective...@example(x=137)
-        # A failed rank leaves its peer in a collective that nobody else will join.
+        # A failed rank leaves its peer in a collective that no other rank will join.
         self.see(x=x)
         ones = torch.ones(3)
         if x >= 137 and self.rank == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_text"]
 
-# The base classes whose ranks run the bodies, as `programs.PREAMBLE` defines them.
+# The base classes whose ranks run the bodies, as `suites.PREAMBLE` defines them.
 BASES = ("Ranks", "Threads", "Standing")
 # This category of warnings is an error in all runs.
 OUTSIDE = {"PYTHONWARNINGS": "error::UnicodeWarning"}
@@ -185,7 +185,7 @@ def _as_in_the_table(word: str, error: BaseException | None, base: str) -> str:
         return word
     if error.code == _SKIPS:
         return "skipped"
-    return "failed" if base != "Threads" else word  # the process of a rank ended: nobody may expect that
+    return "failed" if base != "Threads" else word  # no test may expect the end of its rank's process
 
 
 def class_suite() -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""Draws programs in which one rank waits until somebody acts, and the same programs in which nobody does.
+"""Draws programs in which one rank waits for an actor that ends its wait, and the same programs without the act.
 
-The oracle is the program: while somebody may still act, no rule of ours may end it. Each drawn program becomes a test
+The oracle is the program: while its actor may still act, no rule of ours may end it. Each drawn program becomes a test
 class whose rank 1 waits; an actor ends that wait after some seconds, most of them longer than a hang needs to be
 proven. In the dead one the same actor comes to its end at once and does nothing.
 """
@@ -42,7 +42,7 @@ class Program:
 
     @property
     def must_be_proven(self) -> bool:
-        """Whether it is proven to hang once nobody acts."""
+        """Whether the engine must prove a hang once the actor is gone."""
         return self.wait not in UNPROVABLE
 
 
@@ -77,7 +77,7 @@ def _draw(chance: random.Random) -> Program:
 
 def source_of(programs: list[Program], folder: str) -> str:
     """Return a file with two classes for each program, the live one and the dead one."""
-    limit = 20 if len(programs) < 100 else 40  # of those that nobody ends and of which nothing is proven
+    limit = 20 if len(programs) < 100 else 40  # ends a dead program whose hang has no proof
     lines = [PREAMBLE, f"FOLDER, LIMIT = {folder!r}, {limit}", textwrap.dedent(RUNTIME)]
     for number, program in enumerate(programs):
         base = "LiveThreads" if program.through == "threads" else "LiveRanks"

@@ -173,7 +173,7 @@ EXPECTED = {
     "class_cleanup_fails": ("failed", "type(self).addClassCleanup(raise_)\nself.fail('as expected')"),
 }
 EXPECTED_OF_THREADS = {"cleanup_exits": ("failed", "self.addCleanup(sys.exit, 3)\nself.fail('as expected')")}
-# How a class evades the harness, as a body of the class, so that nobody waits for its ranks.
+# How a class evades the harness, as a body of the class, so that no code waits for its ranks.
 EVADES = {
     "starts_twice": "def setUp(self):\n        super().setUp()\n        super(self.Base, self).setUp()",
     "skips_late": "def setUp(self):\n        super().setUp()\n        self.skipTest('late')",
@@ -269,7 +269,7 @@ def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
 
 def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
-    killed = "TestExpected_Limited.test_is_killed"  # nobody may expect that, and no runner judges it again
+    killed = "TestExpected_Limited.test_is_killed"  # no test may expect a kill, and no runner judges again
     with suite_of(tmp_path, source()) as suite:
         found = suite.run_unittest("TestUnrun", "TestAsked", killed, *evading)
         assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found

@@ -1,4 +1,4 @@
-"""Hangs that can be proven are told long before the time limit, and what only takes long is no hang.
+"""The engine reports a provable hang long before the time limit, and a slow program is no hang.
 
 `test_live_programs` draws waits inside a process, and `test_right_rank` ranks that leave out a collective. These here
 are drawn by neither. No clock is read: a report that came by a time limit says that it did.

@@ -1,4 +1,4 @@
-"""No program is ended while somebody may act, and nearly every one is proven to hang in which nobody does.
+"""The engine ends no program whose actor may still act, and proves a hang of nearly every one without an actor.
 
 A hang is proven after two seconds here, and actors act after one to eight. ``--long`` draws 500 programs.
 """

@@ -91,7 +91,7 @@ def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> Non
         first, second = ((tmp_path / f"{world}.{rank}").read_text() for rank in (0, 1))
         assert first == second != "127.0.0.1"
         addresses.add(first)
-        # A rank that holds what its peer was given keeps that open when the peer is gone, and nobody sees its end.
+        # A rank that inherits its peer's pipe keeps it open when the peer ends, and its reader never sees the end.
         one, other = (set((tmp_path / f"pipes.{world}.{rank}").read_text().split()) for rank in (0, 1))
         assert one and other and not one & other, (world, one, other)
     assert len(addresses) == 3

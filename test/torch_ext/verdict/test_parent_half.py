@@ -124,7 +124,7 @@ class TestOf_{name}(unittest.TestCase):  # failed: {words}
     def test_of_module(self):{end}
         pass
 """
-# What a file does around its tests, how that is told, and whether its test passes.
+# What a file does around its tests, the words of the report, and how its test ends.
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 MODULES = {
     "cleanup": ("setUpModule", "unittest.addModuleCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL", ""),

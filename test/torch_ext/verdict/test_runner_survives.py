@@ -21,7 +21,7 @@ from multiprocessing import shared_memory
 
 
 def start_daemon(seconds):
-    # Its parent ends at once, so it belongs to whoever adopts orphans.
+    # Its parent ends at once, so the zygote or init adopts it.
     shell = f"sleep {seconds} >/dev/null 2>&1 & echo $!"
     return int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True).stdout)
 
@@ -72,7 +72,7 @@ class TestPrivate(Ranks):
             self.assertEqual(stat.S_IMODE(found.st_mode) & 0o077, 0, path)
 """
 NEXT = {"next": ("passed", "pass")}
-# What rank 1 does to others, each in a class of its own.
+# The signals that rank 1 sends, each in its own class.
 SIGNALS = {
     "terminates": ("failed by 1: SIGTERM", "os.kill(0, signal.SIGTERM)\nforever()"),
     "interrupts": ("failed by 1: SIGINT|KeyboardInterrupt", "os.killpg(0, signal.SIGINT)\nforever()"),

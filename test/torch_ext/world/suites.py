@@ -1,7 +1,7 @@
 """Writes programs for one test, runs them from outside, and parses what their runs said.
 
-A program is a file of tests. It runs in a session of its own, so that what it does to its process group does not reach
-the tests that judge it.
+A program is a file of tests. It runs in its own session, so that its signals to its process group do not reach the
+tests that judge it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Suite:
         }  # fmt: skip
 
     def start(self, command: list[str], extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
-        """Start a command in a session of its own; ``how`` goes to ``Popen``."""
+        """Start a command in its own session; ``how`` goes to ``Popen``."""
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.folder, **how}
         return subprocess.Popen(
             [sys.executable, *command], env=self.environment(extra), text=True, errors="replace",
@@ -274,7 +274,7 @@ def _parse(run: Run) -> None:
 
 
 def parse_unittest(run: Run) -> None:
-    # The parent half may print between a test's name and its result, which then ends a line of its own.
+    # The parent half may print between a test's name and its result, which then stands at the end of another line.
     for name, status in re.findall(
         r"^(\w+) \([\w.]+\)(?:\n[^\n]*?)? \.\.\. (?:.*?\n)*?.*?(ok|FAIL|ERROR|skipped)\b", run.err, re.MULTILINE
     ):

@@ -185,7 +185,7 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
     ("written_s", "shares", "found", "end_s"),
     [
         ([None, None], [0.0, 0.0], ["", ""], 2),  # the second look finds no progress
-        ([None], None, [""], 1),  # nobody knows whether it waits for a core
+        ([None], None, [""], 1),  # no measure says whether it waits for a core
         ([0.5, 7.5], [0.0, 0.5], ["0", "1"], None),
         ([None], [1.0], [""], 11),  # it gets no core at all
         ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts

@@ -326,7 +326,7 @@ def test_a_look_keeps_nothing_of_the_test_alive() -> None:
     try:
         body.start()
         inside.wait()
-        looks = threading.Thread(target=threads.observe)  # as a rank's listener looks, from a thread of its own
+        looks = threading.Thread(target=threads.observe)  # as a rank's listener looks, from another thread
         looks.start()
         looks.join()
         over.set()

@@ -250,7 +250,7 @@ def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
 
 
 def test_a_sender_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
-    """The error is seen where the device is waited for, and no collective shows who waited for whom."""
+    """The error appears where the host synchronizes with the device, and no collective shows the waiting ranks."""
     said = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
     verdict = judge([waited(said), passed(1), passed(2)])
     assert (verdict.culprits, verdict.victims) == ((2,), (0,))
