@@ -18,7 +18,6 @@ _LONGEST = (
     "test_endurance.py",
     "test_faults.py",
     "test_four_ways.py",
-    "test_coverage.py",
     "test_neighbours.py",
     "test_pytest_plugin.py",
 )
@@ -26,13 +25,12 @@ _LONGEST = (
 # Tests that need nothing of their file's others, by how their names begin. Each may run in any process.
 ALONE = {
     "test_bridge.py": ("test_",),
-    "test_coverage.py": ("test_",),
     "test_endurance.py": ("test_",),
     "test_extension_contract.py": ("test_example_on_the_page_runs",),
-    "test_hypothesis_utils.py": ("test_other_runners", "test_a_lost_zygote", "test_examples_are_the_same_in_every_run"),
+    "test_hypothesis_utils.py": ("test_a_lost_zygote",),
     "test_neighbours.py": ("test_",),
     "test_pytest_plugin.py": ("test_",),
-    "test_kills.py": ("test_killed_zygote_of", "test_killed_test_program"),
+    "test_kills.py": ("test_",),
 }
 
 # Files whose tests share something for each parameter, or what stands before a slash in it.

@@ -41,11 +41,6 @@ def test_every_message_is_drawn() -> None:
     assert messages_drawn(TEXT) == messages()
 
 
-def test_a_life_has_ten_steps() -> None:
-    life = TEXT.partition("## The life of a test, in ten steps")[2].partition("\n## ")[0]
-    assert re.findall(r"^(\d+)\. ", life, re.MULTILINE) == [str(number) for number in range(1, 11)]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -81,8 +76,3 @@ def test_names_that_are_mentioned_exist() -> None:
     mentioned -= {"py", "cpp", "h", "md"}
     assert {"TEST_SKIPS", "_spawn_processes", "Reporter"} <= mentioned
     assert sorted(mentioned - words) == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_the_page_is_linked(page: str) -> None:
-    assert "docs/architecture.md" in LINK.findall((CHECKOUT / page).read_text(encoding="utf-8"))

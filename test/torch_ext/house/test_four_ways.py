@@ -1,83 +1,113 @@
-"""A test file gives the same results under our runner, by itself, under unittest in two spellings, and under pytest."""
+"""A test file gives the same results under our runner, by itself, under unittest in two spellings, and under pytest;
+``coverage`` counts the lines that run in its ranks and in the parent half.
+"""
 
 from __future__ import annotations
 
-import functools
+import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from test.torch_ext.house.suites import RUN_TEST, Done, run, write_suite
+from test.torch_ext.world.suites import CHECKOUT, suite_of
 
+SOURCE = """
+import pickle
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+
+
+def double(x):
+    return 2 * x  # line of ranks
+
+
+class TestRanks(Ranks):
+    def setUp(self):
+        super().setUp()
+        self.started = True  # line of the parent half
+
+    def test_functions_travel(self):
+        self.join_group()
+        found = [None, None]
+        dist.all_gather_object(found, (double, os.getpid()))
+        self.assertEqual([function(3) for function, _ in found], [6, 6])
+        self.assertEqual(len({pid for _, pid in found}), 2)
+        self.assertIs(pickle.loads(pickle.dumps(double)), double)
+        note(f"seen{self.rank}", f"{double.__module__} {type(self).__module__}")
+
+    def test_one_rank_fails(self):
+        if self.rank == 1:
+            raise ValueError("this is rank 1")  # line of one rank
+
+    @skip_if_lt_x_gpu(8)
+    def test_wants_devices(self):
+        pass
+
+
+class TestThreads(Threads):
+    def test_one_thread_fails(self):
+        if self.rank == 1:
+            raise ValueError("this is rank 1")
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+RUN_TEST = (str(CHECKOUT / "run_test.py"), "--root", ".", "-v")
 WAYS = {
-    "run_test.py": (RUN_TEST, "--root", ".", "-v"),
+    "run_test.py": RUN_TEST,
     "python file.py": ("test_suite.py", "-v"),
     "unittest module": ("-m", "unittest", "-v", "test_suite"),
     "unittest path": ("-m", "unittest", "-v", "./test_suite.py"),
-    "pytest": ("-m", "pytest", "-v", "-rs", "test_suite.py"),
+    "pytest": ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "test_suite.py"),
 }
-NARROWED = {
-    "run_test.py, one test": (RUN_TEST, "--root", ".", "-v", "-i", "TestRanks.test_functions_travel"),
-    "python file.py, one test": ("test_suite.py", "-v", "TestRanks.test_functions_travel"),
+# Many projects have these: coverage then saves data in processes that end through multiprocessing's bootstrap.
+OTHERS = "[run]\nparallel = true\nconcurrency = multiprocessing\n"
+LINES = {
+    "run_test.py": (CHECKOUT / "pyproject.toml", ("line of ranks", "line of one rank", "line of the parent half")),
+    "python file.py": (None, ("line of ranks", "line of one rank")),
 }
-MISTYPED = {
-    "run_test.py, mistyped": (RUN_TEST, "--root", ".", "-i", "test_suiet"),
-    "python file.py, mistyped": ("test_suite.py", "TestRank.test_functions_travel"),
-}
-
-
-DoneBy = Callable[[str], Done]
-
-
-@pytest.fixture(scope="module")
-def done_by(tmp_path_factory: pytest.TempPathFactory) -> DoneBy:
-    """Run each way at most once, when a test first asks for it."""
-
-    @functools.cache
-    def done_by(way: str) -> Done:
-        place = tmp_path_factory.mktemp("way") / "suite"
-        write_suite(place)
-        return run(place, *(WAYS | NARROWED | MISTYPED)[way])
-
-    return done_by
+_LINE = re.compile(
+    r"^(?:test_suite\.py::\w+::)?(test_\w+)(?: \(\S+\) \.\.\.)?  ?"
+    r"(passed|failed|skipped|ok|ERROR|PASSED|FAILED|SKIPPED)",
+    re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_tests_pass_fail_and_skip(done_by: DoneBy, way: str) -> None:
-    done = done_by(way)
-    endings = {"test_functions_travel": "passed", "test_one_rank_fails": "failed", "test_wants_devices": "skipped"}
-    assert done.endings == endings, done.output
-    assert done.code == 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_failure_says_which_rank_raised_what_and_a_skip_its_reason(done_by: DoneBy, way: str) -> None:
-    assert re.search(r"rank 1 raised ValueError at \S+: this is rank 1", done_by(way).output)
-    assert "rank 0 passed" in done_by(way).output
-    assert "Needs 8 accelerator devices." in done_by(way).output
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_module_keeps_its_name_in_the_ranks(done_by: DoneBy, way: str) -> None:
-    """Otherwise functions that are pickled or sent in an RPC by reference would not resolve."""
-    assert done_by(way).names == {"__main__" if way == "python file.py" else "test_suite"}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_are_forked(done_by: DoneBy, way: str) -> None:
-    """With a fresh interpreter for each rank the tests would pass too, seconds later, with a message."""
-    assert "fresh interpreter" not in done_by(way).output
-
-
-@pytest.mark.parametrize("way", NARROWED)
-def test_what_passes_is_exit_code_0(done_by: DoneBy, way: str) -> None:
-    assert done_by(way).endings == {"test_functions_travel": "passed"}, done_by(way).output
-    assert done_by(way).code == 0
-
-
-@pytest.mark.parametrize("way", MISTYPED)
-def test_a_mistyped_name_is_exit_code_2_with_the_nearest(done_by: DoneBy, way: str) -> None:
-    assert done_by(way).code == 2
-    assert "nearest: " in done_by(way).output
-    assert done_by(way).endings == {}
+def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
+    settings, lines = LINES.get(way, (None, ()))
+    if settings is None:
+        settings = tmp_path / "settings"
+        settings.write_text(OTHERS)
+    measured = ("-m", "coverage", "run", f"--rcfile={settings}") if lines else ()
+    with suite_of(tmp_path, SOURCE) as suite:
+        run = suite.finish(suite.start([*measured, *WAYS[way]], stderr=subprocess.STDOUT))
+    words = {"ok": "passed", "ERROR": "failed"}
+    ended = {name: words.get(word, word.lower()) for name, word in _LINE.findall(run.out)}
+    failed = {"test_one_rank_fails": "failed", "test_one_thread_fails": "failed"}
+    expected = {**failed, "test_functions_travel": "passed", "test_wants_devices": "skipped"}
+    assert (ended, run.code) == (expected, 1), run
+    assert len(re.findall(r"rank 1 raised ValueError at test_suite.py:\d+: this is rank 1", run.out)) >= 2
+    if way == "pytest":
+        shown = run.out.split("_ TestRanks.test_one_rank_fails _")[1].split("short test summary")[0]
+        frames = [line for line in shown.splitlines() if line.strip() and not line.startswith(("E  ", "_"))]
+        assert len(frames) <= 14 and not re.search("testPartExecutor|raise_verdict", shown), (
+            "pytest shows frames of ours"
+        )
+    assert "rank 0 passed" in run.out and "Needs 8 accelerator devices." in run.out
+    # Otherwise functions that are pickled or sent in an RPC by reference would not resolve.
+    module = "__main__" if way == "python file.py" else "test_suite"
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == [f"{module} {module}"] * 2
+    assert "fresh interpreter" not in run.out, "the tests would pass, seconds later"
+    if lines:
+        pytest.importorskip("coverage")
+        for step in (["combine", "-q"], ["json", "-q", "--include=test_suite.py", "-o", "covered.json"]):
+            command = [sys.executable, "-m", "coverage", step[0], f"--rcfile={settings}", *step[1:]]
+            subprocess.run(command, cwd=tmp_path, check=True)
+        (file,) = json.loads((tmp_path / "covered.json").read_text())["files"].values()
+        text = suite.file.read_text().splitlines()
+        assert {text.index(line) + 1 for line in text if line.endswith(lines)} <= set(file["executed_lines"])

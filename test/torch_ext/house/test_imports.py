@@ -19,7 +19,22 @@ import torch_ext.runner
 import torch_ext.world
 from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
 
-# What each layer may import from this project, besides itself.
+# What each layer may import from this project, besides itself. Names of the package stand without `torch_ext.`.
+_LAYERS = {
+    "compat": "",
+    "cache": "",
+    "machine_memory": "",
+    "unbuilt": "",
+    "sim": "cache machine_memory",
+    "cuda_as_sim": "cache sim",
+    "accelerator": "compat",
+    "world": "compat machine_memory",
+    "runner": "world cache compat.untested_torch machine_memory cuda_as_sim.words",
+    "upstream": "accelerator world runner compat unbuilt",
+    "program": "world cache compat cuda_as_sim machine_memory sim",
+    "__main__": "runner program sim.command unbuilt upstream.harness",
+    "testing": "accelerator compat world",
+}
 LAYERS: dict[str, frozenset[str]] = {
     "torch_ext.compat": frozenset(),
     "torch_ext.cache": frozenset(),
@@ -250,53 +265,31 @@ _OF_RUNNER = {
     "torch_ext.compat",
     "torch_ext.machine_memory",
 }
+_OF_TESTS = {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", *_OF_WORLD}
+_HEAVY = {"torch", "numpy", "torch_ext.accelerator"}
+_UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
 
 
 @pytest.mark.parametrize(
-    ("modules", "layers"),
+    ("statement", "layers", "unloaded"),
     [
-        (["torch_ext"], set()),
-        (["torch_ext.runner.cli"], _OF_RUNNER),
-        (["torch_ext.world.tree"], _OF_WORLD),
-        (["torch_ext.world.follow"], _OF_WORLD),
-        (["torch_ext.world.provider"], _OF_WORLD),
-        (ROOMS["torch_ext.world"], _OF_WORLD),
-        (ROOMS["torch_ext.runner"], _OF_RUNNER | _OF_WORLD),
+        ("import torch_ext", set(), _HEAVY),
+        ("import torch_ext.runner.cli", _OF_RUNNER, _HEAVY),
+        ("import torch_ext.world.follow", _OF_WORLD, _HEAVY),
+        ("import " + ", ".join(ROOMS["torch_ext.world"]), _OF_WORLD, _HEAVY),
+        ("import " + ", ".join(ROOMS["torch_ext.runner"]), _OF_RUNNER | _OF_WORLD, _HEAVY),
+        (
+            "import torch_ext.__main__",
+            None,
+            {"rich", "difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"},
+        ),
+        (f"from {_HELPERS} import common_distributed, common_utils", _OF_TESTS, _UPSTREAMS),
+        (f"import {_HELPERS}.hypothesis_utils", None, {f"{_HELPERS}._fsdp"}),
     ],
-    ids=["package", "cli", "tree", "follow", "provider", "world", "runner"],
+    ids=["package", "cli", "follow", "world", "runner", "command", "tests", "hypothesis"],
 )
-def test_the_supervising_side_loads_neither_torch_nor_tests(modules: list[str], layers: set[str]) -> None:
-    assert modules
-    loaded = modules_after(f"import {', '.join(modules)}")
-    assert loaded.isdisjoint({"torch", "numpy", "torch_ext.accelerator"})
-    assert ours(loaded) == layers
-
-
-def test_the_command_loads_neither_the_report_nor_what_starts_processes_before_it_needs_them() -> None:
-    loaded = modules_after("import torch_ext.__main__")
-    assert loaded.isdisjoint({"rich", "difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"})
-
-
-def test_what_test_files_import_loads_neither_the_runner_nor_upstreams_own_harness() -> None:
-    statement = "from torch_ext.testing._internal import common_distributed, common_utils"
+def test_each_part_loads_no_more_than_it_needs(statement: str, layers: set[str] | None, unloaded: set[str]) -> None:
+    """The supervising side loads neither torch nor tests; test files load neither the runner nor upstream's harness."""
     loaded = modules_after(statement)
-    assert ours(loaded) == {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", *_OF_WORLD}
-    assert loaded.isdisjoint({"torch.testing._internal.common_distributed", "torch._dynamo"})
-
-
-def test_hypothesis_utils_loads_no_fsdp_helper() -> None:
-    loaded = modules_after("import torch_ext.testing._internal.hypothesis_utils")
-    assert "hypothesis" in loaded
-    assert [name for name in loaded if below(name, ["torch_ext.testing._internal._fsdp"])] == []
-
-
-def test_importing_a_harness_class_leaves_upstreams_file_alone() -> None:
-    program = (
-        "import sys\n"
-        "from torch_ext.testing._internal.common_distributed import MultiProcessTestCase\n"
-        "from torch_ext.testing._internal.common_utils import run_tests\n"
-        "found = {'torch._dynamo', 'torch.testing._internal.common_distributed'} & set(sys.modules)\n"
-        "raise SystemExit(', '.join(found) or None)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert layers is None or ours(loaded) == layers
+    assert loaded.isdisjoint(unloaded)

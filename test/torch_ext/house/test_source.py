@@ -8,67 +8,59 @@ import pytest
 
 from test.torch_ext.house.source import Import, below, device_literals, imports, private_torch_names
 
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torch._dynamo",
-        "from torch.distributed import _functional_collectives",
-        "from torch.distributed.fsdp._fully_shard import FSDPModule",
-        "import torch\ntorch._C._get_tracing_state()",
-        "import torch.distributed as dist\ndist.distributed_c10d._world",
-        "from torch import distributed\ndistributed._reduce()",
-        "def f():\n    import torch.nn as nn\n    return nn._x",
-        "from torch.testing._internal.common_utils import _TestParametrizer",
-        "import torch.testing._internal.common_utils as utils\nutils._private",
-        "import sys\ntorch = sys.modules['torch']\ntorch._C.dump",
-    ],
-)
-def test_a_private_name_of_torch_is_seen(statement: str) -> None:
-    assert private_torch_names(ast.parse(statement))
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torch\ntorch.__version__",
-        "from torch.testing._internal.common_utils import TestCase",
-        "from torch.testing._internal import common_utils as upstream\nupstream.PRINT = 1",
-        "from torch_ext.world import _os\n_os._libc()",
-        "from torch_ext.compat.c10d import _get_default_group",
-        "import numpy\nnumpy._core",
-        "self._torch = 1",
-    ],
-)
-def test_other_names_are_let_pass(statement: str) -> None:
-    assert private_torch_names(ast.parse(statement)) == []
+PRIVATE = [
+    "import torch._dynamo",
+    "from torch.distributed import _functional_collectives",
+    "from torch.distributed.fsdp._fully_shard import FSDPModule",
+    "import torch\ntorch._C._get_tracing_state()",
+    "import torch.distributed as dist\ndist.distributed_c10d._world",
+    "from torch import distributed\ndistributed._reduce()",
+    "def f():\n    import torch.nn as nn\n    return nn._x",
+    "from torch.testing._internal.common_utils import _TestParametrizer",
+    "import torch.testing._internal.common_utils as utils\nutils._private",
+    "import sys\ntorch = sys.modules['torch']\ntorch._C.dump",
+]
+PUBLIC = [
+    "import torch\ntorch.__version__",
+    "from torch.testing._internal.common_utils import TestCase",
+    "from torch.testing._internal import common_utils as upstream\nupstream.PRINT = 1",
+    "from torch_ext.world import _os\n_os._libc()",
+    "from torch_ext.compat.c10d import _get_default_group",
+    "import numpy\nnumpy._core",
+    "self._torch = 1",
+]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "device.type == 'cuda'",
-        "'cpu' != kind",
-        "kind in ('cuda', 'xpu')",
-        "'cuda' not in str(device)",
-        "str(device).startswith('cuda:')",
-        "kind.startswith(('sim', 'hpu'))",
-        "backend = {'cuda': 'nccl'}[kind]",
-        "match kind:\n    case 'cuda': pass",
-        "x = 1 if kind == 'sim' else 2",
-        "str(device) == 'cuda:0'",
-    ],
-)
-def test_a_choice_by_literal_device_is_seen(statement: str) -> None:
-    assert device_literals(ast.parse(statement))
+@pytest.mark.parametrize("statement", PRIVATE + PUBLIC)
+def test_private_names_of_torch_are_seen_and_no_others(statement: str) -> None:
+    assert bool(private_torch_names(ast.parse(statement))) == (statement in PRIVATE)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    ["torch.device('cpu')", "kind == other", "tensor.to('cpu')", "name == 'gloo'", "'meta' in kinds", "{'a': 'cuda'}"],
-)
-def test_naming_a_device_is_no_choice(statement: str) -> None:
-    assert device_literals(ast.parse(statement)) == []
+CHOICES = [
+    "device.type == 'cuda'",
+    "'cpu' != kind",
+    "kind in ('cuda', 'xpu')",
+    "'cuda' not in str(device)",
+    "str(device).startswith('cuda:')",
+    "kind.startswith(('sim', 'hpu'))",
+    "backend = {'cuda': 'nccl'}[kind]",
+    "match kind:\n    case 'cuda': pass",
+    "x = 1 if kind == 'sim' else 2",
+    "str(device) == 'cuda:0'",
+]
+NO_CHOICES = [
+    "torch.device('cpu')",
+    "kind == other",
+    "tensor.to('cpu')",
+    "name == 'gloo'",
+    "'meta' in kinds",
+    "{'a': 'cuda'}",
+]
+
+
+@pytest.mark.parametrize("statement", CHOICES + NO_CHOICES)
+def test_choices_by_literal_device_are_seen_and_no_others(statement: str) -> None:
+    assert bool(device_literals(ast.parse(statement))) == (statement in CHOICES)
 
 
 def test_imports_are_absolute_and_know_whether_they_wait() -> None:

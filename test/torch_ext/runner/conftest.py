@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor, write_suite
+from test.torch_ext.runner.fakes import Cli, FakeCollector, FakeExecutor, write_suite
 
 
 @pytest.fixture
@@ -31,3 +31,9 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
     yield executor
     assert executor.open == 0
+
+
+@pytest.fixture
+def cli(root: Path, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command on the suite."""
+    return Cli(executor, capsys)

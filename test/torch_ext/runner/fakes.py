@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ext.results import Began, Status, TestName, TestResult
+import pytest
+
+from torch_ext.results import Began, Remark, Status, TestName, TestResult
+from torch_ext.runner.cli import main, main_for_file
 from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
@@ -86,6 +90,54 @@ class FakeExecutor:
             if result is not None and options.failfast and result.status is Status.FAILED:
                 return False
         return True
+
+
+def ending(test: str, status: Status = Status.FAILED, duration_s: float = 0.1) -> TestResult:
+    return TestResult(TestName(*test.split("::")), status, duration_s, (Remark("boom"),))
+
+
+@dataclass(frozen=True)
+class Done:
+    """How the command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """The command, over an executor that starts no process. Each call forgets what the one before ran and asked for."""
+
+    def __init__(self, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+        self.executor = executor
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Done:
+        return self.main("--root", "suites", *arguments)
+
+    def main(self, *arguments: str) -> Done:
+        return self._ended(lambda: main(list(arguments)))
+
+    def of_file(self, file: Path, *arguments: str) -> Done:
+        return self._ended(lambda: main_for_file(file, list(arguments)))
+
+    def _ended(self, call: Callable[[], int]) -> Done:
+        self.executor.ran, self.executor.fake_collector.asked = [], []
+        self._capsys.readouterr()
+        try:
+            code = call()
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        return Done(code, *self._capsys.readouterr())
+
+    @property
+    def ran(self) -> list[str]:
+        return self.executor.ran
+
+    @property
+    def asked(self) -> list[str]:
+        """The files of which the collector was asked for the tests, sorted."""
+        return sorted(self.executor.fake_collector.asked)
 
 
 def write_suite(root: Path, layout: Layout) -> Path:

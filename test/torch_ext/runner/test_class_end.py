@@ -16,52 +16,37 @@ RAISED = Raised("KeyboardInterrupt", "Traceback ...")
 ENDED, TOLD, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
 
 
-def test_class_that_said_it_ended_and_exited_well_has_no_failure() -> None:
-    assert what_next(ClassFacts(False, 3, 0, ENDED), EXITED) == Next()
+UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
+# Whether a test runs, how many have ended and are left, the last word, and how the process died; and what follows.
+CASES = [
+    (ClassFacts(False, 3, 0, ENDED), Next()),
+    # A process that never said that it ended fails the class whatever its exit code.
+    (ClassFacts(False, 3, 0, None), Next(cls=EXITED)),
+    (ClassFacts(False, 3, 0, None, KILLED), Next(cls=KILLED)),
+    (ClassFacts(False, 3, 0, ENDED, KILLED), Next(cls=KILLED)),
+    # A running test fails with what ended it, and the others go on.
+    (ClassFacts(True, 0, 2, None, KILLED), Next(test=KILLED, go_on=True)),
+    (ClassFacts(True, 0, 2, TOLD, KILLED), Next(test=KILLED, go_on=True)),
+    (ClassFacts(True, 0, 2, LEFT, KILLED), Next(test=RAISED, go_on=True)),
+    # A test told of the interrupt, so nothing tells of it twice.
+    (ClassFacts(False, 1, 2, TOLD), Next(go_on=True)),
+    (ClassFacts(False, 1, 0, TOLD), Next()),
+    # Between two tests: the class fails and the rest runs; before the first one, the class ends.
+    (ClassFacts(False, 1, 2, LEFT), Next(cls=RAISED, go_on=True)),
+    (ClassFacts(False, 0, 2, LEFT), Next(cls=RAISED)),
+    (ClassFacts(False, 1, 2, None, KILLED), Next(cls=KILLED, go_on=True)),
+    (ClassFacts(False, 0, 2, None, KILLED), Next(cls=KILLED)),
+    (ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), Next(go_on=True)),
+    (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), Next(cls=KILLED)),
+    # Tests that unittest leaves out are missed.
+    (ClassFacts(False, 0, 2, ENDED), Next(cls=UNBEGUN)),
+    (ClassFacts(False, 1, 2, ENDED), Next(go_on=True)),
+]
 
 
-@pytest.mark.parametrize("death", [None, KILLED])
-def test_process_that_never_said_it_ended_fails_the_class_whatever_its_exit_code(death: Died | None) -> None:
-    assert what_next(ClassFacts(False, 3, 0, None, death), EXITED) == Next(cls=death or EXITED)
-
-
-def test_death_after_all_was_said_fails_the_class() -> None:
-    assert what_next(ClassFacts(False, 3, 0, ENDED, KILLED), KILLED) == Next(cls=KILLED)
-
-
-@pytest.mark.parametrize(("last", "problem"), [(None, KILLED), (TOLD, KILLED), (LEFT, RAISED)])
-def test_running_test_fails_with_what_ended_it_and_the_others_go_on(last: ClassLeft | None, problem: object) -> None:
-    assert what_next(ClassFacts(True, 0, 2, last, KILLED), KILLED) == Next(test=problem, go_on=True)  # type: ignore[arg-type]
-
-
-def test_interrupt_that_a_test_told_is_not_told_twice() -> None:
-    assert what_next(ClassFacts(False, 1, 2, TOLD), EXITED) == Next(go_on=True)
-    assert what_next(ClassFacts(False, 1, 0, TOLD), EXITED) == Next()
-
-
-def test_interrupt_between_two_tests_fails_the_class_and_the_rest_runs() -> None:
-    assert what_next(ClassFacts(False, 1, 2, LEFT), EXITED) == Next(cls=RAISED, go_on=True)
-
-
-def test_interrupt_before_the_first_test_ends_the_class() -> None:
-    assert what_next(ClassFacts(False, 0, 2, LEFT), EXITED) == Next(cls=RAISED)
-
-
-def test_death_between_two_tests_fails_the_class_and_the_rest_runs() -> None:
-    assert what_next(ClassFacts(False, 1, 2, None, KILLED), KILLED) == Next(cls=KILLED, go_on=True)
-    assert what_next(ClassFacts(False, 0, 2, None, KILLED), KILLED) == Next(cls=KILLED)
-
-
-def test_class_goes_on_in_silence_where_its_zygote_died_between_two_tests() -> None:
-    assert what_next(ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), KILLED) == Next(go_on=True)
-    assert what_next(ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), KILLED) == Next(cls=KILLED)
-
-
-def test_tests_that_unittest_leaves_out_are_missed() -> None:
-    assert what_next(ClassFacts(False, 0, 2, ENDED), EXITED).cls == Remark(
-        "unittest ended the class before 2 of its tests began."
-    )
-    assert what_next(ClassFacts(False, 1, 2, ENDED), EXITED) == Next(go_on=True)
+@pytest.mark.parametrize(("facts", "following"), CASES)
+def test_what_follows_the_end_of_a_class_process(facts: ClassFacts, following: Next) -> None:
+    assert what_next(facts, facts.death or EXITED) == following
 
 
 @pytest.mark.parametrize("running", [False, True])

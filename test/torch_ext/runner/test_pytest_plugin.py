@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT, DEADLINE_S, Suite, parse_pytest
+from test.torch_ext.world.suites import suite_of
 
 PLUGIN = ("-p", "torch_ext.runner.pytest_plugin")
 SOURCE = """
 import pytest
 
 
-def who(name):
-    with open(os.path.join(os.path.dirname(__file__), "parents"), "a") as stream:
-        stream.write(f"{name} {os.getppid()}\\n")
-
-
-class TestA(Case):
+class TestA(Ranks):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
@@ -53,7 +45,7 @@ class TestB(TestA):
         raise ValueError("expected")
 
 
-class TestInside(Case):
+class TestInside(Ranks):
     @pytest.fixture(autouse=True)
     def of_pytest(self, tmp_path):
         self.folder = tmp_path
@@ -72,9 +64,9 @@ ENDINGS = {
 
 
 def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, SOURCE)
     xml = tmp_path / "report.xml"
-    run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
+    with suite_of(tmp_path, SOURCE) as suite:
+        run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
     assert run.code == 1 and run.status == ENDINGS, run
     assert re.search(r"^SKIPPED \[1\] test_suite.py:\d+: .*no reason", run.out, re.M), run
     assert re.search(r"rank 1 raised ValueError at test_suite.py:\d+: this is rank 1", run.out)
@@ -85,41 +77,47 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
     assert [cls for cls, _ in itertools.groupby(order)] == list(dict.fromkeys(order)) and order[0] == "TestA"
     root = ElementTree.parse(xml).getroot().find("testsuite")
     assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("8", "2", "0")
-    assert suite.survivors() == {} and [each for each in suite.files_left() if "pytest-of" not in each] == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "code", "told"),
     [
-        (("--slots", "8", "-n", "2"), "-n 2 runs at most 2 classes at a time on slots"),
-        (("-n", "1"), "-n starts processes that know nothing of each other's ranks; --slots auto shares the cores"),
+        (("--slots", "8", "-n", "2"), 0, "-n 2 runs at most 2 classes at a time on slots"),
+        (("-n", "1"), 0, "-n starts processes that know nothing of each other's ranks; --slots auto shares the cores"),
+        (("--slots", "none"), 4, "got --slots 'none', expected a number above 0, auto or off"),
     ],
 )
-def test_n_of_xdist_is_slots_or_says_why_not(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, *arguments, "-k", "test_function or test_skips")
-    assert told in run.out, run
-    if "--slots" in arguments:
-        assert "[gw" not in run.out and run.code == 0  # the folder may be that of a worker of xdist
+def test_how_many_run_at_once_is_slots_or_pytest_says_why_not(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    with suite_of(tmp_path, SOURCE) as suite:
+        run = suite.run_pytest(*PLUGIN, *arguments, "-k", "test_function")
+        assert told in run.out + run.err and run.code == code, run
+        assert ("[gw" in run.out) == (arguments[0] == "-n"), run
 
 
-def test_x_stops_at_the_first_failure(tmp_path: Path) -> None:
-    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "--slots", "8", "-x", "-k", "test_fails or test_function")
-    assert run.code == 1 and run.status == {"test_fails": "failed"}, run
-    assert "stopping after 1 failures" in run.out
+@pytest.mark.parametrize("slots", [("--slots", "8", "-x"), ()])
+def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(
+    tmp_path: Path, slots: tuple[str, ...]
+) -> None:
+    with suite_of(tmp_path, SOURCE) as suite:
+        run = suite.run_pytest(*PLUGIN, *slots, "-k", "test_fails or test_function" if slots else "test_fails")
+        assert run.code == 1 and run.status == {"test_fails": "failed"}, run
+        assert ("stopping after 1 failures" in run.out) == ("rerun: python -m pytest" in run.out) == bool(slots), run
 
 
 INTERRUPTED = """
-class TestA(Case):
+class TestA(Ranks):
     def test_waits(self):
         time.sleep(600)
 
 
-class TestB(Case):
+class TestB(Ranks):
     def test_fails(self):
         raise ValueError("no")
 
 
-class TestC(Case):
+class TestC(Ranks):
     @classmethod
     def setUpClass(cls):
         raise ValueError("never")
@@ -150,38 +148,9 @@ execute.RunExecutor.run = interrupted
 
 
 def test_an_interrupt_reports_what_has_ended_before_its_turn_has_come(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, INTERRUPTED)
-    (tmp_path / "conftest.py").write_text(CTRL_C)
-    run = suite.run_pytest(*PLUGIN, "--slots", "8")
+    with suite_of(tmp_path, INTERRUPTED) as suite:
+        (tmp_path / "conftest.py").write_text(CTRL_C)
+        run = suite.run_pytest(*PLUGIN, "--slots", "8")
     assert run.code == 2 and run.status == {"test_fails": "failed", "TestC": "error"}, run
     assert "KeyboardInterrupt" in run.out and "1 failed, 1 error" in run.out, run
     assert re.search(r"^test_suite\.py::TestC ERROR", run.out, re.M), run
-    assert suite.survivors() == {}
-
-
-def test_a_number_of_slots_is_checked(tmp_path: Path) -> None:
-    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "--slots", "none")
-    assert run.code == 4 and "got --slots 'none', expected a number above 0, auto or off" in run.err, run
-
-
-def test_without_slots_everything_is_pytests(tmp_path: Path) -> None:
-    run = Suite(tmp_path, SOURCE).run_pytest(*PLUGIN, "-k", "test_fails")
-    assert run.status == {"test_fails": "failed"} and "rerun: python -m pytest" not in run.out, run
-
-
-def test_coverage_counts_the_lines_of_ranks(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, SOURCE)
-    rc, data = CHECKOUT / "pyproject.toml", tmp_path / "coverage"
-    extra = {"COVERAGE_FILE": str(data)}
-    measure = ["-m", "coverage", "run", f"--rcfile={rc}", "--include", str(suite.file), "-m", "pytest", "-q", *PLUGIN]
-    run = suite.finish(
-        suite.start([*measure, "--slots", "8", str(suite.file), "-k", "test_fails"], extra), parse_pytest
-    )
-    assert run.code == 1, run
-    for step in (["combine", "-q"], ["json", "-q", "-o", "coverage.json"]):
-        command = [sys.executable, "-m", "coverage", step[0], f"--rcfile={rc}", *step[1:]]
-        subprocess.run(command, cwd=tmp_path, env=suite.environment(extra), check=True, timeout=DEADLINE_S)
-    files = json.loads((tmp_path / "coverage.json").read_text())["files"]
-    (found,) = (files[name] for name in files if Path(name).name == suite.file.name)
-    line = suite.file.read_text().splitlines().index('            raise ValueError("this is rank 1")') + 1
-    assert line in found["executed_lines"]

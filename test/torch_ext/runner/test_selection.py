@@ -100,14 +100,6 @@ def test_only_files_whose_names_are_needed_are_imported(
     assert choose(include, exclude)[0] == files
 
 
-def test_several_patterns_add_up_and_exclusion_wins() -> None:
-    assert choose(["TestRpc", OTHER, "TestInput"], [f"{INPUT}::TestInput::test_tuple"])[1] == ids(0, 3, 4, 5)
-
-
-def test_order_is_that_of_the_tests_not_of_the_patterns() -> None:
-    assert choose([TOP, RPC, OTHER])[1] == ids(3, 4, 6)
-
-
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [

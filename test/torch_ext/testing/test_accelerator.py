@@ -47,18 +47,31 @@ def simulator_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
 
 
-def test_without_a_wish_an_available_accelerator_is_taken(machine: types.SimpleNamespace) -> None:
-    machine.found = "xpu"
-    assert accelerator.device_type() == "xpu"
-    assert accelerator.is_accelerator()
-
-
-def test_without_a_wish_and_an_accelerator_the_simulated_one_is_taken(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("wish", "found", "available", "chosen"),
+    [
+        (None, "xpu", True, "xpu"),
+        ("", "xpu", True, "xpu"),
+        (None, None, True, "sim"),
+        ("cpu", "xpu", True, "cpu"),
+        ("cuda", "xpu", True, "cuda"),
+        ("cpu", None, False, "cpu"),  # the host is there, whatever its module says
+    ],
+)
+def test_a_wish_goes_before_what_the_machine_has_and_that_before_the_simulator(
+    machine: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    wish: str | None,
+    found: str | None,
+    available: bool,
+    chosen: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_ext.sim", types.ModuleType("torch_ext.sim"))
-    assert accelerator.device_type() == "sim"
-    assert accelerator.is_accelerator()
+    machine.found, machine.module = found, pretend_module(available=available)
+    if wish is not None:
+        monkeypatch.setenv(REQUESTED, wish)
+    assert accelerator.device_type() == chosen
+    assert accelerator.is_accelerator() == (chosen != "cpu")
 
 
 def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
@@ -72,29 +85,6 @@ def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
     assert re.search(r"[^.]\. Until then, tests that need an accelerator are skipped", told[0])
 
 
-@pytest.mark.parametrize("wish", ["cpu", "cuda"])
-def test_a_wish_goes_before_what_the_machine_has(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, wish: str
-) -> None:
-    machine.found = "xpu"
-    monkeypatch.setenv(REQUESTED, wish)
-    assert accelerator.device_type() == wish
-
-
-def test_an_empty_wish_is_none(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.found = "xpu"
-    monkeypatch.setenv(REQUESTED, "")
-    assert accelerator.device_type() == "xpu"
-
-
-def test_the_host_is_there_whatever_its_module_says(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.module = pretend_module(available=False)
-    monkeypatch.setenv(REQUESTED, "cpu")
-    assert accelerator.device_type() == "cpu"
-
-
 def test_the_first_answer_holds(
     machine: types.SimpleNamespace, simulator_missing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,15 +94,7 @@ def test_the_first_answer_holds(
     assert accelerator.device_type() == "cpu"
 
 
-def test_a_refused_wish_is_no_answer(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REQUESTED, "abacus")
-    with pytest.raises(accelerator.UnknownDeviceError):
-        accelerator.device_type()
-    monkeypatch.setenv(REQUESTED, "cpu")
-    assert accelerator.device_type() == "cpu"
-
-
-def test_a_type_that_torch_does_not_know_names_wish_torch_and_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_wish_names_torch_and_a_way_out_and_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTED, "abacus")
     with pytest.raises(accelerator.UnknownDeviceError) as raised:
         accelerator.device_type()
@@ -122,6 +104,8 @@ def test_a_type_that_torch_does_not_know_names_wish_torch_and_way_out(monkeypatc
     )
     assert "device type" in text.partition("(")[2]  # what torch itself said
     assert text.endswith("Ask for no device to let the machine decide, or install what provides this one.")
+    monkeypatch.setenv(REQUESTED, "cpu")
+    assert accelerator.device_type() == "cpu"
 
 
 def test_a_known_type_without_devices_is_refused(
@@ -154,6 +138,10 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_host_is_one_device_over_gloo_that_can_nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     choose("cpu", monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
+    monkeypatch.setattr(torch.cpu, "request_devices", lambda count: pytest.fail("asked"), raising=False)
+    accelerator.set_device_index(1)
+    accelerator.request_devices(6)
     assert accelerator.device_module() is torch.cpu
     assert accelerator.device_count() == 1
     assert accelerator.backend() == "gloo"
@@ -178,12 +166,6 @@ def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch:
     for rank in (1, 2):
         accelerator.set_device_index(rank)
     assert made_current == [1, 0]
-
-
-def test_the_host_has_no_index_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("cpu", monkeypatch)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
-    accelerator.set_device_index(1)
 
 
 @pytest.mark.parametrize(("names", "sleeps"), [({}, False), ({"_sleep": object}, True)])
@@ -211,9 +193,3 @@ def test_devices_are_requested_of_those_who_can_make_them(
     accelerator.request_devices(6)
     assert asked == [6]
     assert accelerator.default_world_size() == 8
-
-
-def test_the_host_is_not_asked_for_devices(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("cpu", monkeypatch)
-    machine.module = pretend_module(request_devices=lambda count: pytest.fail("asked"))
-    accelerator.request_devices(6)

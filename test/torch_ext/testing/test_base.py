@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import unittest
 from unittest import mock
 
 import pytest
@@ -12,9 +11,7 @@ import torch.distributed as c10d
 
 from torch_ext.testing._internal.common_distributed import (
     DistributedTestBase,
-    requires_world_size,
     run_subtests,
-    skip_if_lt_x_gpu,
     with_dist_debug_levels,
 )
 
@@ -76,46 +73,6 @@ class TestOnCpu(DistributedTestBase):
         body()
         assert seen == ["DETAIL", "OFF"]
         assert os.environ.get("TORCH_DISTRIBUTED_DEBUG") == before
-
-
-class TestSkipping(DistributedTestBase):
-    """A skip in the ranks is a skip of the test, with the reason."""
-
-    __test__ = False  # the test functions below run it
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @skip_if_lt_x_gpu(2)
-    def test_needs_devices(self) -> None:
-        raise AssertionError("this must not run")
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @requires_world_size(2)
-    def test_runs_on_the_host(self) -> None:
-        assert self.rank in (0, 1)
-
-
-def run(name: str, **environment: str) -> unittest.TestResult:
-    result = unittest.TestResult()
-    with mock.patch.dict(os.environ, environment):
-        TestSkipping(name).run(result)
-    return result
-
-
-def test_a_skip_in_the_ranks_is_the_tests() -> None:
-    result = run("test_needs_devices", TORCH_EXT_DEVICE="cpu")
-    assert not result.errors
-    assert not result.failures
-    assert [reason for _, reason in result.skipped] == [
-        "Needs 2 accelerator devices. Run with --device sim to use simulated ones."
-    ]
-
-
-def test_allow_cpu_runs_in_the_ranks() -> None:
-    result = run("test_runs_on_the_host", TORCH_EXT_DEVICE="cpu")
-    assert (result.testsRun, result.errors, result.failures, result.skipped) == (1, [], [], [])
 
 
 del DistributedTestBase  # pytest would take the imported class for a test class of this file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
@@ -95,28 +96,23 @@ def put_level(level: str | None) -> None:
     c10d.set_debug_level_from_env()
 
 
-def test_a_test_runs_once_at_each_level_which_is_then_put_back(level_before: str | None, events: list[Any]) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_test_runs_once_at_each_level_which_is_then_put_back(
+    level_before: str | None, events: list[Any], raises: bool
+) -> None:
     @with_dist_debug_levels(["DETAIL", "OFF", "INFO"])
     def test(value: int) -> int:
         events.append((os.environ[LEVEL], c10d.get_debug_level().name))
-        return value
+        return sys.exit(value) if raises else value
 
-    assert test(value=3) == 3
     levels = [("DETAIL", "DETAIL"), ("OFF", "OFF"), ("INFO", "INFO")]
-    assert events == [event for level in levels for event in (level, "barrier")]
-    assert os.environ.get(LEVEL) == level_before
-    assert c10d.get_debug_level().name == (level_before or "OFF")
-
-
-def test_the_level_is_put_back_when_the_test_raises(level_before: str | None, events: list[Any]) -> None:
-    @with_dist_debug_levels(["DETAIL", "OFF"])
-    def test() -> None:
-        events.append(os.environ[LEVEL])
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        test()
-    assert events == ["DETAIL"]
+    if raises:
+        with pytest.raises(SystemExit):
+            test(value=3)
+        assert events == levels[:1]
+    else:
+        assert test(value=3) == 3
+        assert events == [event for level in levels for event in (level, "barrier")]
     assert os.environ.get(LEVEL) == level_before
     assert c10d.get_debug_level().name == (level_before or "OFF")
 
@@ -158,20 +154,16 @@ def test_init_multigpu_helper(
     assert init_multigpu_helper(world_size, "gloo") == expected
 
 
-def test_output_is_captured_apart_and_then_flows_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with captured_output() as (out, err):
+@pytest.mark.parametrize("raises", [False, True])
+def test_output_is_captured_apart_and_then_flows_on(capsys: pytest.CaptureFixture[str], raises: bool) -> None:
+    with contextlib.suppress(ValueError), captured_output() as (out, err):
         print("inside")
         print("wrong", file=sys.stderr)
+        if raises:
+            raise ValueError
     print("outside")
     assert (out.getvalue(), err.getvalue()) == ("inside\n", "wrong\n")
     assert capsys.readouterr() == ("outside\n", "")
-
-
-def test_output_flows_on_when_the_block_raises(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError), captured_output():
-        raise ValueError
-    print("outside")
-    assert capsys.readouterr().out == "outside\n"
 
 
 # --- cycles -----------------------------------------------------------------------------------------------------------

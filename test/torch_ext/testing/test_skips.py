@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from test.torch_ext.world.suites import Suite
+from test.torch_ext.verdict.programs import check_rows
 from torch_ext import accelerator
 from torch_ext.testing._internal.common_distributed import (
     TEST_SKIPS,
@@ -60,50 +60,45 @@ def body(*args: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("devices", "needed", "allow_cpu", "ends"),
+    ("decorate", "devices", "world_size", "ends"),
     [
-        (0, 1, False, "multi-gpu-1"),
-        (0, 2, False, "multi-gpu-2"),
-        (0, 2, True, "ran"),
-        (1, 2, False, "multi-gpu-2"),
-        (1, 2, True, "multi-gpu-2"),
-        (2, 2, False, "ran"),
-        (4, 2, False, "ran"),
-        (7, 8, False, "multi-gpu-8"),
-        (16, 16, False, "ran"),
-        *((devices, needed, False, NEEDS.format(needed)) for devices in (0, 8) for needed in (9, 16, 32)),
+        (skip_if_lt_x_gpu(1), 0, 1, "multi-gpu-1"),
+        (skip_if_lt_x_gpu(2), 0, 1, "multi-gpu-2"),
+        (skip_if_lt_x_gpu(2, allow_cpu=True), 0, 1, "ran"),
+        (skip_if_lt_x_gpu(2), 1, 1, "multi-gpu-2"),
+        (skip_if_lt_x_gpu(2, allow_cpu=True), 1, 1, "multi-gpu-2"),
+        (skip_if_lt_x_gpu(2), 2, 1, "ran"),
+        (skip_if_lt_x_gpu(2), 4, 1, "ran"),
+        (skip_if_lt_x_gpu(8), 7, 1, "multi-gpu-8"),
+        (skip_if_lt_x_gpu(16), 16, 1, "ran"),
+        *((skip_if_lt_x_gpu(count), devices, 1, NEEDS.format(count)) for devices in (0, 8) for count in (9, 16, 32)),
+        (skip_if_no_gpu, 0, 1, "no_cuda"),
+        (skip_if_no_gpu, 1, 1, "ran"),
+        (skip_if_no_gpu, 1, 2, "multi-gpu-2"),
+        (skip_if_no_gpu, 2, 2, "ran"),
+        (skip_if_no_gpu, 3, 4, "multi-gpu-4"),
+        (skip_if_no_gpu, 8, 4, "ran"),
+        (skip_if_no_gpu, 8, 9, NEEDS.format(9)),
+        # This one skips only for lack of devices.
+        (requires_world_size(4), 0, 1, "ran"),
+        (requires_world_size(4), 2, 1, "skipped: requires 4 devices, found 2 of cuda"),
+        (requires_world_size(4), 4, 1, "ran"),
+        (requires_world_size(4), 8, 1, "ran"),
     ],
 )
-def test_skip_if_lt_x_gpu(machine: Machine, devices: int, needed: int, allow_cpu: bool, ends: str) -> None:
-    machine(devices)
-    assert ending(skip_if_lt_x_gpu(needed, allow_cpu=allow_cpu)(body)) == ends
-
-
-def test_the_device_is_asked_for_when_the_test_runs(machine: Machine) -> None:
-    machine(0)
-    test = skip_if_lt_x_gpu(2)(body)
-    machine(2)
-    assert ending(test) == "ran"
-
-
-@pytest.mark.parametrize(
-    ("devices", "world_size", "ends"),
-    [
-        (0, 1, "no_cuda"),
-        (1, 1, "ran"),
-        (1, 2, "multi-gpu-2"),
-        (2, 2, "ran"),
-        (3, 4, "multi-gpu-4"),
-        (8, 4, "ran"),
-        (8, 9, NEEDS.format(9)),
-    ],
-)
-def test_skip_if_no_gpu(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, world_size: int, ends: str
+def test_a_decorator_asks_for_the_devices_when_the_test_runs(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    decorate: Callable[..., Any],
+    devices: int,
+    world_size: int,
+    ends: str,
 ) -> None:
+    machine(0 if devices else 1)
+    test = decorate(body)
     machine(devices)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    assert ending(skip_if_no_gpu(body)) == ends
+    assert ending(test) == ends
 
 
 @pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_lt_x_gpu(16), skip_if_no_gpu])
@@ -114,15 +109,6 @@ def test_a_class_with_a_way_of_its_own_to_skip_is_asked(machine: Machine, decora
     assert ending(decorate(body), case) == "None"
     assert len(heard) == 1
     assert "accelerator" in heard[0]
-
-
-@pytest.mark.parametrize(
-    ("devices", "ends"),
-    [(0, "ran"), (2, "skipped: requires 4 devices, found 2 of cuda"), (4, "ran"), (8, "ran")],
-)
-def test_requires_world_size_skips_only_for_lack_of_devices(machine: Machine, devices: int, ends: str) -> None:
-    machine(devices)
-    assert ending(requires_world_size(4)(body)) == ends
 
 
 class Case:
@@ -241,23 +227,18 @@ NINE_RANKS = """
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 
-class TestNineRanks(Case):
+class TestNineRanks(Ranks):
     world_size = 9
 
     @skip_if_lt_x_gpu(9)
-    def test_skipped(self):
+    def test_skipped(self):  # skipped
         raise AssertionError("runs without devices")
 
     @skip_if_lt_x_gpu(9, allow_cpu=True)
     def test_allowed(self):
-        store = dist.FileStore(self.file_name, 9)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=9)
-        self.assertEqual(dist.get_world_size(), 9)
+        self.check()
 """
 
 
 def test_nine_ranks_skip_with_words(tmp_path: Path) -> None:
-    run = Suite(tmp_path, NINE_RANKS).run()
-    assert run.code == 0, run
-    assert run.status == {"test_skipped": "skipped", "test_allowed": "passed"}
-    assert "Needs 9 accelerator devices." in run.out
+    assert "Needs 9 accelerator devices." in check_rows(tmp_path, NINE_RANKS).out

@@ -139,37 +139,6 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TORCH_EXT_DEVICE": device}
-    command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-
-
-def test_unmodified_file_runs_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:
-    file = tmp_path / "test_unmodified.py"
-    file.write_text(FILE)
-    done = run("--upstream", str(file), "-v")
-    assert "2 passed, 1 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
-    assert "rank 1 exited with code 0 at test_" in done.stdout
-    assert f"-i test_unmodified.py::TestProcesses::test_death_of_rank_1_is_seen --upstream {file}" in done.stdout
-    assert done.returncode == 1
-
-
-def test_unmodified_file_for_accelerators_runs_on_the_simulated_one_without_a_skip(tmp_path: Path) -> None:
-    file = tmp_path / "test_for_accelerators.py"
-    file.write_text(DEVICE_FILE)
-    done = run("--upstream", str(file), "-v", device="sim")
-    assert "5 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
-    assert "::test_device_sim" in done.stdout and "::test_is_left_alone_cpu" in done.stdout
-    assert done.returncode == 0
-
-
-def test_missing_file_is_a_usage_error_that_names_it() -> None:
-    done = run("--upstream", "no_such_file.py")
-    assert done.returncode == 2
-    assert "no_such_file.py, which does not exist" in done.stderr
-
-
 # What stood in the way of upstream's files, one test for each cause.
 BACKEND_FILE = """
 import os
@@ -268,27 +237,6 @@ if __name__ == "__main__":
 """
 
 
-def test_base_classes_that_list_backends_take_the_one_under_test(tmp_path: Path) -> None:
-    folder = tmp_path / "package"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "beside.py").write_text("SIZE = 3\n")
-    (folder / "test_backends.py").write_text(BACKEND_FILE)
-    (folder / "test_left.py").write_text("import sys\n\nif True:\n    sys.exit(0)\n")
-    done = run("--upstream", str(folder), "-v", device="sim")
-    assert "8 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
-    assert "the file ends the program while it is imported: sys.exit(0) in line 4 of test_left.py" in done.stdout
-    assert "skipped as a whole in " in done.stdout and "failed as a whole" not in done.stdout
-    assert done.returncode == 0
-
-
-def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
-    file = tmp_path / "test_unmodified.py"
-    file.write_text(FILE)
-    done = run("--upstream", str(file), "-i", "TestShards", "--start-method", "interpreter")
-    assert "1 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
-
-
 NEWER = """
 import torch
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
@@ -316,10 +264,40 @@ instantiate_device_type_tests(TestSharded, globals(), only_for=FSDP_DEVICES, all
 """
 
 
-def test_names_of_a_newer_harness_are_there(tmp_path: Path) -> None:
-    file = tmp_path / "test_newer.py"
-    file.write_text(NEWER)
-    done = run("--upstream", str(file), device="sim")
-    assert "2 passed, 0 failed, 0 skipped" in done.stdout, done
-    host = run("--upstream", str(file), device="cpu")
-    assert "0 passed, 0 failed, 1 skipped" in host.stdout and "1  requires an accelerator" in host.stdout, host
+def run(folder: Path, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TORCH_EXT_DEVICE": device}
+    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--upstream", str(folder), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:
+    (tmp_path / "test_unmodified.py").write_text(FILE)
+    (tmp_path / "test_newer.py").write_text(NEWER)
+    done = run(tmp_path, "-v")
+    assert "2 passed, 1 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "1  requires an accelerator" in done.stdout
+    assert "rank 1 exited with code 0 at test_" in done.stdout
+    assert f"-i test_unmodified.py::TestProcesses::test_death_of_rank_1_is_seen --upstream {tmp_path}" in done.stdout
+    assert done.returncode == 1
+
+
+def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "beside.py").write_text("SIZE = 3\n")
+    (tmp_path / "test_for_accelerators.py").write_text(DEVICE_FILE)
+    (tmp_path / "test_backends.py").write_text(BACKEND_FILE)
+    (tmp_path / "test_newer.py").write_text(NEWER)
+    (tmp_path / "test_left.py").write_text("import sys\n\nif True:\n    sys.exit(0)\n")
+    done = run(tmp_path, "-v", device="sim")
+    assert "15 passed, 0 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "::test_device_sim" in done.stdout and "::test_is_left_alone_cpu" in done.stdout
+    assert "the file ends the program while it is imported: sys.exit(0) in line 4 of test_left.py" in done.stdout
+    assert "skipped as a whole in " in done.stdout and "failed as a whole" not in done.stdout
+    assert done.returncode == 0
+
+
+def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
+    file = tmp_path / "test_unmodified.py"
+    file.write_text(FILE)
+    done = run(file, "-i", "TestShards", "--start-method", "interpreter")
+    assert "1 passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr

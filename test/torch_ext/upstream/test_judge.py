@@ -163,7 +163,7 @@ def test_the_option_is_not_advised_where_it_does_not_help(tmp_path: Path) -> Non
     file = tmp_path / "known.json"
     file.write_text(json.dumps([test]))
     told = Judge([], [str(file)], ON_SIM)
-    names_cuda = failing_with("AssertionError: Torch not compiled with CUDA enabled")
+    names_cuda = failing_with(NAMES_CUDA)
     assert told.judged(names_cuda).reason == (
         "the test asks for CUDA or NCCL by name, and with --cuda-as-sim it is a known difference: it reads clocks"
     )
@@ -171,34 +171,35 @@ def test_the_option_is_not_advised_where_it_does_not_help(tmp_path: Path) -> Non
     assert told.judged(another).reason.endswith(": --cuda-as-sim has it mean the simulated accelerator")
 
 
-def test_a_name_of_a_build_with_cuda_is_told_apart_whatever_the_checkout() -> None:
-    anywhere = Releases([])
-    assert anywhere.told == ""
-    lacks = failing_with("AttributeError: module 'torch._C' has no attribute '_cuda_getDevice'")
-    assert anywhere.judged(lacks).reason == (
-        "needs a build of torch with torch._C._cuda_getDevice, which this one does not have"
-    )
-    compiles = failing_with("AttributeError: module 'torch._C' has no attribute '_compile'")
-    assert anywhere.judged(compiles) is compiles
+NAMES_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
+_LACKS = "NotImplementedError: The operator '{}' is not implemented for the device sim:0"
 
 
-def test_a_test_that_names_cuda_is_told_of_the_option_that_serves_it() -> None:
-    names_cuda = failing_with("AssertionError: Torch not compiled with CUDA enabled")
-    told = Releases([]).judged(names_cuda)
-    assert told.status is Status.SKIPPED and "--cuda-as-sim" in told.reason
-    assert Releases([], cuda_as_sim=True).judged(names_cuda) is names_cuda
-    needs_triton = failing_with("ModuleNotFoundError: No module named 'triton'")
-    assert Releases([], cuda_as_sim=True).judged(needs_triton).reason.startswith("needs Triton")
-    maps_peers = failing_with(
-        "NotImplementedError: The operator 'symm_mem::memset32_' is not implemented for the device sim:0"
-    )
-    assert Releases([], cuda_as_sim=True).judged(maps_peers).reason.startswith("needs symmetric memory")
-    has_no_kernel = failing_with(
-        "NotImplementedError: The operator 'aten::eig' is not implemented for the device sim:0"
-    )
-    assert Releases([], cuda_as_sim=True).judged(has_no_kernel) is has_no_kernel
-    said_elsewhere = failing_with("ValueError: Torch not compiled with CUDA enabled")
-    assert Releases([]).judged(said_elsewhere) is said_elsewhere
+@pytest.mark.parametrize(
+    ("error", "cuda_as_sim", "reason"),
+    [
+        (
+            "AttributeError: module 'torch._C' has no attribute '_cuda_getDevice'",
+            False,
+            "needs a build of torch with torch._C._cuda_getDevice, which this one does not have",
+        ),
+        ("AttributeError: module 'torch._C' has no attribute '_compile'", False, ""),
+        (NAMES_CUDA, False, "the test asks for CUDA or NCCL by name"),
+        (NAMES_CUDA, True, ""),
+        (NAMES_CUDA.replace("Assertion", "Value"), False, ""),  # said elsewhere
+        ("ModuleNotFoundError: No module named 'triton'", True, "needs Triton"),
+        (_LACKS.format("symm_mem::memset32_"), True, "needs symmetric memory"),
+        (_LACKS.format("aten::eig"), True, ""),
+    ],
+)
+def test_what_this_build_or_device_lacks_is_a_skip_with_its_reason(error: str, cuda_as_sim: bool, reason: str) -> None:
+    failed = failing_with(error)
+    judged = Releases([], cuda_as_sim=cuda_as_sim).judged(failed)
+    if reason:
+        assert judged.status is Status.SKIPPED and judged.reason.startswith(reason)
+        assert error != NAMES_CUDA or "--cuda-as-sim" in judged.reason
+    else:
+        assert judged is failed
 
 
 def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:

@@ -52,11 +52,16 @@ def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
     (folder / "test_zero.py").write_bytes(b"x\0")
     (folder / "test_dotted.x.py").write_text(PASSES)
     (folder / "test_link.py").symlink_to("nowhere.py")
+    # Without tests: a skip that says so.
+    (folder / "test_without.py").write_text("import torch\nif torch.cuda.is_available():\n    pass\n")
+    (folder / "test_plain.py").write_text("x = 1\n")
     command = [sys.executable, str(REPOSITORY / "run_test.py"), "--upstream", str(folder), "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done
-    assert "1 passed, 2 failed, 0 skipped" in done.stdout
+    assert "1 passed, 2 failed, 2 skipped" in done.stdout
+    assert "1  the file defines no test here\n" in done.stdout
+    assert "1  the file defines no test here, and asks whether there is CUDA: --cuda-as-sim has it mean" in done.stdout
     assert f'File "{folder}/test_syntax.py", line 1' in done.stdout
     assert "upstream/file.py" not in done.stdout + done.stderr
     assert f"{folder}/test_link.py is left out: it is no file, or a link to nothing" in done.stderr
@@ -72,16 +77,12 @@ def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
-def test_a_file_without_tests_is_a_skip_that_says_so(tmp_path: Path) -> None:
-    for name, source in (("without", "import torch\nif torch.cuda.is_available():\n    pass\n"), ("plain", "x = 1\n")):
-        (tmp_path / f"test_{name}.py").write_text(source)
-    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--device", "cpu", "--upstream", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "0 passed, 0 failed, 2 skipped" in done.stdout, done
-    assert "1  the file defines no test here\n" in done.stdout
-    assert "1  the file defines no test here, and asks whether there is CUDA: --cuda-as-sim has it mean" in done.stdout
-    chosen = subprocess.run([*command, "-k", "test_a"], cwd=tmp_path, capture_output=True, text=True)
-    assert chosen.returncode == 2 and "nothing selected" in chosen.stderr
+def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_plain.py").write_text("x = 1\n")
+    assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], UPSTREAM) == 2
+    assert "nothing selected" in capfd.readouterr().err
 
 
 def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def make_checkout(root: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "path"),
     [
-        (("-m", "torch_ext"), (REPOSITORY,)),
         (("-m", "torch_ext", "--start-method", "interpreter"), (REPOSITORY,)),
         ((str(REPOSITORY / "run_test.py"),), (".", REPOSITORY)),
     ],

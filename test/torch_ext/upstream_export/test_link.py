@@ -33,6 +33,18 @@ def suite(body: str, names: str = "helper") -> dict[str, str]:
     return {"test.distributed.test_a": f"from {COMMON} import {names}\n\n\n{body}\n"}
 
 
+def helpers(rooms: str, theirs: str, body: str = "helper()", names: str = "helper", **more: str) -> str:
+    """Return upstream's `common_fsdp`, which was ``theirs``, after the export of a suite that needs ``rooms`` of ours;
+    ``more`` are other modules.
+    """
+    ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite(body, names)}
+    ours |= {name: text for name, text in more.items() if not name.startswith("torch.")}
+    upstream = {f"{THEIRS}.common_fsdp": theirs} | {name: text for name, text in more.items() if name not in ours}
+    files, told = exported("test.distributed.test_a", ours, upstream)
+    assert told == []
+    return files[f"{THEIRS}.common_fsdp"]
+
+
 def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
     files, told = exported(
         "test.distributed.test_a", suite("helper()"), {f"{THEIRS}.common_fsdp": "def helper(): ...\n"}
@@ -51,12 +63,7 @@ def test_what_upstream_lacks_goes_along_with_what_it_needs_and_nothing_else() ->
         "@functools.cache\ndef helper() -> int:\n    return known() + _TWO\n\n\n"
         "def known() -> int:\n    return 0\n\n\ndef other() -> str:\n    return os.sep\n"
     )
-    theirs = {f"{THEIRS}.common_fsdp": "import os\n\n\ndef known():\n    return 1\n"}
-    files, told = exported(
-        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}, theirs
-    )
-    assert told == []
-    assert files[f"{THEIRS}.common_fsdp"] == (
+    assert helpers(rooms, "import os\n\n\ndef known():\n    return 1\n") == (
         "import functools\nimport os\n\n\ndef known():\n    return 1\n\n\n"
         "# Why it is two.\n_TWO = 2\n\n\n"
         "@functools.cache\ndef helper() -> int:\n    return known() + _TWO\n"
@@ -65,14 +72,9 @@ def test_what_upstream_lacks_goes_along_with_what_it_needs_and_nothing_else() ->
 
 def test_a_private_name_that_upstream_uses_for_something_else_gets_another_one() -> None:
     rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
-    theirs = {f"{THEIRS}.common_fsdp": "def _do():\n    return 2\n"}
-    files, told = exported(
-        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}, theirs
-    )
-    assert told == []
-    added = files[f"{THEIRS}.common_fsdp"].removeprefix(theirs[f"{THEIRS}.common_fsdp"])
-    assert "def _do_of_rooms():" in added
-    assert "return _do_of_rooms()" in added
+    theirs = "def _do():\n    return 2\n"
+    added = helpers(rooms, theirs).removeprefix(theirs)
+    assert "def _do_of_rooms():" in added and "return _do_of_rooms()" in added
 
 
 def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
@@ -80,13 +82,9 @@ def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
         "__all__ = ['Base']\n\n\nclass Mixin:\n    def more(self):\n        return self.known()\n\n"
         "    def unused(self): ...\n\n\nclass Base(Mixin):\n    def known(self): ...\n"
     )
-    theirs = {f"{THEIRS}.common_fsdp": "class Base:\n    def known(self):\n        return 1\n\n\nclass Next: ...\n"}
+    theirs = "class Base:\n    def known(self):\n        return 1\n\n\nclass Next: ...\n"
     body = "class TestA(Base):\n    def test_it(self):\n        self.more()"
-    files, told = exported(
-        "test.distributed.test_a", {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite(body, "Base")}, theirs
-    )
-    assert told == []
-    assert files[f"{THEIRS}.common_fsdp"] == (
+    assert helpers(rooms, theirs, body, "Base") == (
         "class Base:\n    def known(self):\n        return 1\n\n    def more(self):\n        return self.known()\n\n\n"
         "class Next: ...\n"
     )
@@ -100,16 +98,11 @@ def test_questions_after_the_device_are_asked_upstreams_way() -> None:
         "        return device.device_type(), device_type\n"
     )
     ours = {
-        COMMON: FRONT,
         f"{OURS}._fsdp": "",
-        f"{OURS}._fsdp.rooms": rooms,
         f"{OURS}._fsdp.device": "def is_accelerator(): ...\ndef device_type(): ...\n",
         "torch_ext.accelerator": "def is_accelerator(): ...\n",
     }
-    theirs = {f"{THEIRS}.common_fsdp": "import torch\n\nDEVICE_TYPE = 'cpu'\n\n\ndef get_devtype(): ...\n"}
-    files, told = exported("test.distributed.test_a", {**ours, **suite("helper(1)")}, theirs)
-    assert told == []
-    text = files[f"{THEIRS}.common_fsdp"]
+    text = helpers(rooms, "import torch\n\nDEVICE_TYPE = 'cpu'\n\n\ndef get_devtype(): ...\n", "helper(1)", **ours)
     assert '(get_devtype().type != "cpu") and torch.accelerator.is_available()' in text
     assert "return DEVICE_TYPE, device_type" in text
 
@@ -123,11 +116,8 @@ def test_private_names_of_torch_are_imported_from_where_they_are() -> None:
         "__getattr__ = lazy_names(__name__, {'checkpoint': ('torch.gone:checkpoint', 'torch.here:checkpoint'), "
         "'param_group': ('torch.distributed.fsdp:_group',)})\n"
     )
-    ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, "torch_ext.compat.fsdp": compat}
-    theirs = {f"{THEIRS}.common_fsdp": "import torch\n", "torch.here": "def checkpoint(): ...\n"}
-    files, told = exported("test.distributed.test_a", {**ours, **suite("helper()")}, theirs)
-    assert told == []
-    text = files[f"{THEIRS}.common_fsdp"]
+    more = {"torch_ext.compat.fsdp": compat, "torch.here": "def checkpoint(): ...\n"}
+    text = helpers(rooms, "import torch\n", **more)
     assert "from torch.here import checkpoint\n" in text
     assert "from torch.distributed.fsdp import _group\n" in text
     assert "return checkpoint, _group.FSDPParamGroup" in text
@@ -138,12 +128,7 @@ def test_an_annotation_that_python_would_evaluate_too_early_is_quoted() -> None:
         "from __future__ import annotations\n\n__all__ = ['Helper']\n\n\n"
         "class Helper:\n    def copy(self, n: int) -> Helper:\n        return self\n"
     )
-    files, _ = exported(
-        "test.distributed.test_a",
-        {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("Helper()", "Helper")},
-        {f"{THEIRS}.common_fsdp": "import torch\n"},
-    )
-    assert 'def copy(self, n: int) -> "Helper":' in files[f"{THEIRS}.common_fsdp"]
+    assert 'def copy(self, n: int) -> "Helper":' in helpers(rooms, "import torch\n", "Helper()", "Helper")
 
 
 def test_a_file_that_upstream_has_gets_the_tests_that_it_lacks() -> None:

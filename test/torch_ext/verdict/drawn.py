@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_of"]
+__all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_text"]
 
-# The base classes whose ranks run the bodies, as `programs.PREAMBLE` defines them.
+# The base classes whose ranks run the bodies, as `suites.PREAMBLE` defines them.
 BASES = ("Ranks", "Threads", "Standing")
 # This category of warnings is an error in all runs.
 OUTSIDE = {"PYTHONWARNINGS": "error::UnicodeWarning"}
@@ -122,7 +122,7 @@ def module_of_bodies(number: int, seed: int) -> str:
     return _HEADER + "".join(lines)
 
 
-def suite_of(way: int, ways: int, number: int) -> str:
+def suite_text(way: int, ways: int, number: int) -> str:
     """Return the source of a suite that runs each body with one of the base classes."""
     return f"""
 from bodies import Bodies
@@ -185,7 +185,7 @@ def _as_in_the_table(word: str, error: BaseException | None, base: str) -> str:
         return word
     if error.code == _SKIPS:
         return "skipped"
-    return "failed" if base != "Threads" else word  # the process of a rank ended: nobody may expect that
+    return "failed" if base != "Threads" else word  # no test may expect the end of its rank's process
 
 
 def class_suite() -> tuple[str, str]:

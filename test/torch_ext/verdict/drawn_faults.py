@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from test.torch_ext.verdict.programs import PREAMBLE, first_line, named_first
+from test.torch_ext.verdict.programs import first_line, named_first
+from test.torch_ext.world.suites import PREAMBLE
 
 __all__ = ["FAULTS", "Program", "draw", "judge_report", "source_of"]
 
@@ -94,7 +95,8 @@ def draw(chance: random.Random, kind: str, number: int, first: int) -> Program:
     size, fault = chance.choice([2, 3, 3, 4]), chance.choice(FAULTS[kind])
     guilty, name = chance.randrange(size), f"drawn_{number}"
     known = [call for call in _COLLECTIVES if kind != "threads" or call not in ("reduce", "barrier")]
-    known += _ONLY_GLOO if kind == "gloo" and fault in _ACTS else ()
+    if fault in _ACTS and kind != "threads":
+        known += _ONLY_GLOO if kind == "gloo" else ["new_group"]
     calls = [chance.choice(known) for _ in range(chance.choice([2, 3, 4]))]
     at = chance.randrange(len(calls) + (fault in _ACTS and "inside" not in fault and "destroy" not in fault))
     out, lines = _Writer(first), set[int]()

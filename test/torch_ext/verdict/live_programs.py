@@ -1,6 +1,6 @@
-"""Draws programs in which one rank waits until somebody acts, and the same programs in which nobody does.
+"""Draws programs in which one rank waits for an actor that ends its wait, and the same programs without the act.
 
-The oracle is the program: while somebody may still act, no rule of ours may end it. Each drawn program becomes a test
+The oracle is the program: while its actor may still act, no rule of ours may end it. Each drawn program becomes a test
 class whose rank 1 waits; an actor ends that wait after some seconds, most of them longer than a hang needs to be
 proven. In the dead one the same actor comes to its end at once and does nothing.
 """
@@ -11,9 +11,9 @@ import random
 import textwrap
 from dataclasses import dataclass
 
-from test.torch_ext.verdict.programs import PREAMBLE
+from test.torch_ext.world.suites import PREAMBLE
 
-__all__ = ["NATIVE", "Program", "draw", "source_of"]
+__all__ = ["Program", "draw", "source_of"]
 
 # Waits inside a process, which something in it ends: a call of a thread, or of a handler of a signal.
 LOCAL = ("lock", "condition", "event", "queue", "join", "future")
@@ -22,7 +22,7 @@ KEYS = ("file_wait", "file_get", "tcp_wait")
 UNPROVABLE = ("pipe", "mp_queue", "flock", "waitpid")
 # What a rank waits in for the rank that waits, if it does.
 THROUGH = ("", "gloo", "sim", "rpc", "threads")
-THREADS = ("threading", "timer", "_thread", "executor", "native", "notified")
+THREADS = ("threading", "timer", "_thread", "executor", "notified")
 BIDES = ("sleep", "epoll", "select", "poll", "timed_lock")
 PROCESSES = ("forked", "daemon", "exec", "adopted", "forkserver")
 # Where the actor lives: in the rank that waits, in the other one, in the parent half or its setUpClass().
@@ -42,7 +42,7 @@ class Program:
 
     @property
     def must_be_proven(self) -> bool:
-        """Whether it is proven to hang once nobody acts."""
+        """Whether the engine must prove a hang once the actor is gone."""
         return self.wait not in UNPROVABLE
 
 
@@ -75,9 +75,10 @@ def _draw(chance: random.Random) -> Program:
     return Program(wait, through, actor, chance.choice(BIDES), place, round(chance.uniform(1.0, 8.0), 1))
 
 
-def source_of(programs: list[Program], native: str, folder: str) -> str:
+def source_of(programs: list[Program], folder: str) -> str:
     """Return a file with two classes for each program, the live one and the dead one."""
-    lines = [PREAMBLE, f"NATIVE, FOLDER = {native!r}, {folder!r}", textwrap.dedent(RUNTIME)]
+    limit = 20 if len(programs) < 100 else 40  # ends a dead program whose hang has no proof
+    lines = [PREAMBLE, f"FOLDER, LIMIT = {folder!r}, {limit}", textwrap.dedent(RUNTIME)]
     for number, program in enumerate(programs):
         base = "LiveThreads" if program.through == "threads" else "LiveRanks"
         for kind in ("live", "dead"):
@@ -90,51 +91,11 @@ def source_of(programs: list[Program], native: str, folder: str) -> str:
     return "\n\n".join(lines)
 
 
-# Starts a thread that nobody knows, which waits for some seconds in the way asked for and then calls back.
-NATIVE = r"""
-#include <poll.h>
-#include <pthread.h>
-#include <semaphore.h>
-#include <stdlib.h>
-#include <sys/epoll.h>
-#include <sys/select.h>
-#include <time.h>
-#include <unistd.h>
-struct task { double seconds; int how; void (*act)(void); };
-static void* run(void* given) {
-  struct task* task = given;
-  int milliseconds = (int)(task->seconds * 1000);
-  struct timespec until;
-  struct timeval left = {milliseconds / 1000, milliseconds % 1000 * 1000};
-  sem_t never;
-  switch (task->how) {
-    case 0: usleep(milliseconds * 1000); break;
-    case 1: { struct epoll_event event; epoll_wait(epoll_create1(0), &event, 1, milliseconds); break; }
-    case 2: select(0, NULL, NULL, NULL, &left); break;
-    case 3: poll(NULL, 0, milliseconds); break;
-    default:
-      clock_gettime(CLOCK_REALTIME, &until);
-      until.tv_sec += milliseconds / 1000 + 1;
-      sem_init(&never, 0, 0);
-      sem_timedwait(&never, &until);
-  }
-  task->act();
-  return NULL;
-}
-void later(double seconds, int how, void (*act)(void)) {
-  struct task* task = malloc(sizeof *task);
-  pthread_t thread;
-  *task = (struct task){seconds, how, act};
-  pthread_create(&thread, NULL, run, task);
-  pthread_detach(thread);
-}
-"""
-
 # What each class runs.
 RUNTIME = '''
 import _thread, concurrent.futures, fcntl, queue, select
 import torch.distributed.rpc as rpc
-from test.torch_ext.verdict.live_programs import BIDES, LOCAL, Program
+from test.torch_ext.verdict.live_programs import LOCAL, Program
 
 LONG = timedelta(seconds=300)
 _arrived, _kept = threading.Event(), []
@@ -169,7 +130,7 @@ class Sigevent(ctypes.Structure):
 class Acting:
     """Starts the actor of a program."""
 
-    timeout = property(lambda self: 300 if self.acts else 40)  # the first is a deadline, where machines are busy
+    timeout = property(lambda self: 300 if self.acts else LIMIT)  # the first is a deadline, where machines are busy
 
     def path(self, what):
         return os.path.join(FOLDER, f"{self.name}.{what}")
@@ -195,10 +156,6 @@ class Acting:
         elif actor == "executor":
             pool = concurrent.futures.ThreadPoolExecutor(1)
             _kept.append((pool, pool.submit(run)))
-        elif actor == "native":
-            called = ctypes.CFUNCTYPE(None)(act if acts else int)
-            _kept.append(called)
-            ctypes.CDLL(NATIVE).later(ctypes.c_double(seconds), BIDES.index(how), called)
         elif actor == "notified":  # by a POSIX timer, in a thread of libc's
             called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: act())
             event = Sigevent(None, 0, 2, ctypes.cast(called, ctypes.c_void_p))
@@ -328,11 +285,16 @@ class Acting:
     def is_local(self):
         return self.program.wait in LOCAL
 
-    def act_from_outside(self):
+    def await_pid(self):
+        end = time.monotonic() + 600
         while not os.path.exists(self.path("pid")):
             time.sleep(0.05)
+            assert time.monotonic() < end
         with open(self.path("pid")) as stream:
-            pid = int(stream.read())
+            return int(stream.read())
+
+    def act_from_outside(self):
+        pid = self.await_pid()
         self.start_actor((lambda: os.kill(pid, signal.SIGUSR1)) if self.is_local else self.set_key, pid)
 
 
@@ -356,12 +318,7 @@ class LiveRanks(Acting, DistributedTestBase):
     @classmethod
     def act_as_daemon(cls):
         self = object.__new__(cls)
-        end = time.monotonic() + 600
-        while not os.path.exists(self.path("pid")):
-            time.sleep(0.05)
-            assert time.monotonic() < end
-        with open(self.path("pid")) as stream:
-            pid = int(stream.read())
+        pid = self.await_pid()
         if cls.acts:
             bide(cls.program.bide, cls.program.seconds)
             os.kill(pid, signal.SIGUSR1) if self.is_local else self.set_key()

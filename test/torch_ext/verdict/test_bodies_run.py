@@ -6,12 +6,11 @@ import os
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of, programs
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import CHECKOUT, suite_of
 
 HELPERS = """
 import functools
-from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
 
 
 async def go(*_):
@@ -108,25 +107,26 @@ class TestOfModule(unittest.TestCase):  # failed: setUpModule() returned a corou
     def test_of_module(self):  # none
         pass
 """
-OVERRIDES = """
+# A `_run` that leaves the body out on rank 1, or swallows its failure.
+SKIPS_OR_SWALLOWS = """if {rank} == 0 or "returns" not in name:
+            with contextlib.suppress(AssertionError):
+                getattr(self, name)()"""
+OVERRIDES = f"""
 
 class Overrides(Ranks):
     @classmethod
-    def _run(cls, rank, test_name, file_name, pipe, **kwargs):
-        self = cls(test_name)
+    def _run(cls, rank, name, file_name, pipe, **kwargs):
+        self = cls(name)
         self.rank, self.file_name = rank, file_name
-        if rank == 0 or "returns" not in test_name:
-            with contextlib.suppress(AssertionError):
-                getattr(self, test_name)()
+        {SKIPS_OR_SWALLOWS.format(rank="rank")}
 
 
 class StandingOverrides(Standing):
     @classmethod
     def _run_test_given_id(cls, test_id, **kwargs):
         name = test_id.rpartition(".")[2]
-        if cls.rank == 0 or "returns" not in name:
-            with contextlib.suppress(AssertionError):
-                getattr(cls(name), name)()
+        self = cls(name)
+        {SKIPS_OR_SWALLOWS.format(rank="cls.rank")}
 
 
 class ThreadsOverrides(Threads):
@@ -140,30 +140,21 @@ class TestThreadsOverrides(ThreadsOverrides):
         self.fail("it ran")
 
 
-class TestExits(Ranks):
+class Exits(Ranks):
     @classmethod
     def _run(cls, rank, test_name, file_name, pipe, **kwargs):
         self = cls(test_name)
         self.rank, self.file_name = rank, file_name
         self.run_test(test_name, pipe)
-        sys.exit({"test_code_3": 3, "test_in_words": "words"}.get(test_name, 0))
-
-    def test_code_0(self):
-        pass
-
-    def test_code_3(self):  # failed by 0, 1: ^exited with code 3
-        pass
-
-    def test_in_words(self):  # failed
-        pass
-
-    def test_fails(self):  # failed by 0, 1: AssertionError
-        self.fail("no")
-
-    def test_inside(self):  # failed by 1
-        if self.rank == 1:
-            sys.exit(0)
+        sys.exit({{"test_code_3": 3, "test_in_words": "words"}}.get(test_name, 0))
 """
+EXITS = {
+    "code_0": ("passed", "pass"),
+    "code_3": ("failed by 0, 1: ^exited with code 3", "pass"),
+    "in_words": ("failed", "pass"),
+    "fails": ("failed by 0, 1: AssertionError", "self.fail('no')"),
+    "inside": ("failed by 1", "self.rank and sys.exit(0)"),
+}
 RETURNED = "failed by 1: ^the test method has not run to its end"
 OVERRIDDEN = {
     "calls": ("passed", "pass"),
@@ -182,7 +173,7 @@ EXPECTED = {
     "class_cleanup_fails": ("failed", "type(self).addClassCleanup(raise_)\nself.fail('as expected')"),
 }
 EXPECTED_OF_THREADS = {"cleanup_exits": ("failed", "self.addCleanup(sys.exit, 3)\nself.fail('as expected')")}
-# How a class evades the harness, as a body of the class, so that nobody waits for its ranks.
+# How a class evades the harness, as a body of the class, so that no code waits for its ranks.
 EVADES = {
     "starts_twice": "def setUp(self):\n        super().setUp()\n        super(self.Base, self).setUp()",
     "skips_late": "def setUp(self):\n        super().setUp()\n        self.skipTest('late')",
@@ -221,7 +212,7 @@ class TestEvades_{name}_{base}({base}):{"  # failed" if (name, base) == ("overri
     if name != "starts_twice" or base == "Starts"
 )
 # No limits and no numbers of ranks. A world of 0 ranks is that of a machine without devices.
-REFUSED = ("float('nan')", "0", "-1", "float('inf')", "True", "'60'")
+REFUSED = ("float('nan')", "0", "-1", "True", "'60'")
 LIMIT, NUMBER = "expected a finite number of seconds above 0", "expected the number of ranks as an int"
 NO_NUMBERS = "".join(
     f"""
@@ -258,44 +249,14 @@ class TestSubTests(Ranks):
                 raise ValueError("the cause")
             dist.barrier()
         self.rank == 1 and dist.barrier()
-
-
-class TestGridOfAll(FSDPTest):
-    world_size = 2
-
-    def test_all_skip_one(self):
-        self.run_subtests({"x": [1, 2, 3]}, lambda x: x == 2 and self.skipTest("not here"))
-""" + "".join(
-    f"""
-
-class TestGrids_{base}({base}):
-    world_size = 2
-
-    def test_is_empty(self):  # failed: empty|no sub-case|no combination|'x'
-        self.in_group({{"x": [], "y": [1, 2]}}, lambda x, y: None)
-
-    def test_one_rank_skips_one(self):  # failed: rank 1 skipped...not here
-        self.in_group({{"x": [1, 2]}}, lambda x: x == self.rank == 1 and self.skipTest("not here"))
-
-    def test_ranks_skip_different_ones(self):  # failed: skip...not here
-        self.in_group({{"x": [0, 1, 2]}}, lambda x: x == self.rank and self.skipTest("not here"))
-
-    def test_one_fails(self):  # failed by 1: in one sub-case...in the subtest with x=2
-        self.in_group({{"x": [1, 2, 3]}}, lambda x: x == 2 and self.rank == 1 and raise_("in one sub-case"))
-
-    def in_group(self, grid, function):
-        if isinstance(self, Ranks):
-            self.join_group()
-        run_subtests(self, grid, function)
 """
-    for base in ("Ranks", "FSDPTest", "FSDPTestMultiThread")
-)
 
 
 def source() -> str:
     text = HELPERS + FIXED + OVERRIDES + EVADED + NO_NUMBERS + SUB_TESTS
     for base in ("Overrides", "StandingOverrides"):
         text += class_of(f"Test{base}", base, OVERRIDDEN)
+    text += class_of("TestExits", "Exits", EXITS, on="True")
     for base, rows in (("Limited", EXPECTED), ("Threads", EXPECTED_OF_THREADS)):
         text += "\n\n@unittest.expectedFailure\n" + class_of(f"TestExpected_{base}", base, rows, on="True").lstrip("\n")
     return text
@@ -308,14 +269,17 @@ def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
 
 def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
-    with programs(tmp_path, source()) as suite:
-        found = suite.run_unittest("TestUnrun", "TestAsked", *evading)
+    killed = "TestExpected_Limited.test_is_killed"  # no test may expect a kill, and no runner judges again
+    with suite_of(tmp_path, source()) as suite:
+        found = suite.run_unittest("TestUnrun", "TestAsked", killed, *evading)
         assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found
         assert len(re.findall("nobody asked", found.err)) >= len(EVADES), found
-        assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 3, found
+        assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 4, found
         evading.remove("TestEvades_overrides_run_Starts")  # it tells pytest nothing
-        found = suite.run_pytest("-k", " or ".join(["TestUnrun", *evading]))
-        assert found.code == 1 and " passed" not in found.out.splitlines()[-1], found
+        names = ["TestUnrun", killed.replace(".", " and "), *evading]
+        found = suite.run_pytest("-k", " or ".join(names))
+        assert found.code == 1 and not re.search(" passed| xfailed", found.out.splitlines()[-1]), found
+        assert found.status["test_is_killed"] == "failed", found
 
 
 def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path: Path) -> None:

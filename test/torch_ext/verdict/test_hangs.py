@@ -1,4 +1,4 @@
-"""Hangs that can be proven are told long before the time limit, and what only takes long is no hang.
+"""The engine reports a provable hang long before the time limit, and a slow program is no hang.
 
 `test_live_programs` draws waits inside a process, and `test_right_rank` ranks that leave out a collective. These here
 are drawn by neither. No clock is read: a report that came by a time limit says that it did.
@@ -18,14 +18,6 @@ from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestContinuous
 
 
 class TestCollectives(Ranks):
-    def test_all_reduce_against_broadcast(self):  # hangs: all_reduce...broadcast
-        self.join_group()
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(3))
-        else:
-            dist.broadcast(torch.ones(3), src=0)
-        dist.barrier()
-
     def test_groups_in_opposite_order(self):  # hangs: cycle...(one)...(other)
         self.join_group()
         groups = [dist.new_group([0, 1], group_desc=name) for name in ("one", "other")]
@@ -38,10 +30,6 @@ class TestCollectives(Ranks):
 
 
 class TestStores(Ranks):
-    def test_without_a_name(self):  # hangs: nobody sets this|store
-        self.join_group()
-        dist.distributed_c10d._get_default_store().get("nobody sets this")
-
     def test_one_passes_and_its_peer_waits(self):  # hangs by 1
         store = self.join_group()
         if self.rank == 0:
@@ -93,34 +81,23 @@ class TestRpc(RanksWithAddress):
 
 
 class TestLong(Ranks):
-    world_size = 7
+    world_size = 3
 
     def test_is_no_hang(self):
         store = self.join_group()
-        end = time.monotonic() + 8
+        end = time.monotonic() + 6
         if self.rank == 0:
-            time.sleep(8)
-        elif self.rank == 1:
             while time.monotonic() < end:
                 sum(range(100_000))
-        elif self.rank == 2:
-            self.assertFalse(threading.Event().wait(8))
-        elif self.rank == 3:
-            lock = threading.Lock()
-            lock.acquire()
-            threading.Timer(8, lock.release).start()
-            lock.acquire()
-        elif self.rank == 4:
+        elif self.rank == 1:
             with self.assertRaises(Exception):
-                store.wait(["nobody sets this"], timedelta(seconds=8))
-        elif self.rank == 5:
-            subprocess.run(["sleep", "8"])
+                store.wait(["nobody sets this"], timedelta(seconds=6))
         dist.barrier()
-        # All others wait in a collective or for a key, and one of them will set it.
-        if self.rank == 6:
-            time.sleep(7)
+        # The others wait in a collective or for a key, and one of them will set it.
+        if self.rank == 2:
+            time.sleep(6)
             store.set("key", "set")
-        elif self.rank % 2:
+        elif self.rank:
             store.wait(["key"])
         dist.barrier()
 

@@ -1,18 +1,17 @@
-"""No program is ended while somebody may act, and nearly every one is proven to hang in which nobody does.
+"""The engine ends no program whose actor may still act, and proves a hang of nearly every one without an actor.
 
 A hang is proven after two seconds here, and actors act after one to eight. ``--long`` draws 500 programs.
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from test.torch_ext.verdict.live_programs import NATIVE, Program, draw, source_of
-from test.torch_ext.verdict.programs import programs, tells_of_a_hang
-from test.torch_ext.world.suites import Run
+from test.torch_ext.verdict.live_programs import Program, draw, source_of
+from test.torch_ext.verdict.programs import tells_of_a_hang
+from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 
 NUMBER, NUMBER_OF_LONG = 16, 500
@@ -29,11 +28,8 @@ def drawn(request: pytest.FixtureRequest) -> list[Program]:
 @pytest.fixture(scope="module")
 def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("live")
-    native, notes = folder / "native.so", folder / "notes"
-    (folder / "native.c").write_text(NATIVE)
-    notes.mkdir()
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", native, folder / "native.c", "-lpthread"], check=True)
-    with programs(folder / "suite", source_of(drawn, str(native), str(notes))) as suite:
+    (folder / "notes").mkdir()
+    with suite_of(folder / "suite", source_of(drawn, str(folder / "notes"))) as suite:
         slots = str(2 * min(2 * len(drawn), 24))
         variables = {"TORCH_EXT_HANG_AFTER": "2", "TORCH_EXT_CACHE": str(cache.folder())}
         started = suite.start_runner("--device", "sim", "--slots", slots, extra=variables)

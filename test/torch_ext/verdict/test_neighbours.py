@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows
+from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.suites import SLOWER
 from torch_ext.world import threads
 
 
@@ -90,15 +91,30 @@ def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> Non
         first, second = ((tmp_path / f"{world}.{rank}").read_text() for rank in (0, 1))
         assert first == second != "127.0.0.1"
         addresses.add(first)
-        # A rank that holds what its peer was given keeps that open when the peer is gone, and nobody sees its end.
+        # A rank that inherits its peer's pipe keeps it open when the peer ends, and its reader never sees the end.
         one, other = (set((tmp_path / f"pipes.{world}.{rank}").read_text().split()) for rank in (0, 1))
         assert one and other and not one & other, (world, one, other)
     assert len(addresses) == 3
 
 
-def test_ranks_with_interpreters_of_their_own_listen_there_too(tmp_path: Path) -> None:
-    source = ADDRESSES.partition("    def test_second")[0]
-    check_rows(tmp_path, source, extra={"TORCH_EXT_START_METHOD": "interpreter"})
+IMPORTS = """
+if os.environ.get("PARENT_HALF"):
+    forever()  # in a rank that imports this file
+
+
+class TestImports(Ranks):
+    timeout = 8
+
+    def test_still_importing(self):  # failed by 0, 1: ^import
+        pass
+"""
+
+
+def test_ranks_with_interpreters_of_their_own_listen_there_too_and_are_told_apart_from_their_import(
+    tmp_path: Path,
+) -> None:
+    files = {"test_suite.py": ADDRESSES.partition("    def test_second")[0], "test_imports.py": IMPORTS}
+    check_rows(tmp_path, files, extra={"TORCH_EXT_START_METHOD": "interpreter"})
 
 
 # The first class of each pair hurts its zygote while the second one runs, which needs its own for its second test.
@@ -176,25 +192,3 @@ class TestEnds(Ranks):
 def test_what_a_class_does_to_its_zygote_or_leaves_behind_costs_no_class_beside_it(tmp_path: Path) -> None:
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left" not in run.out, run
-
-
-UNFORKABLE = """
-import threading
-
-threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-
-
-class TestOne(Ranks):
-    def test_one(self):
-        self.check()
-
-
-class TestTwo(Ranks):
-    def test_two(self):
-        self.check()
-"""
-
-
-@pytest.mark.long  # a minute, since every process is a fresh interpreter
-def test_classes_of_a_file_that_cannot_be_forked_run_side_by_side(tmp_path: Path) -> None:
-    check_rows(tmp_path, UNFORKABLE, "--timeout", "50", deadline_s=150)

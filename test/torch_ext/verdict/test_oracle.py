@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from test.torch_ext.verdict.drawn import BASES, OUTSIDE, class_fails, class_suite, ends, module_of_bodies, suite_of
-from test.torch_ext.verdict.programs import Programs, programs
+from test.torch_ext.verdict.drawn import BASES, OUTSIDE, class_fails, class_suite, ends, module_of_bodies, suite_text
+from test.torch_ext.world.suites import Suite, suite_of
 
 WAYS = ("run_test.py", "python file.py", "pytest")
 SEED = 27
@@ -30,19 +30,19 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def found_by(suite: Programs, way: int, limit_s: float) -> dict[tuple[str, str], str]:
+def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], str]:
     """Run the suite of ``way``; return how each test ended, by class and method."""
     file, told = f"test_way{way}.py", suite.folder / f"way{way}.jsonl"
     if WAYS[way] == "pytest":
         command = ["-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider", file]
-        out = suite.finish(suite.start(command, OUTSIDE), lambda run: None, limit_s).out
+        out = suite.finish(suite.start(command, OUTSIDE), deadline_s=limit_s).out
         lines = re.findall(r"^\S+::(\w+)::(\w+) (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)\b", out, re.MULTILINE)
         return {(cls, method): IN_PYTEST.get(word, "failed") for cls, method, word in lines}
     if WAYS[way] == "run_test.py":
         process = suite.start_runner("-i", file, "--json", str(told), extra=OUTSIDE)
     else:
         process = suite.start([file, "-q", "--json", str(told)], OUTSIDE)
-    run = suite.finish(process, lambda run: None, limit_s)
+    run = suite.finish(process, deadline_s=limit_s)
     assert told.exists(), run
     events = [json.loads(line) for line in told.read_text().splitlines()]
     return {(each["class"], each["method"]): each["status"] for each in events if each["event"] == "result"}
@@ -51,9 +51,9 @@ def found_by(suite: Programs, way: int, limit_s: float) -> dict[tuple[str, str],
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
 def test_ranks_that_do_the_same_end_as_unittest_says(tmp_path: Path, request: pytest.FixtureRequest, way: int) -> None:
     number = 2000 if request.config.getoption("--long") else 100
-    with programs(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
+    with suite_of(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
         (suite.folder / "bodies.py").write_text(module_of_bodies(number, SEED))
-        suite.add(f"test_way{way}.py", suite_of(way, len(WAYS), number))
+        suite.add(f"test_way{way}.py", suite_text(way, len(WAYS), number))
         found = found_by(suite, way, limit_s=number * 3.0)
         warnings.filterwarnings("error", category=UnicodeWarning)
         bodies = load(suite.folder / "bodies.py")
@@ -69,13 +69,12 @@ def test_ranks_that_do_the_same_end_as_unittest_says(tmp_path: Path, request: py
         assert len(set(Counter(expected.values()).keys())) >= 4, "the bodies are all alike"
         different = {test: (found.get(test), end) for test, end in expected.items() if found.get(test) != end}
         assert not different, f"found, expected: {different}"
-        suite.assert_nothing_left()
 
 
 def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path: Path) -> None:
     """Where unittest reports an error of the class or the module, the class has an error or its test fails."""
     bodies, suite_source = class_suite()
-    with programs(tmp_path, "", "test_empty.py") as suite:
+    with suite_of(tmp_path, "", "test_empty.py") as suite:
         (suite.folder / "bodies.py").write_text(bodies)
         suite.add("test_way0.py", suite_source)
         found = found_by(suite, 0, limit_s=300)
@@ -83,4 +82,3 @@ def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path: Path) 
         names = [name for name in dir(load(suite.folder / "bodies.py")) if name.startswith("body_")]
         expected = {name for name in names if class_fails(load(suite.folder / "bodies.py"), name)}
         assert failed == expected and 0 < len(expected) < len(names)
-        suite.assert_nothing_left()

@@ -7,22 +7,11 @@ import re
 import signal
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows, class_of, programs
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import SLOWER, suite_of
 
 INTERRUPTS = """
 import _thread
-
-
-class Raises(Ranks):
-    def setUp(self):
-        super().setUp()
-        if "set_up" in self._testMethodName:
-            raise KeyboardInterrupt
-
-    def tearDown(self):
-        super().tearDown()
-        if "tear_down" in self._testMethodName:
-            raise KeyboardInterrupt
 
 
 class Tells(Standing):
@@ -46,7 +35,7 @@ class TestClosesItsStreams(Ranks):
 # What rank 1 does, by its base class. `test_class_process` interrupts tests that have no ranks.
 SIGNALS = "os.kill(int(os.environ['PARENT_HALF']), signal.SIGINT)\ntime.sleep(5)"
 INTERRUPTED = {
-    "Raises": {"in_set_up": "pass", "in_tear_down": "pass", "in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
+    "Ranks": {"in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
     "Tells": {"signals": SIGNALS},
     "Threads": {"interrupts": "_thread.interrupt_main()\ntime.sleep(3)"},
 }
@@ -58,14 +47,52 @@ ENDS = {
     "class_cleanup": ("Standing", "cls.addClassCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL"),
     "hangs": ("unittest.TestCase", "forever()", "in tearDownClass"),
     "stops": ("unittest.TestCase", "os.kill(os.getpid(), signal.SIGSTOP)", "hung"),
+    "after_all": ("unittest.TestCase", "sys.stdout = Dies()", "SIGKILL after its last test"),
 }
 CLASSES = """
+class Dies:
+    # The process has told by then that its class is over.
+    def flush(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class TestBeginning(unittest.TestCase):  # failed: in setUpClass
     @classmethod
     def setUpClass(cls):
         forever()
 
     def test_never_begun(self):  # none
+        pass
+
+
+class TestDeadlock(Ranks):
+    def setUp(self):
+        super().setUp()
+        threading.Event().wait()
+
+    def test_deadlock(self):  # failed: in setUp
+        pass
+
+
+class TestAgain(Ranks):
+    def run(self, result=None):
+        super().run(result)
+        super().run(result)
+        if self._testMethodName == "test_z_dies_late":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_again(self):
+        self.check()
+
+    def test_fails_once(self):  # failed by 1: the first time...The class ran this test 2 times; a failure of any
+        if self.rank == 1:
+            assert os.path.exists(os.path.join(HERE, self._testMethodName)), "the first time"
+
+    def tearDown(self):
+        super().tearDown()
+        note(self._testMethodName)
+
+    def test_z_dies_late(self):  # failed: SIGKILL
         pass
 
 
@@ -97,7 +124,7 @@ class TestOf_{name}(unittest.TestCase):  # failed: {words}
     def test_of_module(self):{end}
         pass
 """
-# What a file does around its tests, how that is told, and whether its test passes.
+# What a file does around its tests, the words of the report, and how its test ends.
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 MODULES = {
     "cleanup": ("setUpModule", "unittest.addModuleCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
@@ -149,12 +176,14 @@ def test_each_class_and_file_ends_as_its_row_says(tmp_path: Path) -> None:
     files |= {f"test_forks_{name}.py": FORKS.format(*what, name) for name, what in CHILDREN.items()}
     limit = round(3 * SLOWER)
     sleep = str(limit + 22)  # the process of a class may take 30 s more than the limit
-    check_rows(tmp_path, files, "--timeout", str(limit), extra={"SLEEP": sleep}, deadline_s=200)
+    run = check_rows(tmp_path, files, "--timeout", str(limit), extra={"SLEEP": sleep}, deadline_s=200)
     assert not (tmp_path / "slept").exists()
+    (took,) = re.findall(r"test_deadlock  failed  ([\d.]+) s$", run.out, re.MULTILINE)
+    assert limit <= float(took) < limit + 25, "the process was ended at its limit, and not a margin later"
 
 
 def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
-    with programs(tmp_path, CLASSES) as suite:
+    with suite_of(tmp_path, CLASSES) as suite:
         suite.add("test_hangs.py", IMPORTS["test_hangs.py"])
         run = suite.run("--list", "--timeout", "3")
         assert "test_suite.py::TestWithoutRanks::test_sleeps" in run.out.splitlines(), run
@@ -162,32 +191,9 @@ def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
 
 
 def test_death_at_the_end_is_told_by_the_file_itself(tmp_path: Path) -> None:
-    with programs(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
+    with suite_of(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
         run = suite.finish(suite.start([str(suite.file)]))
         assert run.code == 1 and "SIGKILL" in run.out, run
-
-
-IGNORED = """
-class TestIgnored(Ranks):
-    def test_ranks(self):
-        note(f"runs{self.rank}")
-        time.sleep(3)
-        note(f"ended{self.rank}")
-"""
-
-
-def test_interrupt_of_the_group_that_the_supervisor_ignores_is_no_pass(tmp_path: Path) -> None:
-    with programs(tmp_path, IGNORED) as suite:
-        # As a shell does for what it starts in the background.
-        process = suite.start_runner(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-        for rank in (0, 1):
-            suite.await_note(f"runs{rank}", process)
-        os.killpg(process.pid, signal.SIGINT)
-        run = suite.finish(process)
-        # A body that was cut short is no pass, and one that was not is one.
-        ended = all((suite.folder / f"ended{rank}").exists() for rank in (0, 1))
-        assert (run.status, run.code) == ({"test_ranks": "passed" if ended else "failed"}, int(not ended)), run
-        suite.assert_nothing_left()
 
 
 LATE = """
@@ -212,7 +218,7 @@ class TestLate(unittest.TestCase):
 
 
 def test_output_belongs_to_the_test_that_printed_it_however_late_the_runner_looks(tmp_path: Path) -> None:
-    with programs(tmp_path, LATE) as suite:
+    with suite_of(tmp_path, LATE) as suite:
         process = suite.start_runner(extra={"PYTHONUNBUFFERED": ""})
         suite.await_note("begun", process)
         os.kill(process.pid, signal.SIGSTOP)

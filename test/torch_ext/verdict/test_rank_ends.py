@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows, class_of
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import SLOWER
 
 HELPERS = """
 import _thread, tempfile, weakref
@@ -206,7 +207,7 @@ def test_each_rank_ends_as_its_row_says(tmp_path: Path) -> None:
     source += class_of("TestChannels", "Ranks", {**CHANNELS, "next": ("passed", "pass")})
     for base in ("Ranks", "Threads", "Standing"):
         rows = {name: ("failed by 1: ValueError: it failed", act) for name, act in FAILING_THREADS.items()}
-        if base == "Threads":  # nobody knows of which rank a bare thread is
+        if base == "Threads":  # a bare thread has no known rank
             rows["bare"] = ("failed: ValueError: it failed", rows["bare"][1])
         source += class_of(f"TestThreads_{base}", base, rows)
     for name, (words, act) in AFTER_CLASS.items():

@@ -9,100 +9,68 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
-from test.torch_ext.verdict.programs import SLOWER, check_rows, programs
-from test.torch_ext.world.suites import Run
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import SLOWER, Run, suite_of
 from torch_ext import cache
 
 # Rank 1 is to blame in each of these. They wait in what no drawn program waits in, or cannot be heard.
+BLAMED = "failed by 1"
+ALONE = {
+    "rendezvous_ends_first": (BLAMED, "self.rank == 1 and forever()\nself.join_group(2)"),
+    "store_ends_first": (
+        BLAMED,
+        "store = self.join_group(2)\nself.rank == 1 and forever()\nstore.wait(['a key that rank 1 sets'])",
+    ),
+    "has_a_clock_of_its_own": (
+        BLAMED,
+        "self.join_group()\nif self.rank == 1: raise ValueError('the first')\n"
+        "time.sleep(0.4)\ntime.monotonic = time.time = lambda: 0.0\nraise ValueError('the second')",
+    ),
+}
+BEFORE_A_COLLECTIVE = {
+    "holds_the_gil": (BLAMED, "ctypes.PyDLL(None).sleep(1000)"),
+    "is_stopped": (f"{BLAMED}: ^stopped by a signal", "os.kill(os.getpid(), signal.SIGSTOP)"),
+}
+OF_THREE = {
+    "takes_a_collective_for_a_new_group": (BLAMED, "if self.rank == 1: dist.barrier()\ndist.new_group([0, 1, 2])"),
+    "skips_a_subgroup": (
+        BLAMED,
+        "group = dist.new_group([1, 2])\nif self.rank == 1: forever()\n"
+        "if self.rank == 2: dist.all_reduce(torch.ones(3), group=group)\ndist.barrier()",
+    ),
+    "sends_nothing": (BLAMED, "if self.rank == 1: forever()\ndist.recv(torch.ones(3), src={0: 1, 2: 0}[self.rank])"),
+}
 SILENT = """
-libc_with_gil = ctypes.PyDLL(None)
-
-
-class TestSilent(Ranks):
-    def test_store_ends_first(self):  # failed by 1
-        store = self.join_group(2)
-        if self.rank == 1:
-            forever()
-        store.wait(["a key that rank 1 sets"])
-
-    def test_rendezvous_ends_first(self):  # failed by 1
-        if self.rank == 1:
-            forever()
-        self.join_group(2)
-
-    def test_holds_the_gil(self):  # failed by 1
-        self.join_group()
-        if self.rank == 1:
-            libc_with_gil.sleep(1000)
-        dist.all_reduce(torch.ones(3))
-
-    def test_is_stopped(self):  # failed by 1: ^stopped by a signal
-        self.join_group()
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        dist.all_reduce(torch.ones(3))
-
-
-class TestSilentOfThree(Ranks):
-    world_size = 3
-
-    def test_skipped_new_group_for_a_collective(self):  # failed by 1
-        self.join_group()
-        if self.rank == 1:
-            dist.barrier()
-        dist.new_group([0, 1, 2])
-
-    def test_skips_a_subgroup(self):  # failed by 1
-        self.join_group()
-        group = dist.new_group([1, 2])
-        if self.rank == 1:
-            forever()
-        if self.rank == 2:
-            dist.all_reduce(torch.ones(3), group=group)
-        dist.barrier()
-
-    def test_sends_nothing(self):  # failed by 1
-        self.join_group()
-        if self.rank == 1:
-            forever()
-        dist.recv(torch.ones(3), src={0: 1, 2: 0}[self.rank])
-
-
-class TestClocks(Ranks):
-    def test_the_later_one_has_a_clock_of_its_own(self):  # failed by 1
-        self.join_group()
-        if self.rank == 1:
-            raise ValueError("the first")
-        time.sleep(0.4)
-        time.monotonic = time.time = lambda: 0.0
-        raise ValueError("the second")
-
-
 # Not in a line of a traceback, which would show the words on both ranks.
 FIRST = {
-    "test_eof_in_a_message": ValueError("unexpected EOF in the configuration"),
-    "test_broken_pipe_of_its_own": BrokenPipeError("Broken pipe: the pager is gone"),
-    "test_words_of_gloo_in_a_message": AssertionError("'connection closed' != 'socket closed'"),
+    "test_eof": ValueError("unexpected EOF in the configuration"),
+    "test_pipe": BrokenPipeError("Broken pipe: the pager is gone"),
+    "test_words": AssertionError("'connection closed' != 'socket closed'"),
 }
 
 
-class TestMessages(Ranks):
-    def fail_in_turn(self):
-        self.join_group()
-        if self.rank == 1:
-            raise FIRST[self._testMethodName]
-        time.sleep(0.4)
-        raise KeyError("later")
-
-    def test_eof_in_a_message(self):  # failed by 1
-        self.fail_in_turn()
-
-    def test_broken_pipe_of_its_own(self):  # failed by 1
-        self.fail_in_turn()
-
-    def test_words_of_gloo_in_a_message(self):  # failed by 1
-        self.fail_in_turn()
+def fail_in_turn(test):
+    test.join_group()
+    if test.rank == 1:
+        raise FIRST[test._testMethodName]
+    time.sleep(0.4)
+    raise KeyError("later")
 """
+
+
+def silent_rows() -> str:
+    def joined(rows: dict[str, tuple[str, str]], after: str = "") -> dict[str, tuple[str, str]]:
+        return {name: (end, f"self.join_group()\n{act}{after}") for name, (end, act) in rows.items()}
+
+    waited = {name: (end, f"if self.rank == 1: {act}\n") for name, (end, act) in BEFORE_A_COLLECTIVE.items()}
+    rows = ALONE | joined(waited, "dist.all_reduce(torch.ones(3))")
+    rows |= dict.fromkeys(("eof", "pipe", "words"), (BLAMED, "fail_in_turn(self)"))
+    source = SILENT
+    for name, row in (rows | joined(OF_THREE)).items():  # each in its class, since most take all of the limit
+        source += class_of(f"TestSilent_{name}", "Ranks", {name: row}, on="True")
+        source += "\n    world_size = 3\n" if name in OF_THREE else ""
+    return source
+
 
 # What a test leaves behind must not reach the next one.
 LATE = """
@@ -124,6 +92,25 @@ class TestLateThreads(Threads):
         self.check()
 
     def test_3_last(self):
+        self.check()
+
+
+class TestBetweenStanding(Standing):  # failed: rank 1 failed at...behind, thread 'between'
+    def test_1_leaves_a_thread_behind(self):
+        def fail():
+            await_note("between two tests")
+            raise ValueError("too late")
+
+        if self.rank == 1:
+            threading.Thread(target=fail, name="between").start()
+
+    def tearDown(self):
+        super().tearDown()
+        if "test_1" in self._testMethodName:
+            note("between two tests")
+            time.sleep(0.5)
+
+    def test_2_next(self):
         self.check()
 
 
@@ -149,24 +136,7 @@ class TestLateStanding(Standing):  # failed: rank 1 failed at...test_1_leaves_a_
 
 def test_the_rank_that_did_not_come_or_failed_first_is_named(tmp_path: Path) -> None:
     limit = str(round(8 * (1 + SLOWER) / 2))  # some rows take all of it
-    check_rows(tmp_path, {"test_silent.py": SILENT, "test_late.py": LATE}, "--timeout", limit, deadline_s=150)
-
-
-SKIPS_A_GROUP = """
-class TestSkipsAGroup(Ranks):
-    def test_new_group(self):  # hangs by 1: ^rank 1 never called new_group, which rank 0 waited in (test_suite.py:
-        store = dist.FileStore(self.file_name, 2)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
-        if self.rank == 1:
-            threading.Event().wait()
-        dist.new_group([0, 1])
-"""
-
-
-def test_rank_that_makes_no_group_is_named_on_the_simulated_device_too(tmp_path: Path) -> None:
-    """There the group's device half is made with it, by other functions than torch's own."""
-    extra = {"TORCH_EXT_CACHE": str(cache.folder()), "TORCH_EXT_HANG_AFTER": "4"}
-    check_rows(tmp_path, SKIPS_A_GROUP, "--device", "sim", "--timeout", "60", extra=extra)
+    check_rows(tmp_path, {"test_silent.py": silent_rows(), "test_late.py": LATE}, "--timeout", limit, "--slots", "32")
 
 
 # Drawn programs
@@ -178,7 +148,7 @@ _EACH, _EACH_LONG, _SLOTS = 8, 67, {"gloo": 32, "sim": 24, "threads": 12}
 
 def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Program], Run]:
     text, made = source_of(random.Random(seed + kind), kind, number)
-    with programs(folder, text) as suite:
+    with suite_of(folder, text) as suite:
         extra = {"TORCH_EXT_HANG_AFTER": "4", "TORCH_EXT_CACHE": str(cache.folder())}
         limit = ("--timeout", str(round((20 if number == _EACH else 60) * SLOWER)), "--slots", str(_SLOTS[kind]))
         process = suite.start_runner(*limit, "--device", "sim" if kind == "sim" else "cpu", extra=extra)

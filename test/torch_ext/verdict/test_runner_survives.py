@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import SLOWER, check_rows, class_of, programs
+from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.suites import SLOWER, suite_of
 
 STARTED = """
 import stat
@@ -20,7 +21,7 @@ from multiprocessing import shared_memory
 
 
 def start_daemon(seconds):
-    # Its parent ends at once, so it belongs to whoever adopts orphans.
+    # Its parent ends at once, so the zygote or init adopts it.
     shell = f"sleep {seconds} >/dev/null 2>&1 & echo $!"
     return int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True).stdout)
 
@@ -71,7 +72,7 @@ class TestPrivate(Ranks):
             self.assertEqual(stat.S_IMODE(found.st_mode) & 0o077, 0, path)
 """
 NEXT = {"next": ("passed", "pass")}
-# What rank 1 does to others, each in a class of its own.
+# The signals that rank 1 sends, each in its own class.
 SIGNALS = {
     "terminates": ("failed by 1: SIGTERM", "os.kill(0, signal.SIGTERM)\nforever()"),
     "interrupts": ("failed by 1: SIGINT|KeyboardInterrupt", "os.killpg(0, signal.SIGINT)\nforever()"),
@@ -139,14 +140,13 @@ def test_what_ranks_start_and_whom_they_signal_costs_no_other_test(tmp_path: Pat
 
 
 def test_other_runners_survive_them_too(tmp_path: Path) -> None:
-    with programs(tmp_path, SIGNALLED) as suite:
+    with suite_of(tmp_path, SIGNALLED) as suite:
         extra = {"TORCH_EXT_TIMEOUT": "4"}
         for run in (
             suite.run_unittest("Test_terminates", extra=extra),
             suite.run_pytest("-k", "Test_terminates and not TestPlain", extra=extra),
         ):
             assert (run.status, run.code) == ({"test_terminates": "failed", "test_next": "passed"}, 1), run
-        suite.assert_nothing_left()
 
 
 # Ctrl-C
@@ -177,7 +177,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("moment", "times"), [("imported", 3), ("runs1", 1), ("ends", 2)])
 def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, moment: str, times: int) -> None:
-    with programs(tmp_path, SLOW) as suite:
+    with suite_of(tmp_path, SLOW) as suite:
         process = suite.start_runner(extra={"MOMENT": moment})
         suite.await_note(moment, process)
         for _ in range(times):
@@ -186,19 +186,17 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, moment: str, times: int) -
         run = suite.finish(process)
         assert run.code == 130, run
         assert "Traceback" not in run.out + run.err, run
-        suite.assert_nothing_left()
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_ctrl_c_while_a_file_imports_itself_is_told_in_a_word(tmp_path: Path, times: int) -> None:
-    with programs(tmp_path, SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
+    with suite_of(tmp_path, SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
         process = suite.start([str(suite.file)])
         suite.await_note("imported", process)
         for _ in range(times):
             os.killpg(process.pid, signal.SIGINT)
         run = suite.finish(process)
         assert (run.code, run.out, run.err) == (130, "", "interrupted\n"), run
-        suite.assert_nothing_left()
 
 
 # Surroundings
@@ -210,20 +208,19 @@ PLAIN = class_of("TestPlain", "unittest.TestCase", NEXT)
 def test_limit_of_open_files_is_told_in_a_sentence(tmp_path: Path, number: int) -> None:
     """Too few for the runner itself; what a test gets too few of is that test's failure."""
     few = (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    with programs(tmp_path, PLAIN) as suite:
+    with suite_of(tmp_path, PLAIN) as suite:
         run = suite.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few))
         assert run.code == 2 and "Traceback" not in run.err, run
         assert "Too many open files" in run.err and "ulimit -n" in run.err, run
-        suite.assert_nothing_left()
 
 
 def test_library_that_somebody_else_could_have_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with programs(tmp_path, PLAIN) as suite:
+    with suite_of(tmp_path, PLAIN) as suite:
         cache = suite.folder / "cache"
         (cache / "sim").mkdir(parents=True)
         for folder in (cache, cache / "sim"):
             folder.chmod(0o777)
-        # A compiler that fails at once: the folder must be refused before anything is built in it.
+        # A compiler that fails at once: the runner must refuse the folder before it builds anything there.
         compiler = suite.folder / "cc"
         compiler.write_text("#!/bin/sh\necho fake; case $1 in --version) exit 0;; esac\nexit 1\n")
         compiler.chmod(0o755)

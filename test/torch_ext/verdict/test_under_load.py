@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import PATIENCE
 from test.torch_ext.world.faults import processes_where
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.world.suites import CHECKOUT, PATIENCE
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
 # Runs side by side for each core, and how much longer each may take for that.

@@ -1,84 +1,18 @@
-"""Injects, by name, every fault that the world must survive. Runs in ranks; imports the standard library only.
-
-Suites that the tests write call :func:`inject`, and :class:`Census` counts what is left behind after each test.
-"""
+"""Finds what faults leave behind: processes, zombies, descriptors and files. Imports the standard library only."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-import unittest
 from collections.abc import Callable
 
 from torch_ext.world import _os
 
-__all__ = ["FAULTS", "MARK", "Census", "ancestors", "inject", "marked_processes", "processes_where"]
+__all__ = ["MARK", "Census", "ancestors", "marked_processes", "processes_where"]
 
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
 MARK = "MARK_OF_A_TEST"
-
-
-def _raise() -> None:
-    raise ValueError("injected")
-
-
-def _skip() -> None:
-    raise unittest.SkipTest("injected reason")
-
-
-def _exit_3() -> None:
-    sys.exit(3)
-
-
-def _leave_silently() -> None:
-    os._exit(0)
-
-
-def _sigkill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _sigsegv() -> None:
-    ctypes.string_at(0)
-
-
-def _hang() -> None:
-    while True:
-        time.sleep(1)
-
-
-def _print_50_mb() -> None:
-    for _ in range(50):
-        os.write(1, (b"y" * 1023 + b"\n") * 1024)
-    print("the last line")
-
-
-def _leave_child() -> None:
-    subprocess.Popen(["sleep", "6543"], start_new_session=True)
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "raise": _raise,
-    "skip": _skip,
-    "exit_3": _exit_3,
-    "leave_silently": _leave_silently,
-    "sigkill": _sigkill,
-    "sigsegv": _sigsegv,
-    "hang": _hang,
-    "print_50_mb": _print_50_mb,
-    "leave_child": _leave_child,
-}
-
-
-def inject(fault: str, *, rank: int, at: int) -> None:
-    """Trigger ``fault`` if ``rank`` is ``at``."""
-    if rank == at:
-        FAULTS[fault]()
 
 
 def marked_processes(mark: str) -> dict[int, str]:
@@ -105,10 +39,10 @@ def processes_where(holds: Callable[[bytes], bool]) -> dict[int, str]:
 
 class Census:
     """Counts processes (zombies of the tree included), descriptors of this process and those above it, and temporary
-    files; writes a line of JSON a test.
+    files; writes a line of JSON for each test.
 
-    What is reaped in another process takes a moment, so each count is repeated until it agrees with the one before or
-    two seconds have passed; a change that stays is written down once and then taken for the new state.
+    Other processes reap theirs a moment later, so :meth:`note` counts again until the counts agree with the last ones
+    or two seconds have passed. A change that stays is written once and is then the new state.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,64 +1,141 @@
-"""Writes a suite for one test, runs it in a subprocess, and parses the results."""
+"""Writes programs for one test, runs them from outside, and parses what their runs said.
+
+A program is a file of tests. It runs in its own session, so that its signals to its process group do not reach the
+tests that judge it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from test.torch_ext.world.faults import MARK, marked_processes
 
-__all__ = ["CHECKOUT", "DEADLINE_S", "HEADER", "Run", "Suite", "parse_pytest", "parse_runner", "parse_unittest"]
+__all__ = [
+    "CHECKOUT",
+    "DEADLINE_S",
+    "PATIENCE",
+    "PREAMBLE",
+    "SLOWER",
+    "WORDS",
+    "Run",
+    "Suite",
+    "endings",
+    "parse_pytest",
+    "parse_unittest",
+    "suite_of",
+]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-# Seconds, far above what any run takes: a hang must fail its test, not block the whole run.
-DEADLINE_S = 600
+# In the environment: how much longer than on a quiet machine a run may take.
+PATIENCE = "VERDICT_PATIENCE"
+SLOWER = float(os.environ.get(PATIENCE, "1"))
+# Seconds, far above what any run takes, and below the limits that a run must not wait for.
+DEADLINE_S = 200 * SLOWER
+# Variables of the run that runs these tests.
+_OUTER = ("TORCH_EXT_", "PYTEST_", "COVERAGE_")
+WORDS = "passed|failed|skipped|expected failure|unexpected success"
 
-HEADER = '''
-import os, signal, sys, time, unittest
+PREAMBLE = '''
+import atexit, contextlib, ctypes, json, multiprocessing, multiprocessing.util, os, signal, subprocess, sys
+import threading, time, unittest
+from datetime import timedelta
 import torch
 import torch.distributed as dist
-from test.torch_ext.world.faults import Census, ancestors, inject
 from torch_ext.testing._internal.common_distributed import (
-    MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, with_timeout,
+    DistributedTestBase, MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase, run_subtests,
+    spawn_threads_and_init_comms, with_timeout,
 )
-from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
-CENSUS = Census(os.environ["CENSUS"])
+HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class Case(MultiProcessTestCase):
+def note(name, text=""):
+    """Leave a note that another process awaits. The note is there as a whole or not at all."""
+    path = os.path.join(HERE, name)
+    with open(f"{path}.{os.getpid()}", "w") as stream:
+        stream.write(str(text))
+    os.rename(f"{path}.{os.getpid()}", path)
+
+
+def await_note(name):
+    path, end = os.path.join(HERE, name), time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < end, f"nobody left the note {name}"
+        time.sleep(0.01)
+    with open(path) as stream:
+        return stream.read()
+
+
+def forever():
+    while True:
+        time.sleep(1)
+
+
+class Ranks(MultiProcessTestCase):
     world_size = 2
 
     def setUp(self):
-        self.addCleanup(CENSUS.note, self._testMethodName)  # the first to be added runs last
         super().setUp()
+        os.environ["PARENT_HALF"] = str(os.getpid())
         self._spawn_processes()
 
+    def join_group(self, seconds=300):
+        store = dist.FileStore(self.file_name, self.world_size)
+        store.set_timeout(timedelta(seconds=seconds))
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=seconds)
+        )
+        return store
+
     def check(self):
-        """A test that passes only if both ranks are well."""
+        """Passes only if every rank is well."""
         self.join_group()
         ones = torch.ones(3)
         dist.all_reduce(ones)
-        self.assertEqual(ones, torch.full((3,), 2.0))
+        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
 
-    def join_group(self):
-        store = dist.FileStore(self.file_name, 2)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+
+class Standing(MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def check(self):
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        self.assertEqual(ones, torch.full((3,), float(self.world_size)))
+
+
+class Threads(MultiThreadedTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    check = Standing.check
 '''
 
 
 @dataclass
 class Run:
-    """One run of a suite: exit code, output, and the status and report of each test by its bare name."""
+    """One run of a suite. Statuses and reports are found by the last part of a test's, class's or file's id."""
 
     code: int
     out: str
@@ -73,7 +150,7 @@ class Run:
 
 
 class Suite:
-    """A test file in its own folder, with its own temporary folder and a mark on its processes."""
+    """A folder of programs, with its own temporary folder and a mark on its processes."""
 
     def __init__(self, folder: Path, source: str, name: str = "test_suite.py") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,43 +164,52 @@ class Suite:
 
     def add(self, name: str, source: str) -> None:
         """Write another file of tests, with the same beginning."""
-        (self.folder / name).write_text(textwrap.dedent(HEADER) + textwrap.dedent(source))
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / name).write_text(PREAMBLE + textwrap.dedent(source))
 
     def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER)}
         return {
             **kept, MARK: self.mark, "TMPDIR": str(self.temporary), "CENSUS": str(self.census_file),
             "TORCH_EXT_CACHE": str(self.folder / "cache"), "TORCH_EXT_DEVICE": "cpu", "PYTHONPATH": str(CHECKOUT),
             **extra,
         }  # fmt: skip
 
-    def start(self, command: list[str], extra: Mapping[str, str] = {}) -> subprocess.Popen[str]:
+    def start(self, command: list[str], extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+        """Start a command in its own session; ``how`` goes to ``Popen``."""
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.folder, **how}
         return subprocess.Popen(
-            [sys.executable, *command], cwd=self.folder, env=self.environment(extra), text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, *command], env=self.environment(extra), text=True, errors="replace",
+            stdin=subprocess.DEVNULL, start_new_session=True, **how,
         )  # fmt: skip
 
-    def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}) -> subprocess.Popen[str]:
-        return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra)
+    def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+        return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra, **how)
 
-    def finish(self, process: subprocess.Popen[str], parse: Callable[[Run], None]) -> Run:
-        """Wait for the process. A run past the deadline is killed, and fails through its exit code."""
-        start_s = time.monotonic()
+    def finish(
+        self,
+        process: subprocess.Popen[str],
+        parse: Callable[[Run], None] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Run:
+        """Wait for the end. After ``deadline_s``, kill the run and all its processes; it then has no exit code."""
+        start_s, late = time.monotonic(), ""
         try:
-            out, err = process.communicate(timeout=DEADLINE_S)
+            out, err = process.communicate(timeout=max(deadline_s, DEADLINE_S))
         except subprocess.TimeoutExpired:
+            late = f"\nkilled by the test: it ran past its deadline of {deadline_s} s"
             process.kill()
+            self.end_survivors()
             out, err = process.communicate()
-            err += "\nkilled by the test: it ran past its deadline"
-        run = Run(process.returncode, out, err, time.monotonic() - start_s)
-        parse(run)
+        run = Run(process.returncode, out or "", (err or "") + late, time.monotonic() - start_s)
+        (parse or _parse)(run)
         if self.census_file.exists():
             run.census = [json.loads(line) for line in self.census_file.read_text().splitlines()]
         return run
 
-    def run(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
+    def run(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> Run:
         """Run it by ``run_test.py --root``."""
-        return self.finish(self.start_runner(*arguments, extra=extra), parse_runner)
+        return self.finish(self.start_runner(*arguments, extra=extra, **how))
 
     def run_unittest(self, *tests: str, extra: Mapping[str, str] = {}) -> Run:
         """Run tests, named with their class, by ``python -m unittest``."""
@@ -134,35 +220,61 @@ class Suite:
         command = ["-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", str(self.file), *arguments]
         return self.finish(self.start(command, extra), parse_pytest)
 
-    def survivors(self) -> dict[int, str]:
-        """Return the suite's processes that are still running after five seconds."""
+    def await_note(self, name: str, process: subprocess.Popen[str]) -> str:
+        """Return the note that a program left, once it is there."""
+        end = time.monotonic() + DEADLINE_S
+        while not (self.folder / name).exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end, f"nobody left the note {name}"
+            time.sleep(0.01)
+        return (self.folder / name).read_text()
+
+    def assert_nothing_left(self) -> None:
+        """Wait up to five seconds for the suite's processes to end; they and its temporary files must be gone."""
         end = time.monotonic() + 5
         while (found := marked_processes(self.mark)) and time.monotonic() < end:
             time.sleep(0.05)
-        return found
-
-    def files_left(self) -> list[str]:
-        # Importing torch._dynamo creates Inductor's cache folder.
-        return [str(path) for path in self.temporary.rglob("*") if not path.name.startswith("torchinductor_")]
+        assert found == {}
+        # Importing torch._dynamo creates Inductor's cache folder, and pytest keeps those of its fixture.
+        files = [str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*")]
+        assert [name for name in files if not name.startswith(("torchinductor_", "pytest-of-"))] == []
 
     def end_survivors(self) -> None:
         """Kill what a failed test left behind, by pid."""
-        for pid in marked_processes(self.mark):
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                continue
+        while found := marked_processes(self.mark):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
-def parse_runner(run: Run) -> None:
-    for name, status in re.findall(r"^\S+\.py::\w+::(\w+)  (\w[\w ]*)  [\d.]+ s", run.out, re.MULTILINE):
-        run.status[name] = status
-    for name, text in re.findall(r"^FAILED \S+?(?:::\w+::(\w+))?  [\d.]+ s\n(.*?)^rerun: ", run.out, re.M | re.S):
-        run.text[name] = text
+@contextlib.contextmanager
+def suite_of(folder: Path, source: str, name: str = "test_suite.py") -> Iterator[Suite]:
+    """A suite whose processes end with the block. Unless the block raises, none may be left by then."""
+    suite = Suite(folder, source, name)
+    try:
+        yield suite
+        suite.assert_nothing_left()
+    finally:
+        suite.end_survivors()
+
+
+def endings(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the status and the report of each test, class and file, by its id."""
+    texts = dict(re.findall(r"^FAILED (\S+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.MULTILINE | re.DOTALL))
+    found = re.findall(rf"^(\S+\.py(?:::\w+)*)  ({WORDS})  [\d.]+ s", run.out, re.MULTILINE)
+    return {name: (status, texts.get(name, "")) for name, status in found}
+
+
+def _parse(run: Run) -> None:
+    for name, (status, text) in endings(run).items():
+        run.status[name.rpartition("::")[2]] = status
+        if text:
+            run.text[name.rpartition("::")[2]] = text
 
 
 def parse_unittest(run: Run) -> None:
-    # The parent half may print between a test's name and its result, which then ends a line of its own.
+    # The parent half may print between a test's name and its result, which then stands at the end of another line.
     for name, status in re.findall(
         r"^(\w+) \([\w.]+\)(?:\n[^\n]*?)? \.\.\. (?:.*?\n)*?.*?(ok|FAIL|ERROR|skipped)\b", run.err, re.MULTILINE
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,8 +24,24 @@ from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedEr
 from torch_ext.world.protocol import Signal
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+@contextlib.contextmanager
+def open_pair() -> Iterator[tuple[Channel, Channel]]:
+    """Two ends, which are closed with the block; no descriptor may be left open then."""
+    before = os.listdir("/proc/self/fd")
+    one, other = channel_pair()
+    yield one, other
+    one.close()
+    other.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with open_pair() as ends:
+        yield ends
 
 
 STANDARD = st.sampled_from(
@@ -35,30 +53,25 @@ PLAIN = st.one_of(st.none(), st.text(), st.binary(), st.tuples(st.integers(), st
 @settings(deadline=None)
 @given(messages=st.lists(PLAIN, max_size=8))
 def test_messages_arrive_whole_and_in_order(messages: list[object]) -> None:
-    one, other = channel_pair()
-    for message in messages:
-        one.send(message)
-    assert [other.receive() for _ in messages] == [(message, []) for message in messages]
-    assert not other.poll()
-    one.close()
-    other.close()
+    with open_pair() as (one, other):
+        for message in messages:
+            one.send(message)
+        assert [other.receive() for _ in messages] == [(message, []) for message in messages]
+        assert not other.poll()
 
 
-def test_frame_far_above_the_sockets_buffer_arrives() -> None:
-    one, other = channel_pair()
+def test_frame_far_above_the_sockets_buffer_arrives(pair: Pair) -> None:
+    one, other = pair
     payload = os.urandom(1 << 20) * 20
     sender = threading.Thread(target=one.send, args=(payload,))
     sender.start()
     assert other.receive()[0] == payload
     sender.join()
-    one.close()
-    other.close()
 
 
 @pytest.mark.parametrize("count", [1, 199, 200, 201, 253, 254, 450])
-def test_any_number_of_descriptors_arrives_and_means_the_same_files(count: int) -> None:
-    before = open_descriptors()
-    one, other = channel_pair()
+def test_any_number_of_descriptors_arrives_and_means_the_same_files(pair: Pair, count: int) -> None:
+    one, other = pair
     reader, writer = os.pipe()
     given_ends = [os.dup(writer) for _ in range(count)]
     one.send("here", given_ends)
@@ -71,13 +84,10 @@ def test_any_number_of_descriptors_arrives_and_means_the_same_files(count: int) 
     assert os.read(reader, 9) == b"xx"
     assert not any(os.get_inheritable(descriptor) for descriptor in received)
     close_all([*given_ends, *received, reader, writer])
-    one.close()
-    other.close()
-    assert open_descriptors() == before
 
 
-def test_closed_peer_is_told_on_both_ways() -> None:
-    one, other = channel_pair()
+def test_closed_peer_is_told_on_both_ways(pair: Pair) -> None:
+    one, other = pair
     one.close()
     assert one.closed
     assert other.poll()
@@ -85,17 +95,15 @@ def test_closed_peer_is_told_on_both_ways() -> None:
         other.receive()
     with pytest.raises(ChannelClosedError, match="gone"):
         other.send("x" * (1 << 22))
-    other.close()
 
 
-def test_what_was_sent_before_the_end_is_still_received() -> None:
-    one, other = channel_pair()
+def test_what_was_sent_before_the_end_is_still_received(pair: Pair) -> None:
+    one, other = pair
     one.send("last words")
     one.close()
     assert other.receive() == ("last words", [])
     with pytest.raises(ChannelClosedError):
         other.receive()
-    other.close()
 
 
 def frame_of(message: object) -> bytes:
@@ -108,16 +116,13 @@ def frame_of(message: object) -> bytes:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 12, 20])
-def test_peer_that_dies_within_a_frame_costs_no_descriptor(cut: int) -> None:
-    before = open_descriptors()
-    one, other = channel_pair()
+def test_peer_that_dies_within_a_frame_costs_no_descriptor(pair: Pair, cut: int) -> None:
+    one, other = pair
     header = struct.Struct("!III").pack(channel._MAGIC, 1000, 1)
     socket.send_fds(one._socket, [(header + b"half a payload")[:cut]], [1])
     one.close()
     with pytest.raises(ChannelClosedError):
         other.receive()
-    other.close()
-    assert open_descriptors() == before
 
 
 MESSAGES = st.lists(st.one_of(st.none(), st.text(), st.binary()), max_size=3)
@@ -130,41 +135,37 @@ def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_wa
     messages: list[object], junk: bytes, keep: int, begins_well: bool, data: st.DataObject
 ) -> None:
     """The model: frames are taken off the front while they are whole; what begins like no frame is refused at once."""
-    before = open_descriptors()
-    one, other = channel_pair()
-    frames, whole = [frame_of(message) for message in messages], frame_of("half")
-    rest = (whole[:keep] if begins_well else b"") + junk
-    stream = b"".join(frames) + rest
-    while rest.startswith(whole):
-        messages, rest = [*messages, "half"], rest[len(whole) :]
-    found: list[object] = []
-    refused = ""
-    while stream and not refused:
-        cut = data.draw(st.integers(1, len(stream)))
-        socket.send_fds(one._socket, [stream[:cut]], [1] if data.draw(st.integers(0, 9)) == 0 else [])
-        stream = stream[cut:]
-        while other.poll() and not refused:
-            try:
-                found.append(other.receive()[0])
-            except ChannelBrokenError as error:
-                refused = str(error)
-    if "descriptors" not in refused:  # some came where a frame has announced none
-        assert found == messages
-        assert bool(refused) >= (rest[:4] != channel._MAGIC_BYTES[: len(rest)])
-    if refused:
-        assert re.match(r"wrote [\d,]+ (or more )?bytes that|wrote a frame of", refused)
-        with pytest.raises(ChannelBrokenError) as told:
-            one.receive()
-        assert told.value.own and str(told.value) == refused
-    else:
-        assert other.deadline_s < float("inf") or not rest
-    one.close()
-    other.close()
-    assert open_descriptors() == before
+    with open_pair() as (one, other):
+        frames, whole = [frame_of(message) for message in messages], frame_of("half")
+        rest = (whole[:keep] if begins_well else b"") + junk
+        stream = b"".join(frames) + rest
+        while rest.startswith(whole):
+            messages, rest = [*messages, "half"], rest[len(whole) :]
+        found: list[object] = []
+        refused = ""
+        while stream and not refused:
+            cut = data.draw(st.integers(1, len(stream)))
+            socket.send_fds(one._socket, [stream[:cut]], [1] if data.draw(st.integers(0, 9)) == 0 else [])
+            stream = stream[cut:]
+            while other.poll() and not refused:
+                try:
+                    found.append(other.receive()[0])
+                except ChannelBrokenError as error:
+                    refused = str(error)
+        if "descriptors" not in refused:  # some came where a frame has announced none
+            assert found == messages
+            assert bool(refused) >= (rest[:4] != channel._MAGIC_BYTES[: len(rest)])
+        if refused:
+            assert re.match(r"wrote [\d,]+ (or more )?bytes that|wrote a frame of", refused)
+            with pytest.raises(ChannelBrokenError) as told:
+                one.receive()
+            assert told.value.own and str(told.value) == refused
+        else:
+            assert other.deadline_s < float("inf") or not rest
 
 
-def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = channel_pair()
+def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
     now_s = 100.0
     monkeypatch.setattr(channel, "monotonic", lambda: now_s)
     frame = frame_of("a message")
@@ -181,8 +182,6 @@ def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(monkeypatch: py
     assert other.poll()
     with pytest.raises(ChannelBrokenError, match=r"wrote 20 bytes that begin a message, and no more of it into"):
         other.receive()
-    one.close()
-    other.close()
 
 
 class Foreign:
@@ -192,34 +191,30 @@ class Foreign:
 
 @pytest.mark.parametrize("message", [Foreign(), OrderedDict(), socket.AF_UNIX, pytest.raises])
 def test_nothing_but_plain_data_and_our_classes_is_unpickled(
-    message: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, message: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = open_descriptors()
-    one, other = channel_pair()
+    one, other = pair
     one.send(message, [1])
     with pytest.raises(ChannelBrokenError, match=r"a frame of .* that is no message .*is no part of a message"):
         other.receive()
     one.close()
     other.close()
-    assert open_descriptors() == before
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent() -> None:
-    one, other = channel_pair()
+def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent(pair: Pair) -> None:
+    one, other = pair
     one._socket.sendall(struct.pack("!III", channel._MAGIC, 1 << 31, 0))
     with pytest.raises(ChannelBrokenError, match="2,147,483,648 bytes"):
         other.receive()
     with pytest.raises(ValueError, match="too long"):
         one.send("many", [1] * (channel._MOST_DESCRIPTORS + 1))
-    one.close()
-    other.close()
 
 
 @pytest.mark.processes
-def test_the_writer_of_junk_is_named_by_its_descriptor() -> None:
-    one, other = channel_pair()
+def test_the_writer_of_junk_is_named_by_its_descriptor(pair: Pair) -> None:
+    one, other = pair
     peer = os.fork()
     if peer == 0:
         try:
@@ -237,7 +232,6 @@ def test_the_writer_of_junk_is_named_by_its_descriptor() -> None:
         other.receive()
     os.kill(peer, signal.SIGKILL)
     os.waitpid(peer, 0)
-    other.close()
 
 
 def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
@@ -254,8 +248,8 @@ def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
     other.close()
 
 
-def test_a_channel_whose_number_another_file_has_got_leaves_that_file_alone() -> None:
-    one, other = channel_pair()
+def test_a_channel_whose_number_another_file_has_got_leaves_that_file_alone(pair: Pair) -> None:
+    one, other = pair
     number = one.fileno()
     reader, writer = os.pipe()
     os.dup2(writer, number)
@@ -269,8 +263,8 @@ def test_a_channel_whose_number_another_file_has_got_leaves_that_file_alone() ->
     close_all([reader, writer, number])
 
 
-def test_adopted_descriptor_belongs_to_the_channel() -> None:
-    one, other = channel_pair()
+def test_adopted_descriptor_belongs_to_the_channel(pair: Pair) -> None:
+    one, other = pair
     copy = Channel.from_descriptor(os.dup(one.fileno()))
     copy.send(1)
     assert other.receive() == (1, [])
@@ -278,5 +272,3 @@ def test_adopted_descriptor_belongs_to_the_channel() -> None:
     copy.close()
     with pytest.raises(OSError):
         os.fstat(number)
-    one.close()
-    other.close()

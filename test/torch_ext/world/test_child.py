@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from test.torch_ext.world.suites import Suite
+from test.torch_ext.world.suites import suite_of
 from torch_ext.world import child
 
 SOURCE = """
@@ -27,7 +26,7 @@ if os.environ.get("TEST_CALLS"):
     child.replace_thread_pool = note_and_replace
 
 
-class TestPool(Case):
+class TestPool(Ranks):
     def test_pool(self):
         with open(os.environ["TEST_CALLS"] + ".ranks", "a") as stream:
             stream.write(f"{os.getpid()} {os.getpgrp()}\\n")
@@ -40,16 +39,10 @@ class TestPlain(unittest.TestCase):
 """
 
 
-@pytest.fixture
-def suite(tmp_path: Path) -> Iterator[Suite]:
-    suite = Suite(tmp_path, SOURCE)
-    yield suite
-    suite.end_survivors()
-
-
-def test_every_child_replaces_the_pool_and_leads_a_process_group(suite: Suite, tmp_path: Path) -> None:
+def test_every_child_replaces_the_pool_and_leads_a_process_group(tmp_path: Path) -> None:
     """Class processes too: ranks that are threads, and plain classes, run autograd there."""
-    run = suite.run(extra={"TEST_CALLS": str(tmp_path / "calls"), "TORCH_EXT_SPARES": "0"})
+    with suite_of(tmp_path, SOURCE) as suite:
+        run = suite.run(extra={"TEST_CALLS": str(tmp_path / "calls"), "TORCH_EXT_SPARES": "0"})
     assert run.code == 0, run
     called = (tmp_path / "calls").read_text().split()
     ran = [line.split() for line in (tmp_path / "calls.ranks").read_text().splitlines()]

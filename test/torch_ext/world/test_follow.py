@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -130,33 +131,21 @@ def test_channel_that_outlives_its_rank_holds_nobody_up() -> None:
         assert world.processes[0].exitcode == 0
 
 
-def test_what_was_told_before_the_limit_counts_however_late_it_is_heard() -> None:
-    """Whoever waits for the ranks may itself have been kept from its core until their limit was over."""
+@pytest.mark.parametrize("what", ["ends", "receipts of ranks that live on", "deaths"])
+def test_what_was_told_before_the_limit_counts_however_late_it_is_heard(what: str) -> None:
+    """The process that waits for the ranks may itself have waited for a core until their limit was over."""
     with scripted_world(2) as (world, zygote, ranks):
         for rank, line in enumerate(ranks):
-            line.send(Phase.RUNNING)
-            line.send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
-            line.send(Farewell())
-            zygote.send(Ended(rank, 0, 0.6))
+            if what != "deaths":
+                line.send(Phase.RUNNING)
+                line.send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
+            if what == "ends":
+                line.send(Farewell())
+            if what != "receipts of ranks that live on":
+                zygote.send(Ended(rank, 0 if what == "ends" else -signal.SIGSEGV, 0.6))
         world.started_s = time.monotonic() - 1000
-        assert [outcome.ending for outcome in world.wait(Limits(test_s=5))] == [Ending.PASSED] * 2
-
-
-def test_receipts_that_were_there_before_the_limit_count_where_ranks_live_on() -> None:
-    with scripted_world(2) as (world, _zygote, ranks):
-        for line in ranks:
-            line.send(Phase.RUNNING)
-            line.send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
-        world.started_s = time.monotonic() - 1000
-        assert [outcome.ending for outcome in world.wait(Limits(test_s=5), keep=True)] == [Ending.PASSED] * 2
-
-
-def test_deaths_that_were_told_before_the_limit_are_no_timeouts() -> None:
-    with scripted_world(2) as (world, zygote, _ranks):
-        for rank in (0, 1):
-            zygote.send(Ended(rank, -signal.SIGSEGV, 0.5))
-        world.started_s = time.monotonic() - 1000
-        assert [outcome.ending for outcome in world.wait(Limits(test_s=5))] == [Ending.KILLED] * 2
+        outcomes = world.wait(Limits(test_s=5), keep="live on" in what)
+        assert [outcome.ending for outcome in outcomes] == [Ending.KILLED if what == "deaths" else Ending.PASSED] * 2
 
 
 @pytest.mark.parametrize(("number", "later", "named"), [(9, 5, True), (9, 4, False), (11, 5, False)])
@@ -191,38 +180,26 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
             world.wait(Limits(test_s=5))
 
 
-def test_silent_rank_that_waits_for_no_core_is_given_up_at_the_second_look(clock: Clock) -> None:
-    with pipes(2) as (readers, _):
-        assert read_stacks(readers, 1.0, lambda rank: 0.0) == {0: "", 1: ""}
-    assert clock.now_s == 2
-
-
-def test_nobody_is_waited_for_longer_of_whom_it_is_not_known_whether_he_waits_for_a_core(clock: Clock) -> None:
-    with pipes(1) as (readers, _):
-        assert read_stacks(readers, 1.0) == {0: ""}
-    assert clock.now_s == 1
-
-
-def test_stacks_of_a_rank_that_waits_for_a_core_are_waited_for(clock: Clock) -> None:
-    with pipes(2) as (readers, (first, second)):
-        clock.at(0.5, lambda: os.write(first, b"one"))
-        clock.at(7.5, lambda: os.write(second, b"two"))
-        starved = {0: 0.0, 1: 0.5}
-        assert read_stacks(readers, 1.0, lambda rank: clock.now_s * starved[rank]) == {0: "one", 1: "two"}
-
-
-def test_rank_that_gets_no_core_at_all_is_given_up_in_the_end(clock: Clock) -> None:
-    with pipes(1) as (readers, _):
-        assert read_stacks(readers, 1.0, lambda rank: clock.now_s) == {0: ""}
-    assert clock.now_s == 11
-
-
-def test_rank_that_has_told_its_stacks_buys_the_silent_ones_no_time(clock: Clock) -> None:
-    """Only the time counts in which a silent one waits for a core."""
-    with pipes(2) as (readers, (first, _)):
-        os.write(first, b"one")
-        assert read_stacks(readers, 1.0, lambda rank: clock.now_s if rank == 0 else 0.0) == {0: "one", 1: ""}
-    assert clock.now_s == 2
+@pytest.mark.parametrize(
+    ("written_s", "shares", "found", "end_s"),
+    [
+        ([None, None], [0.0, 0.0], ["", ""], 2),  # the second look finds no progress
+        ([None], None, [""], 1),  # no measure says whether it waits for a core
+        ([0.5, 7.5], [0.0, 0.5], ["0", "1"], None),
+        ([None], [1.0], [""], 11),  # it gets no core at all
+        ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts
+    ],
+)
+def test_stacks_are_waited_for_while_a_silent_rank_waits_for_a_core(
+    clock: Clock, written_s: list[float | None], shares: list[float] | None, found: list[str], end_s: float | None
+) -> None:
+    with pipes(len(written_s)) as (readers, writers):
+        for rank, at_s in enumerate(written_s):
+            if at_s is not None:
+                clock.at(at_s, lambda rank=rank: os.write(writers[rank], str(rank).encode()))  # type: ignore[misc]
+        starved = (lambda rank: clock.now_s * shares[rank]) if shares is not None else None
+        assert read_stacks(readers, 1.0, starved) == dict(enumerate(found))
+    assert end_s is None or clock.now_s == end_s
 
 
 def test_stacks_are_read_to_their_end_and_then_no_longer_waited_for(clock: Clock) -> None:
@@ -233,81 +210,69 @@ def test_stacks_are_read_to_their_end_and_then_no_longer_waited_for(clock: Clock
     assert clock.now_s == pytest.approx(0.4)  # the last part, and the quiet that ends it
 
 
-class TestCollectivesOfRanks:
-    """How long a world waits for what its ranks have called, once it has asked them."""
+# How long a world waits for what its ranks have called, once it has asked them
 
-    @pytest.fixture
-    def starved(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[int, float]:
-        """Which share of the time each process waits for a core, by rank."""
-        starved: dict[int, float] = {}
-        monkeypatch.setattr(_os, "starved_s", lambda pid: clock.now_s * starved.get(pid - NO_PROCESS, 0.0))
-        return starved
+COLLECTIVES = Collectives("{}")
 
-    @pytest.fixture
-    def world(self, clock: Clock) -> Iterator[tuple[World, Channel, list[Channel]]]:
-        with scripted_world(2) as (world, zygote, ranks):
-            for rank, process in enumerate(world.processes):
-                process.pid = NO_PROCESS + rank
-            yield world, zygote, ranks
 
-    def test_are_taken_as_soon_as_all_have_told(
-        self, clock: Clock, starved: dict[int, float], world: tuple[World, Channel, list[Channel]]
-    ) -> None:
-        here, _, ranks = world
-        for rank, line in enumerate(ranks):
-            clock.at(0.25 + rank / 4, lambda line=line: line.send(Collectives("{}")))  # type: ignore[misc]
-        here._await_collectives([0, 1])
-        assert (sorted(here._collectives), clock.now_s) == ([0, 1], 0.5)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
+    """A world of two ranks, and the share of the time for which each waits for a core, by rank."""
+    starved: dict[int, float] = {}
+    monkeypatch.setattr(_os, "starved_s", lambda pid: clock.now_s * starved.get(pid - NO_PROCESS, 0.0))
+    with scripted_world(2) as (world, zygote, ranks):
+        for rank, process in enumerate(world.processes):
+            process.pid = NO_PROCESS + rank
+        yield world, zygote, ranks, starved
 
-    def test_are_waited_for_where_a_rank_waits_for_a_core(
-        self, clock: Clock, starved: dict[int, float], world: tuple[World, Channel, list[Channel]]
-    ) -> None:
-        here, _, ranks = world
-        ranks[0].send(Collectives("{}"))
-        starved[1] = 0.5
-        clock.at(7.5, lambda: ranks[1].send(Collectives("{}")))
-        here._await_collectives([0, 1])
-        assert (sorted(here._collectives), clock.now_s) == ([0, 1], 7.5)
 
-    @pytest.mark.parametrize(("share", "end_s"), [(0.0, 2), (1.0, 11)])
-    def test_are_done_without_in_the_end(
-        self,
-        clock: Clock,
-        starved: dict[int, float],
-        world: tuple[World, Channel, list[Channel]],
-        share: float,
-        end_s: int,
-    ) -> None:
-        here, _, ranks = world
-        ranks[0].send(Collectives("{}"))
-        starved.update({0: 1.0, 1: share})  # that of the one that has told does not count
-        here._await_collectives([0, 1])
-        assert (sorted(here._collectives), clock.now_s) == ([0], end_s)
+@pytest.mark.parametrize(
+    ("tells_s", "shares", "told", "end_s"),
+    [
+        ((0.25, 0.5), (0.0, 0.0), [0, 1], 0.5),
+        ((0.0, 7.5), (0.0, 0.5), [0, 1], 7.5),  # the second one waits for a core
+        ((0.0, None), (1.0, 0.0), [0], 2),  # that of the one that has told does not count
+        ((0.0, None), (1.0, 1.0), [0], 11),
+    ],
+)
+def test_collectives_are_waited_for_until_all_have_told_or_a_silent_one_has_a_core(
+    clock: Clock,
+    asked: Any,
+    tells_s: tuple[float | None, ...],
+    shares: tuple[float, ...],
+    told: list[int],
+    end_s: float,
+) -> None:
+    world, _, ranks, starved = asked
+    starved.update(enumerate(shares))
+    for line, tell_s in zip(ranks, tells_s, strict=True):
+        if tell_s is not None:
+            clock.at(tell_s, lambda line=line: line.send(COLLECTIVES))
+    world._await_collectives([0, 1])
+    assert (sorted(world._collectives), clock.now_s) == (told, end_s)
 
-    def test_are_not_waited_for_from_a_rank_that_has_ended(
-        self, clock: Clock, starved: dict[int, float], world: tuple[World, Channel, list[Channel]]
-    ) -> None:
-        here, zygote, ranks = world
-        ranks[0].send(Collectives("{}"))
-        clock.at(0.25, lambda: zygote.send(Ended(1, -9, 0.25)))
-        here._await_collectives([0, 1])
-        assert (sorted(here._collectives), clock.now_s) == ([0], 0.25)
 
-    def test_are_asked_for_before_those_that_passed_are_let_go(
-        self, clock: Clock, starved: dict[int, float], world: tuple[World, Channel, list[Channel]]
-    ) -> None:
-        here, _, ranks = world
-        here._receipts = [
-            (0, Receipt(Said.FAILED, 0.1, ticket=TICKET, pid=NO_PROCESS)),
-            (1, Receipt(Said.PASSED, 0.1, ticket=TICKET, pid=NO_PROCESS + 1)),
-        ]
-        ranks[1].send(Collectives("{}"))
-        here._take(follow.Act.RELEASE, [1], {})
-        told = []
-        while ranks[1].poll():
-            told.append(ranks[1].receive()[0])
-        assert told == [Ask.COLLECTIVES, Ask.RELEASE]
-        assert sorted(here._collectives) == [1]
+def test_collectives_are_not_waited_for_from_a_rank_that_has_ended(clock: Clock, asked: Any) -> None:
+    world, zygote, ranks, _ = asked
+    ranks[0].send(COLLECTIVES)
+    clock.at(0.25, lambda: zygote.send(Ended(1, -9, 0.25)))
+    world._await_collectives([0, 1])
+    assert (sorted(world._collectives), clock.now_s) == ([0], 0.25)
+
+
+def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: Any) -> None:
+    world, _, ranks, _ = asked
+    world._receipts = [
+        (rank, Receipt(said, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
+        for rank, said in enumerate((Said.FAILED, Said.PASSED))
+    ]
+    ranks[1].send(COLLECTIVES)
+    world._take(follow.Act.RELEASE, [1], {})
+    told = []
+    while ranks[1].poll():
+        told.append(ranks[1].receive()[0])
+    assert told == [Ask.COLLECTIVES, Ask.RELEASE]
+    assert sorted(world._collectives) == [1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the rank that was being prepared

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import Run, Suite
+from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.suites import suite_of
 
 pytestmark = pytest.mark.long  # .ci/nightly kills
 
-MATMUL = """
+FILES = {
+    "test_matmul.py": """
 LARGE = torch.ones(2000, 2000)
 torch.set_num_threads(2)
 PRODUCT = torch.mm(LARGE, LARGE)
 
 
-class TestMatmul(Case):
+class TestMatmul(Ranks):
     def test_matmul(self):
         self.check()
         torch.mm(LARGE, LARGE)
-"""
-
-THREAD = """
-import threading
-
-
-def start():
-    threading.Thread(target=time.sleep, args=(1000,), name="hazard", daemon=True).start()
-
-
-start()
+""",
+    "test_thread.py": """
+threading.Thread(target=time.sleep, args=(1000,), name="hazard", daemon=True).start()
 os.environ["SET_ON_IMPORT"] = "by the file"
 
 
-class TestThread(Case):
+class TestThread(Ranks):
     def setUp(self):
         self.assertEqual(os.environ.get("SET_ON_IMPORT"), "by the file")
         super().setUp()
@@ -46,10 +39,9 @@ class TestThread(Case):
 
     def test_thread_again(self):
         self.check()
-"""
-
-BACKWARD = """
-class TestBackward(Case):
+""",
+    "test_backward.py": """
+class TestBackward(Ranks):
     def setUp(self):
         weight = torch.ones(1000, 1000, requires_grad=True)
         (weight @ weight).sum().backward()
@@ -62,54 +54,20 @@ class TestBackward(Case):
         weight = torch.ones(1000, 1000, requires_grad=True)
         (weight @ weight).sum().backward()
         self.assertEqual(weight.grad[0, 0].item(), 2000.0)
-"""
+""",
+}
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
-    suite = Suite(tmp_path_factory.mktemp("hazards"), MATMUL, "test_matmul.py")
-    suite.add("test_thread.py", THREAD)
-    suite.add("test_backward.py", BACKWARD)
-    yield suite
-    suite.end_survivors()
-
-
-@pytest.fixture(scope="module")
-def run(suite: Suite) -> Run:
-    return suite.run()
-
-
-def test_all_pass(run: Run) -> None:
-    assert run.out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped", run
-
-
-def test_native_threads_are_named_once(run: Run) -> None:
-    message = (
-        r"the zygote of test_matmul cannot fork: it runs other threads: \d+ native threads? \([^)]*\); "
-        r"every rank gets a fresh interpreter"
-    )
-    assert len(re.findall(message, run.out)) == 1, run
-
-
-def test_a_python_thread_is_named(run: Run) -> None:
-    message = (
-        r"the zygote of test_thread cannot fork: it runs other threads: Python thread 'hazard'; "
-        r"every rank gets a fresh interpreter"
-    )
-    assert len(re.findall(message, run.out)) == 1, run
-
-
-def test_what_the_parent_half_ran_is_no_hazard(run: Run) -> None:
-    assert "the zygote of test_backward" not in run.out
-
-
-def test_nothing_outlives_the_run(run: Run, suite: Suite) -> None:
-    assert suite.survivors() == {}
-    assert suite.files_left() == []
+def test_each_file_passes_and_a_message_names_once_what_stands_in_the_way(tmp_path: Path) -> None:
+    run = check_rows(tmp_path, FILES, deadline_s=600)
+    why = "cannot fork: it runs other threads: {}; every rank gets a fresh interpreter"
+    for name, threads in (("matmul", r"\d+ native threads? \([^)]*\)"), ("thread", "Python thread 'hazard'")):
+        assert len(re.findall(f"the zygote of test_{name} {why.format(threads)}", run.out)) == 1, run
+    assert "the zygote of test_backward" not in run.out, "the parent half ran that, and not the zygote"
 
 
 ALONE = """
-class TestAlone(Case):
+class TestAlone(Ranks):
     def test_alone(self):
         pass
 """
@@ -122,13 +80,7 @@ unittest.main(test_suite, argv=["alone"])
 
 
 def test_process_that_could_not_fork_closes_its_lines_when_it_ends(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, ALONE)
-    try:
-        command = ["-W", "always::ResourceWarning", "-c", WITH_A_THREAD]
-        run = suite.finish(suite.start(command), lambda run: None)
+    with suite_of(tmp_path, ALONE) as suite:
+        run = suite.finish(suite.start(["-W", "always::ResourceWarning", "-c", WITH_A_THREAD]))
         assert run.code == 0, run
-        assert "a fresh interpreter loads test_suite" in run.err, run
-        assert "unclosed" not in run.err, run
-        assert suite.survivors() == {}
-    finally:
-        suite.end_survivors()
+        assert "a fresh interpreter loads test_suite" in run.err and "unclosed" not in run.err, run

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
-from test.torch_ext.world.suites import Suite
+from test.torch_ext.world.suites import suite_of
 from torch_ext.world import _os
 from torch_ext.world.protocol import LeftBehind
 from torch_ext.world.zygote import Leftovers
@@ -17,7 +16,7 @@ from torch_ext.world.zygote import Leftovers
 SHARES_MEMORY = """
 import torch.multiprocessing
 
-class TestSharedMemory(Case):
+class TestSharedMemory(Ranks):
     def test_shared_through_files(self):
         torch.multiprocessing.set_sharing_strategy("file_system")
         tensor = torch.ones(3).share_memory_()
@@ -27,21 +26,13 @@ class TestSharedMemory(Case):
 """
 
 
-@pytest.fixture
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+def test_the_manager_of_shared_memory_takes_its_files_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     # A short name: the manager's socket lies below it, and the path of a socket has at most 107 characters.
-    suite = Suite(tmp_path_factory.mktemp("shm"), SHARES_MEMORY)
-    yield suite
-    suite.end_survivors()
-
-
-def test_the_manager_of_shared_memory_takes_its_files_with_it(suite: Suite) -> None:
-    run = suite.run("--show-output")
+    with suite_of(tmp_path_factory.mktemp("shm"), SHARES_MEMORY) as suite:
+        run = suite.run("--show-output")
     assert run.status == {"test_shared_through_files": "passed"}, run
     assert run.out.count("manager True") == 2, run
     assert "left a process behind" not in run.out + run.err
-    assert suite.survivors() == {}
-    assert suite.files_left() == []
 
 
 @pytest.mark.parametrize("killed", [False, True])

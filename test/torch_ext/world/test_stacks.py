@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from test.torch_ext.world.suites import Suite
+from test.torch_ext.world.suites import suite_of
 
 HANG = """
 from torch_ext.world import provider, rank, wording
@@ -34,16 +31,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def suite(tmp_path: Path) -> Iterator[Suite]:
-    suite = Suite(tmp_path, HANG)
-    yield suite
-    suite.end_survivors()
-
-
-def test_the_listener_rests_while_stacks_are_read(suite: Suite) -> None:
+def test_the_listener_rests_while_stacks_are_read(tmp_path: Path) -> None:
     """A thread that runs while faulthandler walks its frames can crash the rank in the middle of the report."""
-    run = suite.finish(suite.start([str(suite.file)]), lambda run: None)
+    with suite_of(tmp_path, HANG) as suite:
+        run = suite.finish(suite.start([str(suite.file)]))
     assert "Ending.TIMED_OUT hangs" in run.out, run
     assert "in hang_with_a_slow_record" in run.out, run
     assert "in _listen" in run.out, run

@@ -48,16 +48,6 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (ThreadState(1, "python", "shared", 0.2, 5, IN_BARRIER, sliced=True), 1800.0),
         (ThreadState(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
     ],
-    ids=[
-        "lock",
-        "with a limit",
-        "native lock",
-        "operation's own",
-        "operation that polls",
-        "on a socket",
-        "shared",
-        "transport's thread",
-    ],
 )
 def test_what_nobody_can_end_is_blocked(task: ThreadState, until_s: float) -> None:
     progress = judge_threads([task], "")
@@ -79,19 +69,6 @@ def test_what_nobody_can_end_is_blocked(task: ThreadState, until_s: float) -> No
         ThreadState(1, "gloo_tcp_loop", "poll", INF, 5),
         ThreadState(1, "gloo_tcp_loop", "sleep", INF, 5, serves=True),
         ThreadState(1, "native", "running", INF, 5),
-    ],
-    ids=[
-        "runs",
-        "sleeps",
-        "reads",
-        "waits for another process",
-        "unknown",
-        "in an operation",
-        "native sleep",
-        "thread of a library",
-        "a transport's name alone",
-        "a transport's thread elsewhere",
-        "native",
     ],
 )
 def test_one_thread_that_may_go_on_is_enough(task: ThreadState) -> None:
@@ -350,7 +327,7 @@ def test_a_look_keeps_nothing_of_the_test_alive() -> None:
     try:
         body.start()
         inside.wait()
-        looks = threading.Thread(target=threads.observe)  # as a rank's listener looks, from a thread of its own
+        looks = threading.Thread(target=threads.observe)  # as a rank's listener looks, from another thread
         looks.start()
         looks.join()
         over.set()

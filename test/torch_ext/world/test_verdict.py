@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -65,10 +66,8 @@ def test_all_pass() -> None:
     ],
 )
 def test_one_bad_rank_fails_the_world_whichever_it_is(bad: Outcome, words: str, rank: int) -> None:
-    import dataclasses
-
     outcomes = [passed(0), passed(1), passed(2)]
-    outcomes[rank] = dataclasses.replace(bad, rank=rank)
+    outcomes[rank] = replace(bad, rank=rank)
     verdict = judge(outcomes)
     assert verdict.judgement is Judgement.FAILED
     assert verdict.summary.startswith(f"rank {rank} {words}")
@@ -128,22 +127,32 @@ def test_any_exit_excuses_endings_and_no_failures() -> None:
     assert judge([killed(0), timed_out(1)], any_exit=True).judgement is Judgement.FAILED
 
 
-def record(*calls: tuple[int, str, bool]) -> str:
-    import json
+def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
+    return {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "input_sizes": [[3]],
+        "input_dtypes": ["Float"],
+        "state": state,
+    }
 
+
+def record(*calls: tuple[int, str, bool]) -> str:
     return json.dumps(
-        [
-            {
-                "process_group": ["0", "default_pg"],
-                "collective_seq_id": number,
-                "profiling_name": f"gloo:{name}",
-                "input_sizes": [[3]],
-                "input_dtypes": ["Float"],
-                "state": "completed" if over else "started",
-            }
-            for number, name, over in calls
-        ]
+        [entry(number, f"gloo:{name}", "completed" if over else "started") for number, name, over in calls]
     )
+
+
+def of_two(*entries: dict[str, Any], **more: Any) -> str:
+    """The record of one of two ranks."""
+    return json.dumps({"entries": entries, "groups": {"0": [0, 1]}, **more})
+
+
+def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
+    """Rank 0, whose collective failed with what ``said`` tells."""
+    receipt = Receipt(Said.FAILED, 1.0, said, said, transport=transport, waits=more.get("waits", ()))
+    return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
 
 
 def test_hang_blames_the_rank_that_did_not_come() -> None:
@@ -235,37 +244,27 @@ def test_ranks_that_say_the_same_of_devices_of_their_own_are_named_together() ->
     ],
 )
 def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
-    said = f"DistBackendError: simccl{told}"
-    waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
-    assert (judge([waited, failed(1, time_s=2.0)]).culprits, judge([waited, failed(1)]).victims) == ((1,), (0,))
+    failure = waited(f"DistBackendError: simccl{told}")
+    assert (judge([failure, failed(1, time_s=2.0)]).culprits, judge([failure, failed(1)]).victims) == ((1,), (0,))
 
 
 def test_a_sender_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
-    """The error is seen where the device is waited for, and no collective shows who waited for whom."""
+    """The error appears where the host synchronizes with the device, and no collective shows the waiting ranks."""
     said = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
-    waited = Outcome(0, Ending.FAILED, 1, 1.0, Receipt(Said.FAILED, 1.0, said, said, transport=True))
-    verdict = judge([waited, passed(1), passed(2)])
+    verdict = judge([waited(said), passed(1), passed(2)])
     assert (verdict.culprits, verdict.victims) == ((2,), (0,))
     assert verdict.summary.startswith("rank 2 kept rank 0 waiting in a collective; its test was over")
-    own = replace(waited, receipt=Receipt(Said.FAILED, 1.0, said, said, transport=False))
+    own = waited(said, transport=False)
     assert judge([own, passed(1), passed(2)]).culprits == (0,), "these are a test's own words"
-    verdict = judge([waited, passed(1), failed(2, time_s=2.0)])
+    verdict = judge([waited(said), passed(1), failed(2, time_s=2.0)])
     assert (verdict.culprits, verdict.victims) == ((2,), (0,))
 
 
 def test_a_peer_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
     """On the host, gloo says that the connection was closed."""
     said = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"
-    entry = {
-        "process_group": ["0", "default_pg"],
-        "collective_seq_id": 1,
-        "profiling_name": "simccl:barrier",
-        "state": "scheduled",
-    }
-    called = json.dumps({"entries": [entry], "groups": {"0": [0, 1]}})
-    receipt = Receipt(Said.FAILED, 1.0, said, said, transport=True)
-    waited = Outcome(0, Ending.FAILED, 1, 1.0, receipt, collectives=called)
-    verdict = judge([waited, replace(passed(1), collectives=json.dumps({"entries": [], "groups": {"0": [0, 1]}}))])
+    failure = waited(said, collectives=of_two(entry(1, "simccl:barrier", "scheduled")))
+    verdict = judge([failure, replace(passed(1), collectives=of_two())])
     assert verdict.culprits == (1,) and verdict.summary.startswith(
         "rank 1 never called barrier, which rank 0 waited in; its test was over"
     )
@@ -301,18 +300,9 @@ def test_what_raised_before_the_disagreement_comes_first() -> None:
 
 
 def test_a_rank_that_destroyed_its_group_is_to_blame_and_its_line_is_told() -> None:
-    entry = {
-        "process_group": ["0", "default_pg"],
-        "collective_seq_id": 1,
-        "profiling_name": "gloo:all_reduce",
-        "state": "scheduled",
-    }
-    called = json.dumps({"entries": [entry], "groups": {"0": [0, 1]}})
-    left = json.dumps({"entries": [], "groups": {}, "destroyed": {"*": "test_a.py:5"}})
     waits = (Wait("all_reduce() in test_b (test_a.py:7)", transport=True),)
-    receipt = Receipt(Said.FAILED, 1.0, PEER_GONE, PEER_GONE, transport=True, waits=waits)
-    waited = Outcome(0, Ending.FAILED, 1, 1.0, receipt, waits=waits, collectives=called)
-    verdict = judge([waited, replace(passed(1), collectives=left)])
+    failure = waited(PEER_GONE, waits=waits, collectives=of_two(entry(1, "gloo:all_reduce", "scheduled")))
+    verdict = judge([failure, replace(passed(1), collectives=of_two(groups={}, destroyed={"*": "test_a.py:5"}))])
     assert (verdict.culprits, verdict.victims) == ((1,), (0,))
     assert verdict.summary == (
         "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import Suite
+from test.torch_ext.world.suites import suite_of
 from torch_ext.world.operations import WaitPage, waits_of_threads
 from torch_ext.world.protocol import Wait
 
@@ -17,7 +17,7 @@ SOURCE = """
 import mmap, struct
 
 
-class TestPage(Case):
+class TestPage(Ranks):
     timeout = 3
 
     def test_page(self):
@@ -95,10 +95,7 @@ def test_what_is_no_page_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_what_a_rank_wrote_is_in_the_report_though_it_cannot_answer(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, SOURCE)
-    try:
+    with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run()
-    finally:
-        suite.end_survivors()
     assert run.status == {"test_page": "failed"}, run
     assert "was in #9 all_reduce in group 2, called at model.py:7" in run.text["test_page"], run

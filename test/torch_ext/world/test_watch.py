@@ -31,72 +31,69 @@ def endings(watch: Watch) -> list[Ending]:
     return [outcome.ending for outcome in watch.outcomes()]
 
 
-def test_all_pass_releases_together_and_only_then() -> None:
-    watch = Watch(2, LIMITS, 0.0)
-    watch.received(0, receipt())
-    assert watch.advance(0.1) == []
-    watch.received(1, receipt())
-    assert watch.advance(0.2) == [Step(Act.RELEASE, (0, 1))]
-    assert watch.advance(0.3) == []
-    assert watch.deadline_s == pytest.approx(15.2)
-    watch.left(0)
-    watch.left(1)
-    watch.ended(0, 0, 0.4)
-    assert not watch.done
-    watch.ended(1, 0, 0.4)
-    assert watch.done
-    assert endings(watch) == [Ending.PASSED, Ending.PASSED]
+# What happens, with the numbers of ranks: `p0` rank 0 says that it passed, `f0` that it failed, `s0` that it skipped;
+# `l0` it leaves by itself; `d0=3` it ends with code 3. `=5` sets the clock to 5; `@5` also advances the watch, which
+# then does nothing (`.`), releases ranks 0 and 1 (`R01`), or inspects and stops rank 1 (`X1`). `!6` is its deadline.
+SCRIPTS = {
+    "all pass and are released together": "p0 @0.1 . p1 @0.2 R01 @0.3 . !15.2 l0 l1 d0=0 open d1=0 done PASSED PASSED",
+    "a rank that failed waits for no peer": "f0 p1 @0.1 R1",
+    "a kill gives peers a moment": "=5 d1=-9 @5 . !6 @5.9 . @6 X0 d0=-9 STOPPED KILLED",
+    "so does an exit": "=5 d1=3 @5 . !6 @5.9 . @6 X0 d0=-9 STOPPED EXITED",
+    "and a silent one": "=5 d1=0 @5 . !6 @5.9 . @6 X0 d0=-9 STOPPED SILENT",
+    "later deaths do not put that off": "=5 d1=-11 @5 . =5.9 d0=-11 @5.9 . done",
+    "the time limit stops all once": "!60 p0 @59.9 . @60 X01 @1e9 . d0=-9 d1=-9 TIMED_OUT TIMED_OUT",
+    "a rank that hangs as it leaves": "p0 p1 @1 R01 l1 d1=0 @16 . !17 @17 X0 d0=-9 TIMED_OUT PASSED",
+    "an abort just before the stop counts": "=5 d1=3 @5 . @6 X0 d0=-6 KILLED EXITED",
+    "so does an end before it": "p0 p1 @1 R01 l0 @16 . @17 X01 =16.9 d0=0 =17.1 d1=0 PASSED TIMED_OUT",
+    "death after a passing receipt": "p0 p1 =1 d0=-11 d1=-11 KILLED KILLED",
+    "an end of one's own after it": "p0 p1 =1 d0=0 l1 d1=0 EXITED PASSED",
+    "the first receipt counts": "f0 p0 f1 =1 d0=10 d1=10 FAILED FAILED",
+    "words after the stop count for nothing": "@60 X01 f0 d0=-9 d1=-9 TIMED_OUT TIMED_OUT",
+    "without a limit for hangs nobody looks": "!60 @50 .",
+}
+OF_OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"expected_exit": -9}, "d0=-9 @1 . !60 d1=3 done"),
+    ({"any_exit": True}, "d0=77 @1 . !60"),
+    ({"keep": True}, "p0 open s1 @0.1 . done PASSED SKIPPED"),
+    ({"keep": True}, "p0 @60 X1"),
+]
+SAYS = {"p": Said.PASSED, "f": Said.FAILED, "s": Said.SKIPPED}
 
 
-def test_rank_that_failed_is_not_told_to_wait_for_its_peers() -> None:
-    watch = Watch(2, LIMITS, 0.0)
-    watch.received(0, receipt(Said.FAILED))
-    watch.received(1, receipt())
-    assert watch.advance(0.1) == [Step(Act.RELEASE, (1,))]
+@pytest.mark.parametrize(("how", "script"), [({}, script) for script in SCRIPTS.values()] + OF_OTHERS)
+def test_a_watch_follows_its_script(how: dict[str, Any], script: str) -> None:
+    watch, now_s, steps = Watch(2, LIMITS, 0.0, **how), 0.0, list[Step]()
+    ended: list[str] = []
+    for word in script.split():
+        kind, rest = word[0], word[1:]
+        if kind in "=@":
+            now_s = float(rest)
+            steps = watch.advance(now_s) if kind == "@" else steps
+        elif kind in ".RX":
+            ranks = tuple(map(int, rest))
+            acts = {".": (), "R": (Act.RELEASE,), "X": (Act.INSPECT, Act.STOP)}[kind]
+            assert steps == [Step(act, ranks) for act in acts], (script, word)
+        elif kind == "!":
+            assert watch.deadline_s == pytest.approx(float(rest)), (script, word)
+        elif word in ("open", "done"):
+            assert watch.done == (word == "done"), script
+        elif kind in SAYS:
+            watch.received(int(rest), receipt(SAYS[kind]))
+        elif kind == "l":
+            watch.left(int(rest))
+        elif kind == "d":
+            watch.ended(int(rest[0]), int(rest[2:]), now_s)
+        else:
+            ended.append(word)
+    assert not ended or [ending.name for ending in endings(watch)] == ended, script
 
 
-@pytest.mark.parametrize(("code", "ending"), [(-9, Ending.KILLED), (3, Ending.EXITED), (0, Ending.SILENT)])
-def test_first_death_gives_the_peers_a_moment_and_then_stops_them(code: int, ending: Ending) -> None:
-    watch = Watch(2, LIMITS, 0.0)
-    watch.ended(1, code, 5.0)
-    assert watch.advance(5.0) == []
-    assert watch.deadline_s == pytest.approx(6.0)
-    assert watch.advance(5.9) == []
-    assert watch.advance(6.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-    watch.ended(0, -9, 6.1)
-    assert endings(watch) == [Ending.STOPPED, ending]
-
-
-def test_later_deaths_do_not_put_the_deadline_off() -> None:
-    watch = Watch(3, LIMITS, 0.0)
-    watch.ended(1, -11, 5.0)
-    watch.advance(5.0)
-    watch.ended(2, -11, 5.9)
-    watch.advance(5.9)
-    assert watch.deadline_s == pytest.approx(6.0)
-
-
-def test_time_limit_stops_whoever_is_left_once() -> None:
-    watch = Watch(2, LIMITS, 10.0)
-    assert watch.deadline_s == 70.0
-    watch.received(0, receipt())
-    assert watch.advance(69.9) == []
-    assert watch.advance(70.0) == [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
-    assert watch.advance(1e9) == []
-    watch.ended(0, -9, 70.1)
-    watch.ended(1, -9, 70.1)
-    assert endings(watch) == [Ending.TIMED_OUT, Ending.TIMED_OUT]
-
-
-def test_process_that_hangs_after_its_receipt_times_out_though_it_passed() -> None:
-    watch = Watch(1, LIMITS, 0.0)
-    watch.received(0, receipt())
-    watch.advance(1.0)
-    assert watch.advance(16.0) == []  # it is looked at twice, whether it computes
-    assert watch.deadline_s == 17.0
-    assert watch.advance(17.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-    watch.ended(0, -9, 17.1)
-    assert endings(watch) == [Ending.TIMED_OUT]
+def test_an_end_after_the_receipt_is_told_with_it() -> None:
+    for code, words in ((-11, "was killed by SIGSEGV"), (0, "exited with code 0")):
+        watch = Watch(1, LIMITS, 0.0)
+        watch.received(0, receipt())
+        watch.ended(0, code, 1.0)
+        assert watch.outcomes()[0].describe() == f"{words} after its test had passed"
 
 
 def leave(computed: Callable[[int, float], float], released_s: float = 1.0, ends: Mapping[int, float] = {}) -> float:
@@ -169,78 +166,6 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
     assert stopped_s(watch, now) == end_s
     watch.ended(0, -9, end_s)
     assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
-
-
-@pytest.mark.parametrize(("code", "ending"), [(-6, Ending.KILLED), (-9, Ending.STOPPED)])
-def test_rank_that_aborted_just_before_it_was_stopped_was_killed_by_that(code: int, ending: Ending) -> None:
-    now = [5.0]
-    watch = Watch(2, LIMITS, 0.0)
-    watch.ended(1, 3, 5.0)
-    watch.advance(5.0)
-    assert stopped_s(watch, now) == 6.0
-    watch.ended(0, code, 6.1)
-    assert endings(watch) == [ending, Ending.EXITED]
-
-
-def test_rank_that_had_ended_by_itself_when_it_was_stopped_has_passed() -> None:
-    watch = Watch(2, LIMITS, 0.0)
-    for rank in (0, 1):
-        watch.received(rank, receipt())
-    watch.advance(1.0)
-    watch.left(0)
-    watch.advance(16.0)
-    assert watch.advance(17.0)[-1] == Step(Act.STOP, (0, 1))
-    watch.ended(0, 0, 16.9)
-    watch.ended(1, 0, 17.1)  # without a farewell
-    assert endings(watch) == [Ending.PASSED, Ending.TIMED_OUT]
-
-
-def test_death_after_a_passing_receipt_is_a_death() -> None:
-    watch = Watch(1, LIMITS, 0.0)
-    watch.received(0, receipt())
-    watch.ended(0, -11, 1.0)
-    assert endings(watch) == [Ending.KILLED]
-    assert watch.outcomes()[0].describe() == "was killed by SIGSEGV after its test had passed"
-
-
-def test_first_receipt_counts() -> None:
-    watch = Watch(1, LIMITS, 0.0)
-    watch.received(0, receipt(Said.FAILED, reason="first"))
-    watch.received(0, receipt(Said.PASSED))
-    watch.ended(0, 10, 1.0)
-    assert endings(watch) == [Ending.FAILED]
-
-
-def test_expected_exit_is_no_trouble() -> None:
-    watch = Watch(2, LIMITS, 0.0, expected_exit=-9)
-    watch.ended(0, -9, 1.0)
-    watch.advance(1.0)
-    assert watch.deadline_s == 60.0
-    watch.ended(1, 3, 2.0)
-    assert watch.done
-
-
-def test_any_exit_is_no_trouble() -> None:
-    watch = Watch(2, LIMITS, 0.0, any_exit=True)
-    watch.ended(0, 77, 1.0)
-    watch.advance(1.0)
-    assert watch.deadline_s == 60.0
-
-
-def test_ranks_that_live_on_are_neither_released_nor_waited_for() -> None:
-    watch = Watch(2, LIMITS, 0.0, keep=True)
-    watch.received(0, receipt())
-    assert not watch.done
-    watch.received(1, receipt(Said.SKIPPED))
-    assert watch.advance(0.1) == []
-    assert watch.done
-    assert [(o.ending, o.exit_code) for o in watch.outcomes()] == [(Ending.PASSED, None), (Ending.SKIPPED, None)]
-
-
-def test_ranks_that_live_on_are_stopped_only_if_they_still_run_the_test() -> None:
-    watch = Watch(2, LIMITS, 0.0, keep=True)
-    watch.received(0, receipt())
-    assert watch.advance(60.0) == [Step(Act.INSPECT, (1,)), Step(Act.STOP, (1,))]
 
 
 # Fault schedules
@@ -361,15 +286,6 @@ def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
     assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
 
 
-def test_an_end_with_code_0_that_is_not_the_harness_own_is_told() -> None:
-    watch = Watch(1, LIMITS, 0.0)
-    watch.received(0, receipt())
-    watch.ended(0, 0, 0.4)
-    (outcome,) = watch.outcomes()
-    assert outcome.ending is Ending.EXITED
-    assert outcome.describe() == "exited with code 0 after its test had passed"
-
-
 @pytest.mark.parametrize(
     "foreign",
     [
@@ -385,14 +301,6 @@ def test_a_receipt_about_something_else_counts_for_nothing(foreign: Receipt) -> 
     assert watch.advance(0.2) == []
     watch.received(0, Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
     assert watch.advance(0.3) == [Step(Act.RELEASE, (0,))]
-
-
-def test_what_a_rank_says_after_it_was_told_to_stop_counts_for_nothing() -> None:
-    watch = Watch(1, Limits(test_s=5.0), 0.0)
-    assert watch.advance(5.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-    watch.received(0, receipt(Said.FAILED))
-    watch.ended(0, -9, 5.1)
-    assert endings(watch) == [Ending.TIMED_OUT]
 
 
 HANGS = Limits(test_s=1000.0, hang_s=8.0)
@@ -545,9 +453,3 @@ def test_ranks_that_wait_for_one_that_died_are_stopped_and_do_not_hang() -> None
     assert looks.until(9.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
     looks.watch.ended(0, -9, 9.1)
     assert endings(looks.watch) == [Ending.STOPPED, Ending.KILLED]
-
-
-def test_without_a_limit_for_hangs_nobody_looks() -> None:
-    watch = Watch(2, Limits(test_s=100.0), 0.0)
-    assert watch.deadline_s == 100.0
-    assert watch.advance(50.0) == []
