@@ -42,7 +42,7 @@ class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
 
 class TestSimcclOverGloo(_OnSim, DistributedTestBase):
     transport = "gloo"
-    # Of int16 and the like it is what simccl makes of them that is tested, in test_collectives.py.
+    # What simccl makes of types that gloo has not is tested in test_collectives.py.
 
 
 class TestGloo(BackendConformance, DistributedTestBase):

@@ -3,52 +3,69 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, pair
+
+# A collective or transfer of a small tensor and one of twice its size, its operator; what uses one of them, likewise.
+UNWAITED: dict[str, tuple[str, Callable[..., Any], str, Callable[..., object]]] = {
+    "result_read": (
+        "all_reduce", lambda x, two: dist.all_reduce(x, async_op=True), "mul", lambda x, two: x.mul(3)
+    ),
+    "broadcast_overwritten": (
+        "broadcast", lambda x, two: dist.broadcast(x, 0, async_op=True), "zero_", lambda x, two: x.zero_()
+    ),
+    "input_overwritten": (
+        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
+        "zero_", lambda x, two: x.zero_(),
+    ),
+    "gathered_read": (
+        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
+        "sum", lambda x, two: two[256:].sum(),
+    ),
+    "scattered_read": (
+        "_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(x, two, async_op=True),
+        "sum", lambda x, two: x.sum(),
+    ),
+    "all_to_all_read": (
+        "all_to_all", lambda x, two: dist.all_to_all_single(two[:256], x, async_op=True),
+        "sum", lambda x, two: two[:256].sum(),
+    ),
+    "sent_and_overwritten": (
+        "send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "zero_", lambda x, two: x.zero_()
+    ),
+    "received_and_read": (
+        "recv", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "mul", lambda x, two: two[:256].mul(3)
+    ),
+}  # fmt: skip
 
 
-@pair
-def result_read_before_wait(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        work.wait()
-    x.mul(3)  # later: mul
-    work.wait()
+def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
+    peer = 1 - dist.get_rank()
+    return [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received[:256], peer)]
 
 
-@pair
-def input_overwritten_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
-    if fixed:
-        work.wait()
-    x.zero_()  # later: zero_
-    work.wait()
+def _unwaited(launch: Callable[..., Any], use: Callable[..., object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x, two = on.tensor(), on.tensor(512)
+        launched = launch(x, two)
+        works = launched if isinstance(launched, list) else [launched]
+        for work in works if fixed else []:
+            work.wait()
+        use(x, two)
+        for work in works:
+            work.wait()
+
+    return program
 
 
-@pair
-def gathered_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
-    if fixed:
-        work.wait()
-    out[256:].sum()  # later: sum
-    work.wait()
-
-
-@pair
-def scattered_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(512), on.tensor()
-    work = dist.reduce_scatter_tensor(out, x, async_op=True)  # earlier: _reduce_scatter_base
-    if fixed:
-        work.wait()
-    out.sum()  # later: sum
-    work.wait()
+for name, (operator, launch, later, use) in UNWAITED.items():
+    add(_unwaited(launch, use), name, earlier=(operator, launch), later=(later, use))
 
 
 @pair
@@ -78,41 +95,6 @@ def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
     if fixed:
         on.main.wait_stream(on.side)
     x.mul(3)  # later: mul
-
-
-@pair
-def broadcast_read_before_wait(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.broadcast(x, 0, async_op=True)  # earlier: broadcast
-    if fixed:
-        work.wait()
-    x.zero_()  # later: zero_
-    work.wait()
-
-
-@pair
-def all_to_all_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor()
-    work = dist.all_to_all_single(out, x, async_op=True)  # earlier: all_to_all
-    if fixed:
-        work.wait()
-    out.sum()  # later: sum
-    work.wait()
-
-
-@pair
-def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    peer = 1 - dist.get_rank()
-    got = on.tensor()
-    sends = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(sends)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    x.zero_()  # later: zero_
-    for work in works:
-        work.wait()
 
 
 @pair
@@ -148,20 +130,6 @@ def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
         together.wait()
     y.mul(3)  # later: mul
     together.wait()
-
-
-@pair
-def received_and_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, got = on.tensor(), on.tensor()
-    peer = 1 - dist.get_rank()
-    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(both)  # earlier: recv
-    if fixed:
-        for work in works:
-            work.wait()
-    got.mul(3)  # later: mul
-    for work in works:
-        work.wait()
 
 
 @pair
@@ -239,19 +207,6 @@ def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
         manager.wait()
     inputs[1].add_(1)  # later: add
     manager.wait()
-
-
-@pair
-def ring_step_writes_what_is_still_sent(on: Stage, fixed: bool) -> None:
-    other, mine, next_one = 1 - dist.get_rank(), on.tensor(), on.tensor()
-    operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, next_one, other)]
-    works = dist.batch_isend_irecv(operations)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    mine.add_(1)  # later: add
-    for work in works:
-        work.wait()
 
 
 @pair
