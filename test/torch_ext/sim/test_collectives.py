@@ -30,7 +30,8 @@ RESULTS: dict[torch.dtype, dict[Any, list[Any]]] = {
 }  # fmt: skip
 
 
-def _check_types(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_types_that_gloo_has_not(rank: int, world_size: int) -> None:
     for dtype, results in RESULTS.items():
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
         for op, expected in results.items():
@@ -55,11 +56,8 @@ def _check_types(rank: int, world_size: int) -> None:
             assert rank != 0 or torch.equal(whole.cpu(), rows)
 
 
-def test_types_that_gloo_has_not() -> None:
-    ranks.run(2, _check_types)
-
-
-def _check_equal_to_gloo(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_all_reduce_is_bit_for_bit_gloos(rank: int, world_size: int) -> None:
     for op in (OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT):
         host = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
         device = host.to("sim")
@@ -68,11 +66,8 @@ def _check_equal_to_gloo(rank: int, world_size: int) -> None:
         assert torch.equal(host, device.cpu())
 
 
-def test_all_reduce_is_bit_for_bit_gloos() -> None:
-    ranks.run(2, _check_equal_to_gloo)
-
-
-def _check_premul(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int) -> None:
     for factor in (0.25, torch.tensor([0.25], device="sim")):
         op = dist._make_nccl_premul_sum(factor)
         x = torch.full((2,), float(rank + 1), device="sim")
@@ -84,11 +79,8 @@ def _check_premul(rank: int, world_size: int) -> None:
         assert part.tolist() == [0.75, 0.75] and given.tolist() == [float(rank + 1)] * 4
 
 
-def test_premultiplied_sum_scales_and_keeps_its_input() -> None:
-    ranks.run(2, _check_premul)
-
-
-def _check_meaningless(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="bitwise"):
         dist.all_reduce(torch.ones(1, device="sim"), OPS.BAND)
     with pytest.raises(ValueError, match=r"ReduceOp.AVG"):
@@ -97,15 +89,12 @@ def _check_meaningless(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(4, 4, device="sim")[:, ::2])
 
 
-def test_reductions_without_meaning_are_refused() -> None:
-    ranks.run(2, _check_meaningless)
-
-
 def _values(rank: int, numel: int) -> torch.Tensor:
     return ((torch.arange(numel) + 3 * rank) % 4).float()
 
 
-def _check_coalesced_calls(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_coalesced_calls(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     every = [torch.stack([_values(r, n) for r in range(world_size)]) for n in (3, 4)]
     mine = [each[rank].to("sim") for each in every]
@@ -145,14 +134,11 @@ def _check_coalesced_calls(rank: int, world_size: int) -> None:
     assert default.supports_coalescing and default.supports_splitting
 
 
-def test_coalesced_calls() -> None:
-    ranks.run(2, _check_coalesced_calls)
-
-
 # --- unequal sizes ---
 
 
-def _check_uneven_lists(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_lists_of_unequal_sizes(rank: int, world_size: int) -> None:
     def block(sender: int, receiver: int) -> torch.Tensor:
         return _values(sender, (sender + 2 * receiver) % 4)  # some are empty
 
@@ -166,11 +152,8 @@ def _check_uneven_lists(rank: int, world_size: int) -> None:
     assert part.tolist() == [float(sum(range(world_size)) + world_size * rank)] * (rank + 1)
 
 
-def test_lists_of_unequal_sizes() -> None:
-    ranks.run(3, _check_uneven_lists)
-
-
-def _check_unequal_to_one(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, world_size: int) -> None:
     # NCCL refuses these too, at the root, which alone sees all sizes.
     unequal = [torch.ones(r + 1, device="sim") for r in range(world_size)]
     store = dist.distributed_c10d._get_default_store()
@@ -185,14 +168,11 @@ def _check_unequal_to_one(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root() -> None:
-    ranks.run(2, _check_unequal_to_one)
-
-
 # --- point to point ---
 
 
-def _check_polling(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_transfer_that_nobody_waits_for_completes(rank: int, world_size: int) -> None:
     received, peer = torch.empty(1, device="sim"), 1 - rank
     work = dist.irecv(received, peer, tag=7)
     assert work is not None
@@ -204,7 +184,3 @@ def _check_polling(rank: int, world_size: int) -> None:
     while not work.is_completed():  # nobody waits: the state must change by itself
         assert time.monotonic() < deadline
     assert work.is_success() and received.item() == peer
-
-
-def test_a_transfer_that_nobody_waits_for_completes() -> None:
-    ranks.run(2, _check_polling)

@@ -44,7 +44,9 @@ IN_WHAT: dict[str, Callable[[], object]] = {
 }
 
 
-def _die_inside(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", IN_WHAT)
+@ranks.world_of(3, killed=1)
+def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str) -> None:
     dist.all_reduce(_x())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,28 +56,8 @@ def _die_inside(rank: int, world_size: int, name: str) -> None:
     ranks.leave()
 
 
-@pytest.mark.parametrize("name", IN_WHAT)
-def test_peers_of_a_dead_rank_get_an_error(name: str) -> None:
-    ranks.run(3, _die_inside, name, killed=1)
-
-
-def _never_arrive(rank: int, world_size: int) -> None:
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            dist.all_reduce(_x())
-        _store().set("seen", "yes")
-    else:
-        _store().wait(["seen"])
-    ranks.leave()
-
-
 def _store() -> dist.Store:
     return c10d._get_default_store()
-
-
-def test_a_collective_that_a_rank_misses_times_out() -> None:
-    ranks.run(2, _never_arrive, timeout=ranks.SHORT)
 
 
 def _own_timeouts(rank: int, world_size: int) -> None:

@@ -48,7 +48,8 @@ def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: 
 # --- which backends ---
 
 
-def _check_default_backend(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank: int, world_size: int) -> None:
     assert str(dist.get_backend_config()) == "cpu:gloo,sim:simccl"
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, {"rank": rank, "tensor": torch.full((1,), rank, device="sim")})
@@ -60,10 +61,6 @@ def _check_default_backend(rank: int, world_size: int) -> None:
     objects = [f"from {rank}"]
     dist.broadcast_object_list(objects, 1, group=only, device=torch.device("sim", rank))
     assert objects == ["from 1"]
-
-
-def test_default_backend_serves_both_devices_and_device_group_refuses_host() -> None:
-    ranks.run(2, _check_default_backend)
 
 
 def _check_new_group(rank: int, world_size: int) -> None:
@@ -146,7 +143,8 @@ def test_group_bound_to_a_device_serves_that_device_alone(tmp_path: Path) -> Non
 # --- futures ---
 
 
-def _check_futures(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_futures_carry_finished_device_tensors(rank: int, world_size: int) -> None:
     x = torch.ones(2, device="sim")
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -167,11 +165,8 @@ def _check_futures(rank: int, world_size: int) -> None:
     assert rows.then(lambda done: done.value()[0][1, 0]).wait().item() == 1.5 and rows.wait()[0].shape == (2, 2)
 
 
-def test_futures_carry_finished_device_tensors() -> None:
-    ranks.run(2, _check_futures)
-
-
-def _check_inference_mode(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_results_are_finished_for_inference_tensors(rank: int, world_size: int) -> None:
     with torch.inference_mode():
         for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
             x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
@@ -179,14 +174,11 @@ def _check_inference_mode(rank: int, world_size: int) -> None:
             assert x.tolist() == [1, 1]
 
 
-def test_results_are_finished_for_inference_tensors() -> None:
-    ranks.run(2, _check_inference_mode)
-
-
 # --- objects ---
 
 
-def _check_objects(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_object_collectives_on_both_kinds_of_group(rank: int, world_size: int) -> None:
     for group in (None, dist.new_group(backend="simccl")):
         collected = [None] * world_size if rank == 0 else None
         dist.gather_object({"from": rank}, collected, 0, group=group)
@@ -203,14 +195,11 @@ def _check_objects(rank: int, world_size: int) -> None:
             assert received[0] == "text" and received[1].device == torch.device("sim:0")
 
 
-def test_object_collectives_on_both_kinds_of_group() -> None:
-    ranks.run(3, _check_objects)
-
-
 # --- counting, calling back ---
 
 
-def _check_sequence(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_sequence_numbers_count_collectives_alone(rank: int, world_size: int) -> None:
     group = c10d._get_default_group()
     number = group._get_sequence_number_for_group
     start, x = number(), torch.ones(world_size, device="sim")
@@ -233,11 +222,8 @@ def _check_sequence(rank: int, world_size: int) -> None:
     assert dist.all_reduce(x, group=fresh) is None and fresh._get_sequence_number_for_group() == before + 1
 
 
-def test_sequence_numbers_count_collectives_alone() -> None:
-    ranks.run(3, _check_sequence)
-
-
-def _check_hook(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank: int, world_size: int) -> None:
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq)))
     assert group._has_hooks()
@@ -256,11 +242,8 @@ def _check_hook(rank: int, world_size: int) -> None:
     assert len(seen) == 6 and seen[-1][0].name == "REDUCE_SCATTER"
 
 
-def test_completion_hook_is_called_once_for_each_work_waited_for_or_not() -> None:
-    ranks.run(2, _check_hook)
-
-
-def _check_hook_of_failure(rank: int, world_size: int) -> None:
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_completion_hook_is_called_for_a_failed_work_too(rank: int, world_size: int) -> None:
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append(info.op_type))
     dist.all_reduce(torch.ones(1, device="sim"))
@@ -274,11 +257,8 @@ def _check_hook_of_failure(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_completion_hook_is_called_for_a_failed_work_too() -> None:
-    ranks.run(2, _check_hook_of_failure, timeout=ranks.SHORT)
-
-
-def _check_monitored_barrier(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) -> None:
     refusal = "only implemented for GLOO|requires a group with a CPU-capable backend"
     with pytest.raises(ValueError, match=refusal):  # as for NCCL
         dist.monitored_barrier(dist.new_group(backend="simccl"))
@@ -289,11 +269,8 @@ def _check_monitored_barrier(rank: int, world_size: int) -> None:
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
-def test_monitored_barrier_belongs_to_host_groups() -> None:
-    ranks.run(2, _check_monitored_barrier)
-
-
-def _check_barrier(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_barrier_of_a_group_is_on_the_device(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="simccl")
     group.barrier().wait()
     group.barrier(timeout=timedelta(seconds=60)).wait()
@@ -303,10 +280,6 @@ def _check_barrier(rank: int, world_size: int) -> None:
     dist.group.WORLD.barrier().wait()  # type: ignore[union-attr]
     dist.new_group(backend="gloo").barrier().wait()
     assert group._get_backend(torch.device("sim"))._get_sequence_number_for_group() == 3
-
-
-def test_barrier_of_a_group_is_on_the_device() -> None:
-    ranks.run(2, _check_barrier)
 
 
 def _check_contract(rank: int, world_size: int) -> None:

@@ -26,7 +26,8 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-def _check_delay(rank: int, world_size: int) -> None:
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_delay(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.delay(at=2, by=timedelta(milliseconds=100))
         faults.delay(at=4, by=timedelta(hours=1))
@@ -46,11 +47,9 @@ def _check_delay(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_delay() -> None:
-    ranks.run(2, _check_delay, timeout=ranks.SHORT)
-
-
-def _check_drop(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_drop_of_a_collective(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.drop(at=2)
     dist.all_reduce(_x())
@@ -61,12 +60,8 @@ def _check_drop(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-@pytest.mark.usefixtures("transport")
-def test_drop_of_a_collective() -> None:
-    ranks.run(2, _check_drop, timeout=ranks.SHORT)
-
-
-def _check_lost_letter(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_drop_of_a_send_loses_the_message(rank: int, world_size: int) -> None:
     if rank == 0:
         faults.drop(at=1)
         dist.send(_x(1.0), 1)
@@ -77,11 +72,9 @@ def _check_lost_letter(rank: int, world_size: int) -> None:
         assert x.tolist() == [2.0] * 3
 
 
-def test_drop_of_a_send_loses_the_message() -> None:
-    ranks.run(2, _check_lost_letter)
-
-
-def _check_corrupt(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2)
+def test_corrupt_of_what_a_rank_sends(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.corrupt(at=2)
     results = []
@@ -97,11 +90,8 @@ def _check_corrupt(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.usefixtures("transport")
-def test_corrupt_of_what_a_rank_sends() -> None:
-    ranks.run(2, _check_corrupt)
-
-
-def _check_corrupt_root(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_corrupt_of_what_a_root_sends(rank: int, world_size: int) -> None:
     if rank == 0:
         faults.corrupt(at=1)
     x = _x(2.0)
@@ -109,12 +99,8 @@ def _check_corrupt_root(rank: int, world_size: int) -> None:
     assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
 
 
-@pytest.mark.usefixtures("transport")
-def test_corrupt_of_what_a_root_sends() -> None:
-    ranks.run(2, _check_corrupt_root)
-
-
-def _check_corrupt_receipt(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_corrupt_of_what_a_rank_receives(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.corrupt(at=1)
     x = _x(2.0)
@@ -122,11 +108,8 @@ def _check_corrupt_receipt(rank: int, world_size: int) -> None:
     assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
 
 
-def test_corrupt_of_what_a_rank_receives() -> None:
-    ranks.run(2, _check_corrupt_receipt)
-
-
-def _check_kill(rank: int, world_size: int) -> None:
+@ranks.world_of(2, killed=1)
+def test_kill(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.kill(at=3)
     dist.all_reduce(_x())
@@ -136,11 +119,8 @@ def _check_kill(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_kill() -> None:
-    ranks.run(2, _check_kill, killed=1)
-
-
-def _check_groups(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_fault_is_one_groups_and_can_be_cleared(rank: int, world_size: int) -> None:
     other = dist.new_group(backend="simccl")
     if rank == 1:
         faults.corrupt(at=1, group=other.group_name)
@@ -155,10 +135,6 @@ def _check_groups(rank: int, world_size: int) -> None:
     x = _x()
     dist.all_reduce(x, group=other)
     assert x.tolist() == [2.0] * 3
-
-
-def test_a_fault_is_one_groups_and_can_be_cleared() -> None:
-    ranks.run(2, _check_groups)
 
 
 @pytest.mark.parametrize("at", [0, -1, True, 1.5])

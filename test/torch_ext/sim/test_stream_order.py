@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def _reduce(x: torch.Tensor) -> Any:
 # --- wait ---
 
 
-def _wait_returns(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_wait_returns_at_once_and_reads_get_the_result(rank: int, world_size: int) -> None:
     x = _x()
     if rank == 0:
         work = _reduce(x)
@@ -53,11 +55,8 @@ def _wait_returns(rank: int, world_size: int) -> None:
     assert x.tolist() == [2.0] * 3
 
 
-def test_wait_returns_at_once_and_reads_get_the_result() -> None:
-    ranks.run(2, _wait_returns)
-
-
-def _receive_returns(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_receives_do_not_block_the_host_either(rank: int, world_size: int) -> None:
     x = _x(0.0)
     if rank == 0:
         dist.recv(x, 1)
@@ -68,10 +67,6 @@ def _receive_returns(rank: int, world_size: int) -> None:
         _store().wait(["go"])
         dist.send(_x(5.0), 0)
         dist.send(_x(6.0), 0)
-
-
-def test_receives_do_not_block_the_host_either() -> None:
-    ranks.run(2, _receive_returns)
 
 
 # What needs the result of an all-reduce of ones that the current stream waits for.
@@ -102,7 +97,8 @@ def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
-def _need(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_whatever_comes_next_on_the_stream_waits_without_the_gil(rank: int, world_size: int) -> None:
     for number, (name, need) in enumerate(_NEEDS.items()):
         x = _x()
         if rank == 0:
@@ -123,11 +119,8 @@ def _need(rank: int, world_size: int) -> None:
                 dist.all_reduce(x, dist.ReduceOp.MAX)
 
 
-def test_whatever_comes_next_on_the_stream_waits_without_the_gil() -> None:
-    ranks.run(2, _need)
-
-
-def _other_streams_go_on(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_other_streams_do_not_wait_and_queries_tell(rank: int, world_size: int) -> None:
     x, y, side = _x(), _x(4.0), SIM.Stream()
     if rank == 0:
         event, work = SIM.Event(), _reduce(x)
@@ -145,11 +138,8 @@ def _other_streams_go_on(rank: int, world_size: int) -> None:
         dist.all_reduce(x)
 
 
-def test_other_streams_do_not_wait_and_queries_tell() -> None:
-    ranks.run(2, _other_streams_go_on)
-
-
-def _nobody_waits(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_device_synchronize_covers_what_nobody_waits_for(rank: int, world_size: int) -> None:
     x, y = _x(), _x(0.0)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # and lets go of the work
@@ -164,11 +154,8 @@ def _nobody_waits(rank: int, world_size: int) -> None:
     assert x.tolist() == [2.0] * 3 and (rank == 1 or y.tolist() == [3.0] * 3)
 
 
-def test_device_synchronize_covers_what_nobody_waits_for() -> None:
-    ranks.run(2, _nobody_waits)
-
-
-def _times(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_events_around_an_operation_time_it(rank: int, world_size: int) -> None:
     start, end = SIM.Event(enable_timing=True), SIM.Event(enable_timing=True)
     x = _x()
     start.record()
@@ -179,14 +166,11 @@ def _times(rank: int, world_size: int) -> None:
     assert start.elapsed_time(end) > 0
 
 
-def test_events_around_an_operation_time_it() -> None:
-    ranks.run(2, _times)
-
-
 # --- calls that are no asynchronous ones ---
 
 
-def _direct(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_the_dispatchers_operator_is_done_for_what_comes_next(rank: int, world_size: int) -> None:
     group = c10d._get_default_group().boxed()
     minute = 60_000
     for number in range(20):
@@ -195,11 +179,9 @@ def _direct(rank: int, world_size: int) -> None:
         assert whole.tolist() == [100.0 + number] * 3 + [200.0 + number] * 3
 
 
-def test_the_dispatchers_operator_is_done_for_what_comes_next() -> None:
-    ranks.run(2, _direct)
-
-
-def _blocking_by_variable(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
+@ranks.world_of(2)
+def test_blocking_wait_blocks_the_host(rank: int, world_size: int, name: str) -> None:
     os.environ[name] = "1"
     group = dist.new_group()
     x = _x()
@@ -214,12 +196,8 @@ def _blocking_by_variable(rank: int, world_size: int, name: str) -> None:
         dist.all_reduce(x, group=group)
 
 
-@pytest.mark.parametrize("name", ["TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
-def test_blocking_wait_blocks_the_host(name: str) -> None:
-    ranks.run(2, _blocking_by_variable, name)
-
-
-def _barrier(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_barrier_blocks_the_host(rank: int, world_size: int) -> None:
     if rank == 0:
         threading.Timer(0.05, _store().set, ("go", "")).start()
         dist.barrier()
@@ -229,33 +207,7 @@ def _barrier(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def test_a_barrier_blocks_the_host() -> None:
-    ranks.run(2, _barrier)
-
-
 # --- errors ---
-
-
-def _disagree(rank: int, world_size: int) -> None:
-    x = _x(1.0, 3 + rank)
-    work = _reduce(x)
-    with pytest.raises(RuntimeError, match=r"disagree in the number of elements: .*all_reduce\(SUM\)"):
-        work.wait()
-        x.tolist()
-    assert work.is_completed() and not work.is_success()
-    assert "disagree" in str(work.exception())
-    assert _x(4.0).tolist() == [4.0] * 3  # it is told once
-    with pytest.raises(RuntimeError, match="disagree in the number of elements"):
-        work.wait()
-    with pytest.raises(RuntimeError, match="disagree in the number of elements"):
-        work.get_future().wait()
-    y = _x()
-    dist.all_reduce(y)
-    assert y.tolist() == [2.0] * 3
-
-
-def test_an_error_is_told_at_the_wait_or_where_the_result_is_due() -> None:
-    ranks.run(2, _disagree)
 
 
 _DUE: dict[str, Callable[[torch.Tensor], object]] = {
@@ -268,7 +220,9 @@ _DUE: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def _late(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", _DUE)
+@ranks.world_of(2)
+def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_size: int, name: str) -> None:
     group = dist.new_group(timeout=ranks.SHORT)
     dist.barrier(group=group)
     if rank == 0:
@@ -284,12 +238,8 @@ def _late(rank: int, world_size: int, name: str) -> None:
     ranks.leave()
 
 
-@pytest.mark.parametrize("name", _DUE)
-def test_a_missed_operation_times_out_where_its_result_is_due(name: str) -> None:
-    ranks.run(2, _late, name)
-
-
-def _page(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: int) -> None:
     if rank == 1:
         _store().wait(["seen"])
         dist.all_reduce(_x())
@@ -304,7 +254,10 @@ def _page(rank: int, world_size: int) -> None:
     reading = threading.Thread(target=read)
     reading.start()
     told = page.only_entry(reading)
-    assert (told.peer, told.operation) == (1, "all_reduce")
+    assert page.version == 2
+    assert (told.peer, told.number, told.operation) == (1, 1, "all_reduce")
+    assert told.group == c10d._get_default_group().group_name and told.thread == reading.native_id
+    assert 0 < told.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
     assert Path(told.site.rpartition(":")[0]) == Path(__file__)
     # Its frame is in x.tolist(), which is no operation.
     (task,) = (task for task in threads._tasks(0) if task.tid == reading.native_id)
@@ -314,29 +267,11 @@ def _page(rank: int, world_size: int) -> None:
     assert not page.entries()
 
 
-def test_the_page_of_waits_tells_what_a_read_waits_for() -> None:
-    ranks.run(2, _page)
-
-
-def _own_limit(rank: int, world_size: int) -> None:
-    if rank == 0:
-        work = _reduce(_x())
-        with pytest.raises(RuntimeError, match=r"all_reduce.* timed out: it waited 1000 ms for rank 1"):
-            work.wait(ranks.SHORT)
-        _store().set("seen", "")
-    else:
-        _store().wait(["seen"])
-    ranks.leave()
-
-
-def test_wait_with_a_time_limit_keeps_it() -> None:
-    ranks.run(2, _own_limit)
-
-
 # --- futures and hooks ---
 
 
-def _futures(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_added(rank: int, world_size: int) -> None:
     x, here = _x(), threading.get_ident()
     ran: list[int] = []
 
@@ -359,10 +294,6 @@ def _futures(rank: int, world_size: int) -> None:
     assert halved.wait().tolist() == [2.0] * 3
 
 
-def test_futures_are_complete_once_launched_and_callbacks_run_on_the_thread_that_adds_them() -> None:
-    ranks.run(2, _futures)
-
-
 class _TwoRounds:
     """A hook that issues a second collective out of the first one's callback, as PowerSGD does."""
 
@@ -381,7 +312,8 @@ class _TwoRounds:
         return _reduce(bucket.buffer()).get_future().then(second)
 
 
-def _comm_hook(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_hooks_of_ddp_may_issue_collectives_from_their_callbacks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim")
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim"), bucket_cap_mb=0.0003)
@@ -400,11 +332,8 @@ def _comm_hook(rank: int, world_size: int) -> None:
     assert everybody[0] == everybody[1] and len(hook.order) >= 12
 
 
-def test_hooks_of_ddp_may_issue_collectives_from_their_callbacks() -> None:
-    ranks.run(2, _comm_hook)
-
-
-def _raising_hook(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, world_size: int) -> None:
     group = c10d._get_default_group()
 
     def refuse(info: Any) -> None:
@@ -423,25 +352,19 @@ def _raising_hook(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_a_completion_hook_that_raises_leaves_no_work_unfinished() -> None:
-    ranks.run(2, _raising_hook)
-
-
-def _reading_hook(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_completion_hook_may_read_what_the_stream_waits_for(rank: int, world_size: int) -> None:
     group, seen, x = c10d._get_default_group(), [], _x()
     group._register_on_completion_hook(lambda info: seen.append(x.tolist()))  # on the stream that waits for the work
     _reduce(x).wait()
     assert (x + 1).tolist() == [3.0] * 3 and seen == [[2.0] * 3]
 
 
-def test_a_completion_hook_may_read_what_the_stream_waits_for() -> None:
-    ranks.run(2, _reading_hook)
-
-
 # --- what is held, and by whom ---
 
 
-def _held(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int) -> None:
     mine, whole = _x(1.0, 1000), torch.empty(1000 * world_size, device="sim")
     before = SIM.memory_allocated()
     if rank == 0:
@@ -465,11 +388,8 @@ def _held(rank: int, world_size: int) -> None:
         assert SIM.memory_allocated() < before
 
 
-def test_tensors_are_held_until_the_wait_and_the_end() -> None:
-    ranks.run(2, _held)
-
-
-def _held_without_work(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end(rank: int, world_size: int) -> None:
     before = SIM.memory_allocated()
     if rank == 0:
         dist.all_reduce(_x(1.0, 1000), async_op=True)
@@ -482,28 +402,8 @@ def _held_without_work(rank: int, world_size: int) -> None:
     assert SIM.memory_allocated() == before
 
 
-def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end() -> None:
-    ranks.run(2, _held_without_work)
-
-
-def _threads(rank: int, world_size: int) -> None:
-    dist.all_reduce(_x())
-    before = len(os.listdir("/proc/self/task"))
-    groups = [dist.new_group(backend="simccl") for _ in range(4)]
-    works = [dist.all_reduce(_x(), group=group, async_op=True) for group in groups]
-    for work in works:
-        assert work is not None
-        work.wait()
-        work.get_future().then(lambda done: done.value()).wait()
-    SIM.synchronize()
-    assert len(os.listdir("/proc/self/task")) == before
-
-
-def test_groups_have_no_threads() -> None:
-    ranks.run(2, _threads, backend="simccl")
-
-
-def _many_threads(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_several_threads_may_wait_on_one_stream(rank: int, world_size: int) -> None:
     works = [(x, _reduce(x)) for x in (_x(float(i)) for i in range(40))]
     errors: list[BaseException] = []
 
@@ -521,7 +421,3 @@ def _many_threads(rank: int, world_size: int) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-
-
-def test_several_threads_may_wait_on_one_stream() -> None:
-    ranks.run(2, _many_threads)

@@ -55,7 +55,8 @@ def _ddp(net: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net.to("sim"))
 
 
-def _trains_as_the_host(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_sharded_and_replicated_training_equal_the_host(rank: int, world_size: int) -> None:
     batches = list(torch.randn(STEPS, world_size * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)))
     expected = _losses(_net(), batches)
     assert expected[0] != expected[1]
@@ -68,11 +69,9 @@ def _trains_as_the_host(rank: int, world_size: int) -> None:
         )
 
 
-def test_sharded_and_replicated_training_equal_the_host() -> None:
-    ranks.run(2, _trains_as_the_host)
-
-
-def _sync_batch_norm(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@ranks.world_of()
+def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     host = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
     device: Any = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(host)).to("sim")
@@ -89,11 +88,8 @@ def _sync_batch_norm(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(world_size: int) -> None:
-    ranks.run(world_size, _sync_batch_norm)
-
-
-def _dtensor(rank: int, world_size: int) -> None:
+@ranks.world_of()
+def test_dtensor_and_its_random_numbers(rank: int, world_size: int) -> None:
     from torch.distributed import tensor as dt
 
     mesh = init_device_mesh("sim", (world_size,))
@@ -112,8 +108,3 @@ def _dtensor(rank: int, world_size: int) -> None:
     listed = [torch.empty_like(same) for _ in range(world_size)]
     dist.all_gather(listed, same)
     assert all(torch.equal(one, same) for one in listed)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_dtensor_and_its_random_numbers(world_size: int) -> None:
-    ranks.run(world_size, _dtensor)

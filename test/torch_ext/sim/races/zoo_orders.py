@@ -41,8 +41,8 @@ ACCESSES: dict[str, tuple[Views, Views]] = {
     "one_tensor_of_a_list": (("mul", lambda x, y: x.mul(3)), ("add", lambda x, y: torch._foreach_add_([y, x], 1))),
     "conversion": (("copy_", lambda x, y: y.copy_(x.int())), ("mul", lambda x, y: y.mul(3))),
     "index_that_is_still_being_made": (
-        ("fill_", lambda x, y: y.fill_(1)),
-        ("index", lambda x, y: x[y.view(-1).view(torch.int32)[:4] * 0]),
+        ("zero_", lambda x, y: y.zero_()),
+        ("index_select", lambda x, y: x.index_select(0, y.view(torch.int32)[0])),
     ),
     "statistics_of_batch_norm": (
         ("zero_", lambda x, y: y[0].zero_()),
