@@ -23,7 +23,7 @@ def _x(numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(numel, dtype=dtype, device="sim")
 
 
-# What disagrees: what each of two ranks calls, and what both are told.
+# What disagrees: what each of two ranks calls, and what both are told. Departures in one respect: test_programs.py.
 PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "operation": (
         lambda: dist.all_reduce(_x()),
@@ -34,31 +34,6 @@ PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: dist.barrier(),
         lambda: dist.all_reduce(_x()),
         r"in the operation: .*barrier at .*; .*all_reduce\(SUM\)",
-    ),
-    "reduction": (
-        lambda: dist.all_reduce(_x(), OPS.SUM),
-        lambda: dist.all_reduce(_x(), OPS.MAX),
-        r"in the reduction: .*all_reduce\(SUM\).*; .*all_reduce\(MAX\)",
-    ),
-    "type of one size": (
-        lambda: dist.all_reduce(_x(4, torch.float32)),
-        lambda: dist.all_reduce(_x(4, torch.int32)),
-        r"in the element type: .*4 x Float.*; .*4 x Int",
-    ),
-    "size": (
-        lambda: dist.all_reduce(_x(4)),
-        lambda: dist.all_reduce(_x(5)),
-        r"in the number of elements: .*4 x Float.*; .*5 x Float",
-    ),
-    "size of a broadcast": (
-        lambda: dist.broadcast(_x(4), 0),
-        lambda: dist.broadcast(_x(3), 0),
-        r"in the number of elements: .*4 x Float.*; .*3 x Float",
-    ),
-    "root": (
-        lambda: dist.broadcast(_x(), 0),
-        lambda: dist.broadcast(_x(), 1),
-        r"in the root: .*root 0.*; .*root 1",
     ),
     "uneven lists": (
         lambda: dist.all_gather([_x(1), _x(2)], _x(1)),

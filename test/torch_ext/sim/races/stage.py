@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -42,6 +43,12 @@ class Stage:
     def within(self, stream: torch.Stream, call: Callable[[], object]) -> None:
         with SIM.stream(stream):
             call()
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 Program = Callable[[Stage, bool], None]

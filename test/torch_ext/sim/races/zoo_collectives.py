@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, pair
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread, pair
 
 # A collective or transfer of a small tensor and one of twice its size, its operator; what uses one of them, likewise.
 UNWAITED: dict[str, tuple[str, Callable[..., Any], str, Callable[..., object]]] = {
@@ -45,6 +44,31 @@ UNWAITED: dict[str, tuple[str, Callable[..., Any], str, Callable[..., object]]] 
 }  # fmt: skip
 
 
+# What waits for an all-reduce in the twin alone.
+WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
+    "wait_on_another_stream": lambda on, work, fixed: on.within(on.main if fixed else on.side, work.wait),
+    "wait_in_a_thread_on_another_stream": lambda on, work, fixed: in_a_thread(
+        lambda: on.within(on.main if fixed else on.side, work.wait)
+    ),
+    "device_synchronized_instead": lambda on, work, fixed: fixed and SIM.synchronize(),
+}
+
+
+def _waited(wait: Callable[[Stage, Any, bool], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x = on.tensor()
+        work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+        wait(on, work, fixed)
+        del work
+        x.mul(3)  # later: mul
+
+    return program
+
+
+for name, wait in WAITS.items():
+    add(_waited(wait), name)
+
+
 def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
     peer = 1 - dist.get_rank()
     return [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received[:256], peer)]
@@ -66,15 +90,6 @@ def _unwaited(launch: Callable[..., Any], use: Callable[..., object]) -> Program
 
 for name, (operator, launch, later, use) in UNWAITED.items():
     add(_unwaited(launch, use), name, earlier=(operator, launch), later=(later, use))
-
-
-@pair
-def wait_on_another_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    with on.on(on.main if fixed else on.side):
-        work.wait()
-    x.mul(3)  # later: mul
 
 
 @pair
@@ -108,16 +123,6 @@ def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
         raw = torch.ops._c10d_functional.wait_tensor(raw)
     raw.mul(3)  # later: mul
     functional.wait_tensor(raw)
-
-
-@pair
-def device_synchronized_instead(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        SIM.synchronize()
-    x.mul(3)  # later: mul
-    work.wait()
 
 
 @pair
@@ -169,31 +174,6 @@ def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
         twice.wait()
     x.zero_()  # later: zero_
     twice.wait()
-
-
-@pair
-def dropped_without_wait_and_read(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        work.wait()
-    del work
-    x.mul(3)  # later: mul
-
-
-@pair
-def waited_for_in_a_thread_on_another_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-
-    def wait() -> None:
-        with on.on(on.main if fixed else on.side):
-            work.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join()
-    x.mul(3)  # later: mul
 
 
 @pair

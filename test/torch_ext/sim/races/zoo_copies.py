@@ -18,15 +18,6 @@ def sent_from_pinned_memory(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def pinned_memory_sent_and_written(on: Stage, fixed: bool) -> None:
-    host = on.pinned()
-    x = host.to(on.device, non_blocking=not fixed)  # earlier: copy_
-    host.fill_(7)  # later: fill_
-    on.main.synchronize()
-    del x
-
-
-@pair
 def sent_and_converted(on: Stage, fixed: bool) -> None:
     x, host = on.tensor(), torch.ones(256, dtype=torch.float64)
     with on.on(on.side):
@@ -50,15 +41,6 @@ def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
     x.copy_(host[:, 1] if fixed else host[1], non_blocking=True)  # earlier: copy_
     host.fill_(7)  # later: fill_
     on.main.synchronize()
-
-
-@pair
-def fetched_to_pinned_memory(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    with on.on(on.side):
-        host.copy_(x, non_blocking=not fixed)  # earlier: copy_
-    host.mul(2)  # later: mul
-    SIM.synchronize()
 
 
 @pair

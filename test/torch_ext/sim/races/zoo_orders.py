@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from test.torch_ext.sim.races.stage import SIM, Program, Stage, add
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread
 
 
 def _polled(event: Any) -> None:
     while not event.query():
         pass
-
-
-def _in_a_thread(call: Callable[[], object]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 # --- two accesses, of which the first is on another stream ---
@@ -106,7 +99,7 @@ WAITS: dict[str, Callable[[Stage, bool], object]] = {
         fixed and on.other.wait_stream(on.side),
         on.main.wait_stream(on.other),
     ),
-    "thread_that_waits": lambda on, fixed: _in_a_thread(lambda: (on.main if fixed else on.other).wait_stream(on.side)),
+    "thread_that_waits": lambda on, fixed: in_a_thread(lambda: (on.main if fixed else on.other).wait_stream(on.side)),
     "synchronize_of_another_stream": lambda on, fixed: (on.side if fixed else on.other).synchronize(),
     "synchronize_of_another_device": lambda on, fixed: SIM.synchronize(0 if fixed else 1),
     "query_that_nobody_made": lambda on, fixed: fixed and _polled(on.side.record_event()),

@@ -4,14 +4,13 @@ activation checkpoints, the fused optimizers on a side stream.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair
 
 
 @pair
@@ -93,9 +92,7 @@ def event_waited_for_by_another_thread(on: Stage, fixed: bool) -> None:
                 filled.wait()
             x.mul(3)  # later: mul
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
+    in_a_thread(use)
 
 
 @pair
@@ -106,9 +103,7 @@ def thread_that_has_the_default_stream_waits(on: Stage, fixed: bool) -> None:
         x.fill_(2)  # earlier: fill_
     with on.on(on.other):
         stream = on.other if fixed else None
-        thread = threading.Thread(target=lambda: (stream or SIM.current_stream()).wait_stream(on.side))
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: (stream or SIM.current_stream()).wait_stream(on.side))
         x.mul(3)  # later: mul
 
 

@@ -93,17 +93,6 @@ def optimizer_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def batch_prefetched_into_a_buffer_in_use(on: Stage, fixed: bool) -> None:
-    buffer, batch = on.tensor(), on.tensor()
-    buffer.mul(3)  # earlier: mul
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        buffer.copy_(batch)  # later: copy_
-    on.main.wait_stream(on.side)
-
-
-@pair
 def copy_between_devices(on: Stage, fixed: bool) -> None:
     # A copy is in order with the current streams of both devices, and with no other.
     x, y = on.tensor(), on.tensor(device="sim:1")
