@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
 from torch_ext.world import provider, settings
@@ -87,6 +88,14 @@ def _check(outcomes: list[Outcome], killed: int | None, took_s: float) -> None:
     assert verdict.judgement is Judgement.PASSED, said
     died = [outcome.rank for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
     assert died == ([] if killed is None else [killed]), said
+
+
+def full(value: float = 1.0, numel: int = 3) -> torch.Tensor:
+    return torch.full((numel,), value, device="sim")
+
+
+def store() -> dist.Store:
+    return c10d._get_default_store()
 
 
 def leave() -> None:

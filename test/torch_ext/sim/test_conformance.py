@@ -98,6 +98,15 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 
+class TestThreadedGroupOnSim(TestThreadedGroup):
+    """Each thread has a device of its own."""
+
+    device_type = "sim"
+
+    def start_group(self) -> None:
+        torch.get_device_module("sim").set_device(self.rank)
+
+
 # --- a backend of somebody else's ---
 
 OUT_OF_TREE = """

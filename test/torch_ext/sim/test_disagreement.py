@@ -77,12 +77,6 @@ def _swapped(told: str) -> str:
     return f"{head}{other}.*; {mine}"
 
 
-@pytest.fixture(params=["shared", "gloo"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
-    return str(request.param)
-
-
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
 def test_two_swapped_collectives_are_told(rank: int, world_size: int) -> None:

@@ -18,18 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import full, store
 from test.torch_ext.sim.waits_told import Page
 from torch_ext.world import threads
 
 SIM: Any = torch.get_device_module("sim")
-
-
-def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
-    return torch.full((numel,), value, device="sim")
-
-
-def _store() -> dist.Store:
-    return c10d._get_default_store()
 
 
 def _reduce(x: torch.Tensor) -> Any:
@@ -43,30 +36,30 @@ def _reduce(x: torch.Tensor) -> Any:
 
 @ranks.world_of(2)
 def test_wait_returns_at_once_and_reads_get_the_result(rank: int, world_size: int) -> None:
-    x = _x()
+    x = full()
     if rank == 0:
         work = _reduce(x)
         work.wait()
         assert not work.is_completed()
-        _store().set("go", "")
+        store().set("go", "")
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         _reduce(x).wait()
     assert x.tolist() == [2.0] * 3
 
 
 @ranks.world_of(2)
 def test_receives_do_not_block_the_host_either(rank: int, world_size: int) -> None:
-    x = _x(0.0)
+    x = full(0.0)
     if rank == 0:
         dist.recv(x, 1)
-        _store().set("go", "")
+        store().set("go", "")
         assert (x + 1).tolist() == [6.0] * 3
         assert dist.recv(x) == 1  # asks where it came from
     else:
-        _store().wait(["go"])
-        dist.send(_x(5.0), 0)
-        dist.send(_x(6.0), 0)
+        store().wait(["go"])
+        dist.send(full(5.0), 0)
+        dist.send(full(6.0), 0)
 
 
 # What needs the result of an all-reduce of ones that the current stream waits for.
@@ -100,11 +93,11 @@ def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
 @ranks.world_of(2)
 def test_whatever_comes_next_on_the_stream_waits_without_the_gil(rank: int, world_size: int) -> None:
     for number, (name, need) in enumerate(_NEEDS.items()):
-        x = _x()
+        x = full()
         if rank == 0:
             work = _reduce(x)
             work.wait()
-            teller = threading.Timer(0.05, _store().set, (f"go {number}", ""))  # needs the GIL while this thread blocks
+            teller = threading.Timer(0.05, store().set, (f"go {number}", ""))  # needs the GIL while this thread blocks
             teller.start()
             result = need(x)
             assert work.is_completed(), name
@@ -113,7 +106,7 @@ def test_whatever_comes_next_on_the_stream_waits_without_the_gil(rank: int, worl
             assert x[:3].tolist() == [2.0] * 3, name
             teller.join()
         else:
-            _store().wait([f"go {number}"])
+            store().wait([f"go {number}"])
             _reduce(x).wait()
             if name == "collective":
                 dist.all_reduce(x, dist.ReduceOp.MAX)
@@ -121,7 +114,7 @@ def test_whatever_comes_next_on_the_stream_waits_without_the_gil(rank: int, worl
 
 @ranks.world_of(2)
 def test_other_streams_do_not_wait_and_queries_tell(rank: int, world_size: int) -> None:
-    x, y, side = _x(), _x(4.0), SIM.Stream()
+    x, y, side = full(), full(4.0), SIM.Stream()
     if rank == 0:
         event, work = SIM.Event(), _reduce(x)
         work.wait()
@@ -130,34 +123,34 @@ def test_other_streams_do_not_wait_and_queries_tell(rank: int, world_size: int) 
             assert (y + 1).tolist() == [5.0] * 3  # blocks for ever if it waits for rank 1
             assert side.query()
         assert not SIM.current_stream().query() and not event.query()
-        _store().set("go", "")
+        store().set("go", "")
         assert x.tolist() == [2.0] * 3
         assert SIM.current_stream().query() and event.query()
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         dist.all_reduce(x)
 
 
 @ranks.world_of(2)
 def test_device_synchronize_covers_what_nobody_waits_for(rank: int, world_size: int) -> None:
-    x, y = _x(), _x(0.0)
+    x, y = full(), full(0.0)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # and lets go of the work
         received = dist.irecv(y, 1)
-        _store().set("go", "")
+        store().set("go", "")
         SIM.synchronize()
         assert received is not None and received.is_completed()
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         dist.all_reduce(x)
-        dist.send(_x(3.0), 0)
+        dist.send(full(3.0), 0)
     assert x.tolist() == [2.0] * 3 and (rank == 1 or y.tolist() == [3.0] * 3)
 
 
 @ranks.world_of(2)
 def test_events_around_an_operation_time_it(rank: int, world_size: int) -> None:
     start, end = SIM.Event(enable_timing=True), SIM.Event(enable_timing=True)
-    x = _x()
+    x = full()
     start.record()
     work = _reduce(x)
     work.wait()
@@ -174,7 +167,7 @@ def test_the_dispatchers_operator_is_done_for_what_comes_next(rank: int, world_s
     group = c10d._get_default_group().boxed()
     minute = 60_000
     for number in range(20):
-        whole, mine = _x(0.0, 6), _x(100.0 * (rank + 1) + number)
+        whole, mine = full(0.0, 6), full(100.0 * (rank + 1) + number)
         torch.ops.c10d._allgather_base_(whole, mine, group, False, minute)
         assert whole.tolist() == [100.0 + number] * 3 + [200.0 + number] * 3
 
@@ -184,26 +177,26 @@ def test_the_dispatchers_operator_is_done_for_what_comes_next(rank: int, world_s
 def test_blocking_wait_blocks_the_host(rank: int, world_size: int, name: str) -> None:
     os.environ[name] = "1"
     group = dist.new_group()
-    x = _x()
+    x = full()
     if rank == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
         assert work is not None
-        threading.Timer(0.05, _store().set, ("go", "")).start()
+        threading.Timer(0.05, store().set, ("go", "")).start()
         work.wait()
         assert work.is_completed()
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         dist.all_reduce(x, group=group)
 
 
 @ranks.world_of(2)
 def test_a_barrier_blocks_the_host(rank: int, world_size: int) -> None:
     if rank == 0:
-        threading.Timer(0.05, _store().set, ("go", "")).start()
+        threading.Timer(0.05, store().set, ("go", "")).start()
         dist.barrier()
-        assert _store().check(["go"])
+        assert store().check(["go"])
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         dist.barrier()
 
 
@@ -226,28 +219,28 @@ def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_s
     group = dist.new_group(timeout=ranks.SHORT)
     dist.barrier(group=group)
     if rank == 0:
-        x = _x()
+        x = full()
         work = dist.all_reduce(x, group=group, async_op=True)
         assert work is not None
         work.wait()
         with pytest.raises(RuntimeError, match=r"all_reduce at .*test_stream_order.py:\d+ timed out: .*for rank 1"):
             _DUE[name](x)
-        _store().set("seen", "")
+        store().set("seen", "")
     else:
-        _store().wait(["seen"])
+        store().wait(["seen"])
     ranks.leave()
 
 
 @ranks.world_of(2)
 def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: int) -> None:
     if rank == 1:
-        _store().wait(["seen"])
-        dist.all_reduce(_x())
+        store().wait(["seen"])
+        dist.all_reduce(full())
         return
     page = Page()
 
     def read() -> None:
-        x = _x()
+        x = full()
         _reduce(x).wait()
         x.tolist()
 
@@ -262,7 +255,7 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
     # Its frame is in x.tolist(), which is no operation.
     (task,) = (task for task in threads._tasks(0) if task.tid == reading.native_id)
     assert task.operation is not None and task.operation.limit_s == told.until_s
-    _store().set("seen", "")
+    store().set("seen", "")
     reading.join()
     assert not page.entries()
 
@@ -272,7 +265,7 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
 
 @ranks.world_of(2)
 def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_added(rank: int, world_size: int) -> None:
-    x, here = _x(), threading.get_ident()
+    x, here = full(), threading.get_ident()
     ran: list[int] = []
 
     def halve(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -284,10 +277,10 @@ def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_add
         future = _reduce(x).get_future()
         assert future.done()
         future.wait()  # orders the stream
-        _store().set("go", "")
+        store().set("go", "")
         assert x.tolist() == [2.0] * 3
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         _reduce(x).wait()
     halved = _reduce(x).get_future().then(halve)
     assert ran == [here] and halved.done()
@@ -340,7 +333,7 @@ def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, worl
         raise ValueError("no hooks today")
 
     group._register_on_completion_hook(refuse)
-    x = _x()
+    x = full()
     work = _reduce(x)
     with pytest.raises(RuntimeError, match="no hooks today"):
         work.wait()
@@ -354,7 +347,7 @@ def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, worl
 
 @ranks.world_of(2)
 def test_a_completion_hook_may_read_what_the_stream_waits_for(rank: int, world_size: int) -> None:
-    group, seen, x = c10d._get_default_group(), [], _x()
+    group, seen, x = c10d._get_default_group(), [], full()
     group._register_on_completion_hook(lambda info: seen.append(x.tolist()))  # on the stream that waits for the work
     _reduce(x).wait()
     assert (x + 1).tolist() == [3.0] * 3 and seen == [[2.0] * 3]
@@ -365,7 +358,7 @@ def test_a_completion_hook_may_read_what_the_stream_waits_for(rank: int, world_s
 
 @ranks.world_of(2)
 def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int) -> None:
-    mine, whole = _x(1.0, 1000), torch.empty(1000 * world_size, device="sim")
+    mine, whole = full(1.0, 1000), torch.empty(1000 * world_size, device="sim")
     before = SIM.memory_allocated()
     if rank == 0:
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
@@ -374,11 +367,11 @@ def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int)
         assert SIM.memory_allocated() == before  # until somebody waits
         work.wait()
         assert SIM.memory_allocated() == before  # and until it is over
-        _store().set("go", "")
+        store().set("go", "")
         SIM.synchronize()
         assert SIM.memory_allocated() < before
     else:
-        _store().wait(["go"])
+        store().wait(["go"])
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
         assert work is not None
         SIM.synchronize()
@@ -392,19 +385,19 @@ def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int)
 def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end(rank: int, world_size: int) -> None:
     before = SIM.memory_allocated()
     if rank == 0:
-        dist.all_reduce(_x(1.0, 1000), async_op=True)
+        dist.all_reduce(full(1.0, 1000), async_op=True)
         assert SIM.memory_allocated() > before
-        _store().set("go", "")
+        store().set("go", "")
         SIM.synchronize()
     else:
-        _store().wait(["go"])
-        dist.all_reduce(_x(1.0, 1000))
+        store().wait(["go"])
+        dist.all_reduce(full(1.0, 1000))
     assert SIM.memory_allocated() == before
 
 
 @ranks.world_of(2)
 def test_several_threads_may_wait_on_one_stream(rank: int, world_size: int) -> None:
-    works = [(x, _reduce(x)) for x in (_x(float(i)) for i in range(40))]
+    works = [(x, _reduce(x)) for x in (full(float(i)) for i in range(40))]
     errors: list[BaseException] = []
 
     def read(mine: list[tuple[torch.Tensor, Any]], start: int) -> None:

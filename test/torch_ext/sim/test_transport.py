@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
@@ -28,16 +29,12 @@ def _transport(group: dist.ProcessGroup | None = None) -> str:
     return str(backend.transport)
 
 
-def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
-    return torch.full((numel,), value, device="sim")
-
-
 # --- which one ---
 
 
 def _check_kind(rank: int, world_size: int, kind: str) -> None:
     assert _transport() == kind
-    x = _x()
+    x = full()
     dist.all_reduce(x)
     assert x.tolist() == [world_size] * 3
 
@@ -60,7 +57,7 @@ def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_siz
 
 def _check_kind_of(group: dist.ProcessGroup, world_size: int) -> None:
     assert _transport(group) == "gloo"
-    x = _x()
+    x = full()
     dist.all_reduce(x, group=group)
     assert x.tolist() == [world_size] * 3
 
@@ -78,34 +75,32 @@ def test_ranks_with_different_settings_are_told(rank: int, world_size: int) -> N
 
 @ranks.world_of(2)
 def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait(rank: int, world_size: int) -> None:
-    mine, out = _x(rank + 1.0), torch.zeros(3 * world_size, device="sim")
+    mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
     work = dist.all_gather_into_tensor(out, mine, async_op=True)
     assert work is not None
     mine.fill_(-1)
-    store = c10d._get_default_store()
     if rank == 1:
-        store.wait(["other is through"])  # rank 0 needs nothing of this rank any more
+        store().wait(["other is through"])  # rank 0 needs nothing of this rank any more
     work.wait()
-    store.set("other is through", "")
+    store().set("other is through", "")
     assert out.tolist() == [1.0] * 3 + [2.0] * 3
 
 
 @ranks.world_of(2)
 def test_a_large_all_reduce_needs_nobody_to_wait_either(rank: int, world_size: int) -> None:
-    x = _x(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
+    x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
-    store = c10d._get_default_store()
     if rank == 1:
-        store.wait(["other is through"])
+        store().wait(["other is through"])
     work.wait()
-    store.set("other is through", "")
+    store().set("other is through", "")
     assert x.eq(3.0).all().item()
 
 
 @ranks.world_of(2)
 def test_operations_of_a_group_take_what_those_before_them_write(rank: int, world_size: int) -> None:
-    x = _x()
+    x = full()
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
     works[-1].wait()
     assert x.tolist() == [8.0] * 3
@@ -113,7 +108,7 @@ def test_operations_of_a_group_take_what_those_before_them_write(rank: int, worl
 
 @ranks.world_of(2)
 def test_more_collectives_under_way_than_there_are_slots(rank: int, world_size: int) -> None:
-    tensors = [_x(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
+    tensors = [full(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
@@ -125,16 +120,16 @@ def test_more_collectives_under_way_than_there_are_slots(rank: int, world_size: 
 
 @ranks.world_of(2)
 def test_letters_arrive_in_order_by_tag(rank: int, world_size: int) -> None:
-    to_self = _x(7.0)
-    received = _x(0.0)
+    to_self = full(7.0)
+    received = full(0.0)
     backend = c10d._get_default_group()._get_backend(torch.device("sim"))
     backend.send([to_self], rank, 0)
     backend.recv([received], rank, 0).wait()
     assert received.tolist() == [7.0] * 3
     peer = 1 - rank
     for i in range(100):
-        dist.send(_x(float(i), 1), peer, tag=i % 2)
-    odd, even = [_x(0.0, 1) for _ in range(50)], [_x(0.0, 1) for _ in range(50)]
+        dist.send(full(float(i), 1), peer, tag=i % 2)
+    odd, even = [full(0.0, 1) for _ in range(50)], [full(0.0, 1) for _ in range(50)]
     works = [dist.irecv(one, peer, tag=1) for one in odd] + [dist.irecv(one, peer, tag=0) for one in even]
     for work in reversed(works):  # whoever waits first, the receive that was started first gets the first letter
         work.wait()
@@ -200,7 +195,7 @@ def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank: int, world_
     before = own()
     for _ in range(20):
         group = dist.new_group(backend="simccl")
-        dist.all_reduce(_x(numel=1 << 16), group=group)
+        dist.all_reduce(full(numel=1 << 16), group=group)
         assert len(os.listdir("/proc/self/task")) == threads  # a group has no thread
         dist.destroy_process_group(group)
         del group

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import torch_ext.sim  # noqa: F401 - registers the device
 
-__all__ = ["ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "PROGRAMS", "WITHOUT_ELEMENTS", "make"]
+__all__ = [
+    "ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "HOST_READS", "NO_HOST_READS", "PROGRAMS", "WITHOUT_ELEMENTS", "make",
+]  # fmt: skip
 
 SIM: Any = torch.get_device_module("sim")
 ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -221,6 +223,36 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "data-dependent size": lambda x, y: (x.nonzero(), torch.masked_select(x, y > 0)),
     "conjugate": lambda x, y: (torch.complex(x, y).conj().resolve_conj(),),
 }  # fmt: skip
+
+
+# Programs on four numbers for whose end the host waits, and such for which it does not.
+HOST_READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0]),
+    "cpu": lambda x: x.cpu(),
+    "copy to the host": lambda x: torch.empty(4).copy_(x),
+    "copy from the host": lambda x: x.copy_(torch.ones(4)),
+    "copy from the host into a column": lambda x: x.view(2, 2)[:, 0].copy_(torch.ones(2)),
+    "indices of the host": lambda x: x[[0, 1]],
+    "mask as index": lambda x: x[x > 0],
+    "mask of what is written": lambda x: x.index_put_((x > 0,), x.clone()),
+    "number of the host that is written": lambda x: x.index_put_((x.long() * 0,), torch.tensor(3.0)),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x.long()),
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "print": lambda x: repr(x),
+}
+NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
+    "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
+    "copy from the host": lambda x: x.copy_(torch.ones(4, pin_memory=True), non_blocking=True),
+    "add": lambda x: x + 1,
+    "integers as index": lambda x: x[x.long()],
+    "integers as index of what is written": lambda x: x.index_put_((x.long(),), x.clone()),
+    "mask of what is filled": lambda x: x.index_put_((x > 0,), x.sum()),
+    "repeat_interleave to a size": lambda x: torch.repeat_interleave(x.long(), output_size=4),
+}
 
 
 def _on_sim() -> dist.BarrierOptions:
