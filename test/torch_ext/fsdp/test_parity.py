@@ -38,6 +38,21 @@ class TwoTensorLayer(nn.Module):
         self.weight = nn.Parameter(TwoTensor(data.clone(), data.clone()))
 
 
+# Changes of a replicated and a sharded model, and what the failure says. Comparing only as many parameters or gradients
+# as the shorter list has would pass those that are missing.
+DIFFERENCES = [
+    (r"out_proj\.weight", lambda whole, parts: parts.out_proj.weight.to_local()[0, 0].add_(1)),
+    (r"in_proj\.bias\.grad", lambda whole, parts: parts.in_proj.bias.grad.to_local().mul_(2)),
+    ("other_proj", lambda whole, parts: parts.add_module("other_proj", parts._modules.pop("out_proj"))),
+    ("", lambda whole, parts: setattr(parts.out_proj, "bias", None)),
+    ("", lambda whole, parts: setattr(whole.out_proj, "bias", None)),
+    ("only the replicated parameter has a gradient", lambda whole, parts: setattr(parts.in_proj.weight, "grad", None)),
+    ("only the sharded parameter has a gradient", lambda whole, parts: setattr(whole.in_proj.weight, "grad", None)),
+    ("out_proj.bias", lambda whole, parts: setattr(parts.out_proj, "bias", nn.Parameter(whole.out_proj.bias.clone()))),
+    ("", lambda whole, parts: setattr(whole.out_proj, "bias", nn.Parameter(torch.zeros(7, device=get_devtype())))),
+]
+
+
 class TestShardedParity(FSDPTest):
     @property
     def world_size(self):
@@ -76,11 +91,12 @@ class TestShardedParity(FSDPTest):
         self._check_fails(replicated, wrapped, "in_proj")
         self._check(replicated, wrapped, prefixes_to_ignore=("0.", "inner."))
 
-    def test_wrong_value_fails(self):
-        replicated, sharded = self._pair()
-        with torch.no_grad():
-            sharded.out_proj.weight.to_local()[0, 0] += 1
-        self._check_fails(replicated, sharded, r"out_proj\.weight")
+    def test_each_difference_fails(self):
+        for message, change in DIFFERENCES:
+            replicated, sharded = self._pair()
+            with torch.no_grad():
+                change(replicated, sharded)
+            self._check_fails(replicated, sharded, message)
 
     def test_every_tensor_inside_a_subclass_is_compared(self):
         replicated, sharded = (TwoTensorLayer(torch.arange(12.0, device=get_devtype()).view(4, 3)) for _ in range(2))
@@ -102,35 +118,6 @@ class TestShardedParity(FSDPTest):
         else:
             self._check(replicated, sharded)
 
-    def test_wrong_gradient_fails(self):
-        replicated, sharded = self._pair()
-        sharded.in_proj.bias.grad.to_local().mul_(2)
-        self._check_fails(replicated, sharded, r"in_proj\.bias\.grad")
-
-    def test_wrong_name_fails(self):
-        replicated, sharded = self._pair()
-        sharded.other_proj = sharded.out_proj
-        del sharded.out_proj
-        self._check_fails(replicated, sharded, "other_proj")
-
-    def test_missing_and_additional_parameter_fail(self):
-        """Comparing only as many as the shorter list has would pass both."""
-        replicated, sharded = self._pair()
-        del sharded.out_proj.bias
-        sharded.out_proj.bias = None
-        self._check_fails(replicated, sharded)
-        replicated, sharded = self._pair()
-        replicated.out_proj.bias = None
-        self._check_fails(replicated, sharded)
-
-    def test_missing_and_additional_gradient_fail(self):
-        replicated, sharded = self._pair()
-        sharded.in_proj.weight.grad = None
-        self._check_fails(replicated, sharded, "only the replicated parameter has a gradient")
-        replicated, sharded = self._pair()
-        replicated.in_proj.weight.grad = None
-        self._check_fails(replicated, sharded, "only the sharded parameter has a gradient")
-
     def test_wrong_placement_of_a_gradient_fails(self):
         """With another placement the full gradient is still correct, but an optimizer would use wrong shards."""
         replicated, sharded = self._pair()
@@ -141,16 +128,6 @@ class TestShardedParity(FSDPTest):
             relaid = _with_gradient(weight, replicated.in_proj.weight.grad, placement)
             with mock.patch.object(type(weight), "grad", relaid):
                 self._check_fails(replicated, sharded, r"placements of in_proj\.weight\.grad")
-
-    def test_plain_tensor_is_no_shard(self):
-        replicated, sharded = self._pair()
-        sharded.out_proj.bias = nn.Parameter(replicated.out_proj.bias.detach().clone())
-        self._check_fails(replicated, sharded, "out_proj.bias")
-
-    def test_wrong_shape_fails(self):
-        replicated, sharded = self._pair()
-        replicated.out_proj.bias = nn.Parameter(torch.zeros(7, device=get_devtype()))
-        self._check_fails(replicated, sharded)
 
 
 def _with_gradient(parameter, whole, placement):

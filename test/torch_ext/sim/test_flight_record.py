@@ -68,7 +68,9 @@ CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]
 ]  # fmt: skip
 
 
-def _check_every_collective(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, backend="simccl")
+def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     for call, *_ in CALLS:
         call(rank)
@@ -83,12 +85,6 @@ def _check_every_collective(rank: int, world_size: int) -> None:
         for (_, name, inputs, outputs), entry in zip(CALLS, entries, strict=True):
             assert (entry["input_sizes"], entry["output_sizes"]) == (inputs, outputs), name
             assert entry["input_dtypes"] == ["Float"] * len(inputs)
-
-
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_every_collective_has_one_entry_of_its_own(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
-    ranks.run(2, _check_every_collective, backend="simccl")
 
 
 @ranks.world_of(2)

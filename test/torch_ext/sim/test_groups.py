@@ -63,26 +63,6 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
     assert objects == ["from 1"]
 
 
-def _check_new_group(rank: int, world_size: int) -> None:
-    pair = dist.new_group([0, 1])
-    x = torch.ones(1, device="sim")
-    if rank < 2:
-        dist.all_reduce(x, group=pair)
-    assert x.item() == (2 if rank < 2 else 1)
-
-
-def test_new_group_of_some_ranks(tmp_path: Path) -> None:
-    ranks.run(4, _rejoin_bound, _check_new_group, str(tmp_path / "store"))
-
-
-def _check_split_in_halves(rank: int, world_size: int) -> None:
-    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    assert isinstance(half, dist.ProcessGroup)
-    y = torch.full((1,), float(rank), device="sim")
-    dist.all_reduce(y, group=half)
-    assert y.item() == (1 if rank < 2 else 5)
-
-
 def _bound_device(rank: int) -> torch.device:
     return torch.device("sim", rank)
 
@@ -117,7 +97,7 @@ def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 
 
-@pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some, _check_split_after_unlike_histories])
+@pytest.mark.parametrize("body", [_check_split_of_some, _check_split_after_unlike_histories])
 def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
     # Torch splits device-bound groups only.
     ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))

@@ -143,17 +143,13 @@ def test_group_of_gloo_reduces_sparse_gradients(rank: int, world_size: int) -> N
     assert weight.weight[:, 0].tolist() == [0.0, 0.0, -1.0, 1.0]
 
 
-def _check_one_device(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, backend="gloo")
+def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
     SIM.set_device(0)
     x = _x()
     dist.all_reduce(x)
     assert x.device == torch.device("sim", 0) and x.tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_ranks_of_gloo_may_use_one_device(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
-    ranks.run(2, _check_one_device, backend="gloo")
 
 
 @ranks.world_of(2, backend="cpu:gloo")

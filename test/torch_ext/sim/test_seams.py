@@ -81,18 +81,10 @@ def test_corrupt_of_what_a_rank_sends(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("corrupts", [0, 1])
 @ranks.world_of(2)
-def test_corrupt_of_what_a_root_sends(rank: int, world_size: int) -> None:
-    if rank == 0:
-        faults.corrupt(at=1)
-    x = full(2.0)
-    dist.broadcast(x, 0)
-    assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
-
-
-@ranks.world_of(2)
-def test_corrupt_of_what_a_rank_receives(rank: int, world_size: int) -> None:
-    if rank == 1:
+def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank: int, world_size: int, corrupts: int) -> None:
+    if rank == corrupts:
         faults.corrupt(at=1)
     x = full(2.0)
     dist.broadcast(x, 0)
