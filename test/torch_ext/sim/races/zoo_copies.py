@@ -18,14 +18,6 @@ def sent_from_pinned_memory(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def sent_and_converted(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), torch.ones(256, dtype=torch.float64)
-    with on.on(on.side):
-        x.copy_(host, non_blocking=not fixed)  # earlier: copy_
-    x.mul(3)  # later: mul
-
-
-@pair
 def sent_into_a_column(on: Stage, fixed: bool) -> None:
     # The host waits for the transfer, and a kernel that nothing waits for puts it where it belongs.
     x, host = on.tensor(8, 4), torch.ones(8)

@@ -104,20 +104,6 @@ def event_after_the_optimizer_recorded_before_it(on: Stage, fixed: bool) -> None
 
 
 @pair
-def accumulated_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
-    model = fully_shard(_linear(on))
-    x = on.tensor(4, 16)
-    model.set_requires_gradient_sync(False)
-    model(x).sum().backward()
-    model.set_requires_gradient_sync(True)
-    model(x).sum().backward()  # earlier: _reduce_scatter_base nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
-
-
-@pair
 def unsharded_ahead_and_not_waited_for(on: Stage, fixed: bool) -> None:
     model = fully_shard(_linear(on))
     handle = model.unshard(async_op=True)
@@ -153,14 +139,3 @@ def redistributed_and_read_raw(on: Stage, fixed: bool) -> None:
         whole.wait()
     whole.elem.mul(3)  # later: mul
     whole.wait()
-
-
-@pair
-def written_by_compiled_code_on_the_side(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    write = torch.compile(lambda tensor: tensor.fill_(2), backend="aot_eager", fullgraph=True)  # earlier: copy_
-    with on.on(on.side):
-        write(x)
-    if fixed:
-        on.main.wait_stream(on.side)
-    x.mul(3)  # later: mul
