@@ -37,7 +37,7 @@ WORLD_SIZE = 3
 CALLS = 8  # of all steps together
 TIMEOUT = timedelta(hours=1)  # nothing but the death itself can end a wait
 DEADLINE_S = 60.0
-UNMET = timedelta(milliseconds=400)  # nobody knows a rank that has never come
+UNMET = timedelta(milliseconds=400)  # peers cannot know a rank that never joined
 # In which a rank dies by itself: None. In the others it is killed within so many seconds, about as long as they take.
 PHASES: dict[str, float | None] = {
     "before it tells its address": None,
@@ -58,7 +58,7 @@ Backend = c10d.Backend
 
 @dataclass
 class Rank:
-    """What one rank of a round is told."""
+    """The arguments of one rank in one round."""
 
     rank: int
     folder: Path

@@ -37,7 +37,7 @@ DEADLINE_S = 120.0
 # What torch says in ranks that call its coalesced collectives by their older names.
 COALESCED_WARNING = r"`torch\.distributed\.[\w.]+_coalesced` (is|will be) deprecated"
 GROUP_TIMEOUT = timedelta(seconds=30)
-SHORT = timedelta(seconds=1)  # the time limit of a group in which somebody is meant to run into it
+SHORT = timedelta(seconds=1)  # the time limit of a group whose test times out
 
 
 def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[..., None]]:

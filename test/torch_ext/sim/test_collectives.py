@@ -1,4 +1,4 @@
-"""What ``simccl`` has beyond the suite of every backend (test_conformance.py), which holds its collectives by type,
+"""Features of ``simccl`` beyond the conformance suite (test_conformance.py), which tests its collectives by type,
 reduction and size: gloo's bits, NCCL's scaled sums, lists of unequal sizes, and collectives in one call.
 """
 
@@ -178,9 +178,9 @@ def test_a_transfer_that_nobody_waits_for_completes(rank: int, world_size: int) 
     assert work is not None
     dist.barrier()
     assert not work.is_completed()
-    dist.barrier()  # nobody sends before everybody has looked
+    dist.barrier()  # all ranks have polled before one sends
     dist.send(torch.full((1,), float(rank), device="sim"), peer, tag=7)
     deadline = time.monotonic() + 20
-    while not work.is_completed():  # nobody waits: the state must change by itself
+    while not work.is_completed():  # polls alone: the state changes without a wait
         assert time.monotonic() < deadline
     assert work.is_success() and received.item() == peer

@@ -99,7 +99,7 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
 
 
 class TestThreadedGroupOnSim(TestThreadedGroup):
-    """Each thread has a device of its own."""
+    """Each thread uses another device."""
 
     device_type = "sim"
 
@@ -107,7 +107,7 @@ class TestThreadedGroupOnSim(TestThreadedGroup):
         torch.get_device_module("sim").set_device(self.rank)
 
 
-# --- a backend of somebody else's ---
+# --- a backend outside this tree ---
 
 OUT_OF_TREE = """
 from torch import distributed as dist

@@ -1,4 +1,4 @@
-"""Ranks that call different things are told, each at its call or wait, with both calls; and nobody dies of it."""
+"""Ranks that call different collectives get an error at the call or wait that shows both calls, and go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _x(numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(numel, dtype=dtype, device="sim")
 
 
-# What disagrees: what each of two ranks calls, and what both are told. Departures in one respect: test_programs.py.
+# The calls of two ranks, and the error of both. test_programs.py draws calls that differ in one respect.
 PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "operation": (
         lambda: dist.all_reduce(_x()),
@@ -72,7 +72,7 @@ def test_each_rank_is_told_what_both_called(rank: int, world_size: int, name: st
 
 
 def _swapped(told: str) -> str:
-    """What the other rank is told: its own call first."""
+    """Return the other rank's error, which begins with its own call."""
     head, mine, other = re.fullmatch(r"(.*?: )(.*); (.*)", told).groups()  # type: ignore[union-attr]
     return f"{head}{other}.*; {mine}"
 
@@ -102,7 +102,7 @@ def test_an_asynchronous_one_is_told_at_the_wait(rank: int, world_size: int) -> 
         SIM.synchronize()
     assert work.is_completed() and not work.is_success()
     assert "disagree" in str(work.exception())
-    assert (_x(4) + 3).tolist() == [4.0] * 4  # the stream is told once
+    assert (_x(4) + 3).tolist() == [4.0] * 4  # the stream raises the error once
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
         work.wait()
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):

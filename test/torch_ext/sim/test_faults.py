@@ -1,4 +1,4 @@
-"""What is wrong shows: a rank that dies or stays away gives its peers an error in time, and never a hang."""
+"""Peers of a rank that dies or stays away get an error in time, and never hang."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _check_split_of_some(rank: int, world_size: int) -> None:
     if rank in (0, 3):
         dist.all_reduce(x, group=outer)
     assert x.item() == (3 if rank in (0, 3) else rank)
-    dist.barrier()  # on the bound device, which nobody named
+    dist.barrier()  # on the bound device, without an argument
 
 
 def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
@@ -216,7 +216,7 @@ def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank: in
     dist.all_reduce(x, async_op=True)
     dist.isend(x, 1 - rank)
     dist.irecv(x.clone(), 1 - rank)
-    group._wait_for_pending_works()  # nobody waited for these three, two of which complete only when waited for
+    group._wait_for_pending_works()  # no wait for these three, two of which complete only in a wait
     assert len(seen) == 5
     dist.reduce_scatter(x[:1].clone(), list(x.chunk(world_size)))  # as many transfers as ranks, and one collective
     assert len(seen) == 6 and seen[-1][0].name == "REDUCE_SCATTER"

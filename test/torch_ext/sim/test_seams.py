@@ -47,7 +47,7 @@ def test_drop_of_a_collective(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"dropped by a planted fault" if rank == 1 else r"(?i)timed? ?out"):
         dist.all_reduce(full())
     store().set(f"told {rank}", "")
-    store().wait(["told 0", "told 1"])  # so that no rank's end is what the other is told of
+    store().wait(["told 0", "told 1"])  # else one rank's exit could be the other's error
     ranks.leave()
 
 

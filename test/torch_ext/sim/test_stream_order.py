@@ -364,7 +364,7 @@ def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int)
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
         assert work is not None
         del mine
-        assert SIM.memory_allocated() == before  # until somebody waits
+        assert SIM.memory_allocated() == before  # until a wait
         work.wait()
         assert SIM.memory_allocated() == before  # and until it is over
         store().set("go", "")
@@ -376,7 +376,7 @@ def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int)
         assert work is not None
         SIM.synchronize()
         del mine
-        assert SIM.memory_allocated() == before  # over, and nobody has waited
+        assert SIM.memory_allocated() == before  # complete, without a wait
         work.wait()
         assert SIM.memory_allocated() < before
 

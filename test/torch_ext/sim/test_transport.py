@@ -1,4 +1,4 @@
-"""What carries ``simccl``'s bytes: how ranks agree on it, in which order it works, and what it leaves behind."""
+"""The transports of ``simccl``: how ranks choose one, the order of its operations, and what a closed group leaves."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_letters_arrive_in_order_by_tag(rank: int, world_size: int) -> None:
         dist.send(full(float(i), 1), peer, tag=i % 2)
     odd, even = [full(0.0, 1) for _ in range(50)], [full(0.0, 1) for _ in range(50)]
     works = [dist.irecv(one, peer, tag=1) for one in odd] + [dist.irecv(one, peer, tag=0) for one in even]
-    for work in reversed(works):  # whoever waits first, the receive that was started first gets the first letter
+    for work in reversed(works):  # the first receive gets the first message, whatever the order of the waits
         work.wait()
     assert [one.item() for one in odd] == list(range(1, 100, 2)) and [one.item() for one in even] == list(
         range(0, 100, 2)

@@ -30,7 +30,7 @@ def several(count: int, *sizes: int) -> list[Tensor]:
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
-# Arguments of each operator that the device, or torch for the device, has a kernel of its own for.
+# Arguments of each operator for which the device, or torch for the device, registers a kernel.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "aten::_copy_from": lambda: (make(3), make(3)),
     "aten::_copy_from_and_resize": lambda: (make(3), make(3)),

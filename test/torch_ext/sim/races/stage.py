@@ -1,4 +1,4 @@
-"""What the programs of the zoo stand on, and how a test knows which two places of one race."""
+"""Streams and tensors for the programs of the zoo, and the two places of the race in each."""
 
 from __future__ import annotations
 

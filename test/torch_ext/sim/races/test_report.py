@@ -1,4 +1,4 @@
-"""What users read: reports as they are printed, without folders and line numbers."""
+"""The text of reports, without folders and line numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of two ranks: collectives and transfers whose end, or whose inputs, nobody waited for."""
+"""Programs of two ranks: collectives and transfers without the wait for their end, or for their inputs."""
 
 from __future__ import annotations
 

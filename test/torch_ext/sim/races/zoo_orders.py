@@ -113,7 +113,7 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
     "number_read_by_the_host": lambda y, host, fixed: fixed and y[0].item(),
     "copy_to_the_host": lambda y, host, fixed: fixed and y.cpu(),
     "sent_from_pageable_memory": lambda y, host, fixed: y.copy_(host, non_blocking=not fixed),
-    # CUDA may wait here, and says that nobody should count on it.
+    # CUDA may wait here; its documentation says not to rely on that.
     "fetched_to_pageable_memory": lambda y, host, fixed: host.copy_(y, non_blocking=not fixed),
     # A copy without elements does not even wait.
     "nothing_sent": lambda y, host, fixed: y[: 256 if fixed else 0].copy_(host[: 256 if fixed else 0]),
