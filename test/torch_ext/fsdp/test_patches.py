@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
@@ -65,32 +66,27 @@ class StopBodyError(Exception):
 
 
 class PatchChecks:
-    """The same checks for ranks that are processes and for ranks that are threads."""
+    """The same tests for ranks that are processes and for ranks that are threads."""
 
-    def check_each_is_seen_and_gone(self):
+    replacement = staticmethod(lambda *args, **kwargs: pytest.fail("never called"))
+
+    def test_each_is_seen_and_gone(self):
         for patch in TARGETS:
             with patch(self.replacement):
                 self.assertIs(current(patch), self.replacement)
                 dist.barrier()
             dist.barrier()
             self.assertIs(current(patch), ORIGINALS[patch], str(patch))
-
-    def check_each_is_gone_after_a_raise(self):
-        for patch in TARGETS:
-            with self.assertRaises(StopBodyError):
-                with patch(self.replacement):
-                    self.assertIs(current(patch), self.replacement)
-                    raise StopBodyError
+            with self.assertRaises(StopBodyError), patch(self.replacement):
+                self.assertIs(current(patch), self.replacement)
+                raise StopBodyError
             dist.barrier()
             self.assertIs(current(patch), ORIGINALS[patch], str(patch))
             dist.barrier()
 
-    def check_nested(self):
-        def inner(*args, **kwargs):
-            raise AssertionError("never called")
-
+    def test_nested(self):
         # One object for all threads, so that each can compare.
-        inner = SHARED.setdefault("inner", inner)
+        inner = SHARED.setdefault("inner", lambda *args, **kwargs: self.fail("never called"))
         with patch_all_reduce(self.replacement):
             with patch_all_reduce(inner):
                 self.assertIs(dist.all_reduce, inner)
@@ -101,7 +97,7 @@ class PatchChecks:
         dist.barrier()
         self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])
 
-    def check_training_calls_it(self):
+    def test_training_calls_it(self):
         for patch in TARGETS:
             if patch is patch_all_reduce:
                 continue  # FSDP2 does not call it over a 1D mesh
@@ -116,28 +112,10 @@ class PatchChecks:
 SHARED = {}
 
 
-def replacement(*args, **kwargs):
-    raise AssertionError("never called")
-
-
 class TestPatchesAcrossProcesses(PatchChecks, FSDPTest):
-    replacement = staticmethod(replacement)
-
     @property
     def world_size(self):
         return 2
-
-    def test_each_is_seen_and_gone(self):
-        self.check_each_is_seen_and_gone()
-
-    def test_each_is_gone_after_a_raise(self):
-        self.check_each_is_gone_after_a_raise()
-
-    def test_nested(self):
-        self.check_nested()
-
-    def test_training_calls_it(self):
-        self.check_training_calls_it()
 
     def test_no_body_runs_before_every_rank_is_patched(self):
         """Otherwise the first rank's body could communicate with peers that still run the original."""
@@ -158,20 +136,6 @@ class TestPatchesAcrossProcesses(PatchChecks, FSDPTest):
 
 
 class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
-    replacement = staticmethod(replacement)
-
-    def test_each_is_seen_and_gone(self):
-        self.check_each_is_seen_and_gone()
-
-    def test_each_is_gone_after_a_raise(self):
-        self.check_each_is_gone_after_a_raise()
-
-    def test_nested(self):
-        self.check_nested()
-
-    def test_training_calls_it(self):
-        self.check_training_calls_it()
-
     def test_late_reader_leaves_no_replacement_behind(self):
         """Rank 1 enters while rank 0's replacement is set. What rank 1 finds must not be restored."""
         entered = SHARED.setdefault("entered", threading.Event())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torch_ext.world import provider
 
@@ -24,6 +27,22 @@ except RuntimeError as error:
         raise
     warnings.warn(f"the tests of the simulator are left out: {error}", stacklevel=1)
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """A default group of this process alone."""
+    torch.get_device_module("sim").set_device(0)
+    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["shared", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What carries the bytes of groups that are made from now on, in ranks too."""
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
+    return str(request.param)
 
 
 def _module_with_ranks(item: pytest.Item) -> ModuleType | None:

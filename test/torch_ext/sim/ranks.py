@@ -6,8 +6,10 @@ device: children of a process that has used one cannot use it.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
 from torch_ext.world import provider, settings
@@ -28,14 +31,37 @@ from torch_ext.world.protocol import Farewell, Receipt, Said
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
+Body = Callable[..., None]
 DEADLINE_S = 120.0
 # What torch says in ranks that call its coalesced collectives by their older names.
 COALESCED_WARNING = r"`torch\.distributed\.[\w.]+_coalesced` (is|will be) deprecated"
 GROUP_TIMEOUT = timedelta(seconds=30)
-SHORT = timedelta(seconds=1)  # the time limit of a group in which somebody is meant to run into it
+SHORT = timedelta(seconds=1)  # the time limit of a group whose test times out
 
 
-def run(world_size: int, body: Callable[..., None], *args: Any, killed: int | None = None, **options: Any) -> None:
+def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[..., None]]:
+    """Make a test of ``body(rank, world_size, *args)``, which ranks run: see :func:`run`.
+
+    Args:
+        world_size: 0 if it is a parameter of the test, as those after it are.
+        options: as of :func:`run`.
+    """
+
+    def make(body: Body) -> Callable[..., None]:
+        def test(**parameters: Any) -> None:
+            run(parameters.pop("world_size", world_size), body, *parameters.values(), **options)
+
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        signature = inspect.signature(body)
+        of_test = list(signature.parameters.values())[2 if world_size else 1 :]
+        test.__signature__ = signature.replace(parameters=of_test)  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return make
+
+
+def run(world_size: int, body: Body, *args: Any, killed: int | None = None, **options: Any) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` ranks of a process group, and wait for them.
 
     Args:
@@ -46,7 +72,8 @@ def run(world_size: int, body: Callable[..., None], *args: Any, killed: int | No
         AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.
     """
     with tempfile.TemporaryDirectory() as folder:
-        tasks = [RankTask(_in_group, (rank, world_size, folder, body, args, options)) for rank in range(world_size)]
+        of_body = (body.__module__, body.__name__)
+        tasks = [RankTask(_in_group, (rank, world_size, folder, of_body, args, options)) for rank in range(world_size)]
         zygote = provider.zygote_for(body.__module__)
         with start_world(zygote, tasks, spares=settings.spares_wanted(world_size)) as world:
             death = None if killed is None else -signal.SIGKILL
@@ -62,6 +89,14 @@ def _check(outcomes: list[Outcome], killed: int | None, took_s: float) -> None:
     assert died == ([] if killed is None else [killed]), said
 
 
+def full(value: float = 1.0, numel: int = 3) -> torch.Tensor:
+    return torch.full((numel,), value, device="sim")
+
+
+def store() -> dist.Store:
+    return c10d._get_default_store()
+
+
 def leave() -> None:
     """End this rank with success and without leaving its group, which is broken or already gone."""
     rank = world_rank.current()
@@ -72,8 +107,9 @@ def leave() -> None:
 
 
 def _in_group(
-    rank: int, world_size: int, folder: str, body: Callable[..., None], args: tuple[Any, ...], options: dict[str, Any]
+    rank: int, world_size: int, folder: str, of_body: tuple[str, str], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
+    body = getattr(sys.modules[of_body[0]], of_body[1])
     # Warnings that our own code causes are errors in ranks too. Torch's own name modules of torch.
     warnings.filterwarnings("error", module=r"(test\.)?torch_ext\.")
     sim = torch.get_device_module("sim")
@@ -85,5 +121,5 @@ def _in_group(
     # A rank that leaves while another still connects to it takes that one's initialization down.
     store.set(f"initialized {rank}", "")
     store.wait([f"initialized {peer}" for peer in range(world_size)], GROUP_TIMEOUT)
-    body(rank, world_size, *args)
+    getattr(body, "body", body)(rank, world_size, *args)
     dist.destroy_process_group()

@@ -42,7 +42,7 @@ class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
 
 class TestSimcclOverGloo(_OnSim, DistributedTestBase):
     transport = "gloo"
-    # Of int16 and the like it is what simccl makes of them that is tested, in test_collectives.py.
+    # What simccl makes of types that gloo has not is tested in test_collectives.py.
 
 
 class TestGloo(BackendConformance, DistributedTestBase):
@@ -98,7 +98,16 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 
-# --- a backend of somebody else's ---
+class TestThreadedGroupOnSim(TestThreadedGroup):
+    """Each thread uses another device."""
+
+    device_type = "sim"
+
+    def start_group(self) -> None:
+        torch.get_device_module("sim").set_device(self.rank)
+
+
+# --- a backend outside this tree ---
 
 OUT_OF_TREE = """
 from torch import distributed as dist

@@ -14,7 +14,8 @@ from test.torch_ext.sim import ranks
 experimental = pytest.importorskip("torch.distributed.tensor.experimental._attention")
 
 
-def _causal(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_causal_attention_over_parts_is_that_of_the_whole(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("sim", (world_size,))
     for rotation in ("allgather", "alltoall"):
         for heads in (4, 2):  # of the keys; with two, each serves two of the queries
@@ -34,7 +35,3 @@ def _causal(rank: int, world_size: int) -> None:
             joined = experimental.context_parallel_unshard(mesh, found, [2] * 4)
             for one, other in zip(joined, [whole.detach(), *(each.grad for each in inputs)], strict=True):
                 torch.testing.assert_close(one, other)
-
-
-def test_causal_attention_over_parts_is_that_of_the_whole() -> None:
-    ranks.run(2, _causal)

@@ -1,4 +1,4 @@
-"""What is wrong shows: a rank that dies or stays away gives its peers an error in time, and never a hang."""
+"""Peers of a rank that dies or stays away get an error in time, and never hang."""
 
 from __future__ import annotations
 
@@ -18,64 +18,39 @@ from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import full, store
 
 SIM = torch.get_device_module("sim")
 
 
-def _x() -> torch.Tensor:
-    return torch.ones(3, device="sim")
-
-
 # What each of three ranks is in when rank 1, whose part they need, dies before it takes part.
 IN_WHAT: dict[str, Callable[[], object]] = {
-    "all_reduce": lambda: dist.all_reduce(_x()),
-    "all_gather": lambda: dist.all_gather([_x() for _ in range(3)], _x()),
-    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(9, device="sim"), _x()),
-    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(_x()[:1], _x()),
-    "broadcast": lambda: dist.broadcast(_x(), 1),
-    "all_to_all_single": lambda: dist.all_to_all_single(_x(), _x()),
+    "all_reduce": lambda: dist.all_reduce(full()),
+    "all_gather": lambda: dist.all_gather([full() for _ in range(3)], full()),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(9, device="sim"), full()),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(full()[:1], full()),
+    "broadcast": lambda: dist.broadcast(full(), 1),
+    "all_to_all_single": lambda: dist.all_to_all_single(full(), full()),
     "barrier": lambda: dist.barrier(),
-    "recv": lambda: dist.recv(_x(), 1),
+    "recv": lambda: dist.recv(full(), 1),
     "batch": lambda: [
         work.wait()
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, _x(), 1), dist.P2POp(dist.irecv, _x(), 1)])
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, full(), 1), dist.P2POp(dist.irecv, full(), 1)])
     ],
     "object": lambda: dist.all_gather_object([None] * 3, "x"),
 }
 
 
-def _die_inside(rank: int, world_size: int, name: str) -> None:
-    dist.all_reduce(_x())
+@pytest.mark.parametrize("name", IN_WHAT)
+@ranks.world_of(3, killed=1)
+def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str) -> None:
+    dist.all_reduce(full())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
         IN_WHAT[name]()
         SIM.synchronize()  # where waiting orders a stream, the error comes with the result
     ranks.leave()
-
-
-@pytest.mark.parametrize("name", IN_WHAT)
-def test_peers_of_a_dead_rank_get_an_error(name: str) -> None:
-    ranks.run(3, _die_inside, name, killed=1)
-
-
-def _never_arrive(rank: int, world_size: int) -> None:
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            dist.all_reduce(_x())
-        _store().set("seen", "yes")
-    else:
-        _store().wait(["seen"])
-    ranks.leave()
-
-
-def _store() -> dist.Store:
-    return c10d._get_default_store()
-
-
-def test_a_collective_that_a_rank_misses_times_out() -> None:
-    ranks.run(2, _never_arrive, timeout=ranks.SHORT)
 
 
 def _own_timeouts(rank: int, world_size: int) -> None:
@@ -88,15 +63,15 @@ def _own_timeouts(rank: int, world_size: int) -> None:
     if rank == 0:
         for group in (brief, changed):
             with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-                dist.all_reduce(_x(), group=group)
-        work = dist.irecv(_x(), 1, group=waited)
+                dist.all_reduce(full(), group=group)
+        work = dist.irecv(full(), 1, group=waited)
         assert work is not None
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
             work.wait(ranks.SHORT)
-        _store().set("seen", "yes")
+        store().set("seen", "yes")
     else:
-        _store().wait(["seen"])
-    dist.all_reduce(_x())  # the default group has another time limit, and works on
+        store().wait(["seen"])
+    dist.all_reduce(full())  # the default group has another time limit, and works on
     ranks.leave()
 
 
@@ -108,12 +83,12 @@ def test_time_limit_is_the_groups_or_what_wait_is_told() -> None:
 
 # Works of rank 0 that cannot end, because rank 1 stays away.
 PENDING: dict[str, Callable[[], Any]] = {
-    "recv": lambda: dist.irecv(_x(), 1),
-    "recv from any": lambda: dist.irecv(_x()),
-    "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, _x(), 1), dist.P2POp(dist.irecv, _x(), 1)])[0],
-    "all_reduce": lambda: dist.all_reduce(_x(), async_op=True),
-    "reduce_scatter": lambda: dist.reduce_scatter(_x(), [_x(), _x()], async_op=True),
-    "all_to_all": lambda: dist.all_to_all([_x(), _x()], [_x(), _x()], async_op=True),
+    "recv": lambda: dist.irecv(full(), 1),
+    "recv from any": lambda: dist.irecv(full()),
+    "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(), 1), dist.P2POp(dist.irecv, full(), 1)])[0],
+    "all_reduce": lambda: dist.all_reduce(full(), async_op=True),
+    "reduce_scatter": lambda: dist.reduce_scatter(full(), [full(), full()], async_op=True),
+    "all_to_all": lambda: dist.all_to_all([full(), full()], [full(), full()], async_op=True),
 }
 
 
@@ -129,14 +104,14 @@ def _abort(rank: int, world_size: int, name: str) -> None:
         with pytest.raises(RuntimeError, match="was aborted"):
             work.get_future().wait()
         with pytest.raises(RuntimeError, match="Make a new one"):
-            dist.all_reduce(_x())
+            dist.all_reduce(full())
         del work, group, waiter
-        store = _store()
+        kept = store()
         dist.destroy_process_group()
         gc.collect()  # the group goes, and does not wait for what was given up
-        store.set("seen", "yes")
+        kept.set("seen", "yes")
     else:
-        _store().wait(["seen"])
+        store().wait(["seen"])
     ranks.leave()
 
 

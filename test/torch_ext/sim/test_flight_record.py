@@ -68,7 +68,9 @@ CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]
 ]  # fmt: skip
 
 
-def _check_every_collective(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, backend="simccl")
+def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     for call, *_ in CALLS:
         call(rank)
@@ -85,13 +87,8 @@ def _check_every_collective(rank: int, world_size: int) -> None:
             assert entry["input_dtypes"] == ["Float"] * len(inputs)
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_every_collective_has_one_entry_of_its_own(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
-    ranks.run(2, _check_every_collective, backend="simccl")
-
-
-def _check_groups_apart(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_entries_tell_groups_and_their_backends_apart(rank: int, world_size: int) -> None:
     groups = [dist.new_group(backend="simccl", group_desc=desc) for desc in ("ring", None)]
     dist.all_reduce(_x(3), group=groups[0])
     dist.broadcast(_x(5), 0, group=groups[1])
@@ -105,10 +102,6 @@ def _check_groups_apart(rank: int, world_size: int) -> None:
         ("gloo:all_reduce", name, "default_pg", 7),
         ("simccl:all_reduce", name, "default_pg, sim", 1),
     } <= seen, seen
-
-
-def test_entries_tell_groups_and_their_backends_apart() -> None:
-    ranks.run(2, _check_groups_apart)
 
 
 def _check_capacity(rank: int, world_size: int, kept: int) -> None:

@@ -48,7 +48,8 @@ def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: 
 # --- which backends ---
 
 
-def _check_default_backend(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank: int, world_size: int) -> None:
     assert str(dist.get_backend_config()) == "cpu:gloo,sim:simccl"
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, {"rank": rank, "tensor": torch.full((1,), rank, device="sim")})
@@ -60,30 +61,6 @@ def _check_default_backend(rank: int, world_size: int) -> None:
     objects = [f"from {rank}"]
     dist.broadcast_object_list(objects, 1, group=only, device=torch.device("sim", rank))
     assert objects == ["from 1"]
-
-
-def test_default_backend_serves_both_devices_and_device_group_refuses_host() -> None:
-    ranks.run(2, _check_default_backend)
-
-
-def _check_new_group(rank: int, world_size: int) -> None:
-    pair = dist.new_group([0, 1])
-    x = torch.ones(1, device="sim")
-    if rank < 2:
-        dist.all_reduce(x, group=pair)
-    assert x.item() == (2 if rank < 2 else 1)
-
-
-def test_new_group_of_some_ranks(tmp_path: Path) -> None:
-    ranks.run(4, _rejoin_bound, _check_new_group, str(tmp_path / "store"))
-
-
-def _check_split_in_halves(rank: int, world_size: int) -> None:
-    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    assert isinstance(half, dist.ProcessGroup)
-    y = torch.full((1,), float(rank), device="sim")
-    dist.all_reduce(y, group=half)
-    assert y.item() == (1 if rank < 2 else 5)
 
 
 def _bound_device(rank: int) -> torch.device:
@@ -98,7 +75,7 @@ def _check_split_of_some(rank: int, world_size: int) -> None:
     if rank in (0, 3):
         dist.all_reduce(x, group=outer)
     assert x.item() == (3 if rank in (0, 3) else rank)
-    dist.barrier()  # on the bound device, which nobody named
+    dist.barrier()  # on the bound device, without an argument
 
 
 def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
@@ -120,7 +97,7 @@ def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 
 
-@pytest.mark.parametrize("body", [_check_split_in_halves, _check_split_of_some, _check_split_after_unlike_histories])
+@pytest.mark.parametrize("body", [_check_split_of_some, _check_split_after_unlike_histories])
 def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
     # Torch splits device-bound groups only.
     ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))
@@ -146,7 +123,8 @@ def test_group_bound_to_a_device_serves_that_device_alone(tmp_path: Path) -> Non
 # --- futures ---
 
 
-def _check_futures(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_futures_carry_finished_device_tensors(rank: int, world_size: int) -> None:
     x = torch.ones(2, device="sim")
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -167,11 +145,8 @@ def _check_futures(rank: int, world_size: int) -> None:
     assert rows.then(lambda done: done.value()[0][1, 0]).wait().item() == 1.5 and rows.wait()[0].shape == (2, 2)
 
 
-def test_futures_carry_finished_device_tensors() -> None:
-    ranks.run(2, _check_futures)
-
-
-def _check_inference_mode(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_results_are_finished_for_inference_tensors(rank: int, world_size: int) -> None:
     with torch.inference_mode():
         for dtype in (torch.float32, torch.int16):  # divided in place, and copied back from another type
             x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
@@ -179,14 +154,11 @@ def _check_inference_mode(rank: int, world_size: int) -> None:
             assert x.tolist() == [1, 1]
 
 
-def test_results_are_finished_for_inference_tensors() -> None:
-    ranks.run(2, _check_inference_mode)
-
-
 # --- objects ---
 
 
-def _check_objects(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_object_collectives_on_both_kinds_of_group(rank: int, world_size: int) -> None:
     for group in (None, dist.new_group(backend="simccl")):
         collected = [None] * world_size if rank == 0 else None
         dist.gather_object({"from": rank}, collected, 0, group=group)
@@ -203,14 +175,11 @@ def _check_objects(rank: int, world_size: int) -> None:
             assert received[0] == "text" and received[1].device == torch.device("sim:0")
 
 
-def test_object_collectives_on_both_kinds_of_group() -> None:
-    ranks.run(3, _check_objects)
-
-
 # --- counting, calling back ---
 
 
-def _check_sequence(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_sequence_numbers_count_collectives_alone(rank: int, world_size: int) -> None:
     group = c10d._get_default_group()
     number = group._get_sequence_number_for_group
     start, x = number(), torch.ones(world_size, device="sim")
@@ -233,11 +202,8 @@ def _check_sequence(rank: int, world_size: int) -> None:
     assert dist.all_reduce(x, group=fresh) is None and fresh._get_sequence_number_for_group() == before + 1
 
 
-def test_sequence_numbers_count_collectives_alone() -> None:
-    ranks.run(3, _check_sequence)
-
-
-def _check_hook(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank: int, world_size: int) -> None:
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq)))
     assert group._has_hooks()
@@ -250,17 +216,14 @@ def _check_hook(rank: int, world_size: int) -> None:
     dist.all_reduce(x, async_op=True)
     dist.isend(x, 1 - rank)
     dist.irecv(x.clone(), 1 - rank)
-    group._wait_for_pending_works()  # nobody waited for these three, two of which complete only when waited for
+    group._wait_for_pending_works()  # no wait for these three, two of which complete only in a wait
     assert len(seen) == 5
     dist.reduce_scatter(x[:1].clone(), list(x.chunk(world_size)))  # as many transfers as ranks, and one collective
     assert len(seen) == 6 and seen[-1][0].name == "REDUCE_SCATTER"
 
 
-def test_completion_hook_is_called_once_for_each_work_waited_for_or_not() -> None:
-    ranks.run(2, _check_hook)
-
-
-def _check_hook_of_failure(rank: int, world_size: int) -> None:
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_completion_hook_is_called_for_a_failed_work_too(rank: int, world_size: int) -> None:
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append(info.op_type))
     dist.all_reduce(torch.ones(1, device="sim"))
@@ -274,11 +237,8 @@ def _check_hook_of_failure(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_completion_hook_is_called_for_a_failed_work_too() -> None:
-    ranks.run(2, _check_hook_of_failure, timeout=ranks.SHORT)
-
-
-def _check_monitored_barrier(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) -> None:
     refusal = "only implemented for GLOO|requires a group with a CPU-capable backend"
     with pytest.raises(ValueError, match=refusal):  # as for NCCL
         dist.monitored_barrier(dist.new_group(backend="simccl"))
@@ -289,11 +249,8 @@ def _check_monitored_barrier(rank: int, world_size: int) -> None:
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
-def test_monitored_barrier_belongs_to_host_groups() -> None:
-    ranks.run(2, _check_monitored_barrier)
-
-
-def _check_barrier(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_barrier_of_a_group_is_on_the_device(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="simccl")
     group.barrier().wait()
     group.barrier(timeout=timedelta(seconds=60)).wait()
@@ -303,10 +260,6 @@ def _check_barrier(rank: int, world_size: int) -> None:
     dist.group.WORLD.barrier().wait()  # type: ignore[union-attr]
     dist.new_group(backend="gloo").barrier().wait()
     assert group._get_backend(torch.device("sim"))._get_sequence_number_for_group() == 3
-
-
-def test_barrier_of_a_group_is_on_the_device() -> None:
-    ranks.run(2, _check_barrier)
 
 
 def _check_contract(rank: int, world_size: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import unittest
 from typing import Any, cast
 
 import pytest
@@ -12,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext.sim  # noqa: F401 - registers the device
@@ -61,25 +58,8 @@ def test_group_of_gloo_serves_device_tensors(config: str) -> None:
     ranks.run(2, _check_gloo, config, backend=config)
 
 
-def _check_detail(rank: int, world_size: int) -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    group = dist.new_group(backend="gloo")
-    x = _x(rank + 1.0)
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [3.0] * 3
-    with pytest.raises(RuntimeError, match="Detected mismatch between collectives on ranks"):
-        if rank == 0:
-            dist.all_reduce(x, group=group)
-        else:
-            dist.reduce(x, 0, group=group)
-    ranks.leave()
-
-
-def test_detail_mode_finds_ranks_that_call_differently() -> None:
-    ranks.run(2, _check_detail, backend="gloo")
-
-
-def _check_detail_between_halves(rank: int, world_size: int) -> None:
+@ranks.world_of(2, backend="gloo")
+def test_detail_mode_finds_a_device_call_against_a_host_call(rank: int, world_size: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group(backend="gloo")
     with pytest.raises(RuntimeError, match=r"Detected mismatch(.|\n)*OpType=(REDUCE|BARRIER)"):
@@ -90,16 +70,13 @@ def _check_detail_between_halves(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_detail_mode_finds_a_device_call_against_a_host_call() -> None:
-    ranks.run(2, _check_detail_between_halves, backend="gloo")
-
-
 def _own_gloo(rank: int, world_size: int, name: str) -> Any:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return dist.ProcessGroupGloo(store, rank, world_size, timeout=ranks.GROUP_TIMEOUT)
 
 
-def _check_own_gloo(rank: int, world_size: int) -> None:
+@ranks.world_of(2, backend="cpu:gloo")
+def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -> None:
     gloo = _own_gloo(rank, world_size, "own")
     x, host, parts = _x(rank + 1.0), torch.full((3,), rank + 1.0), [[_x() for _ in range(world_size)]]
     gloo.allreduce([x]).wait()
@@ -126,11 +103,8 @@ def _check_own_gloo(rank: int, world_size: int) -> None:
         gloo.allreduce([torch.ones(3, device="meta")])
 
 
-def test_own_backend_of_gloo_serves_device_tensors() -> None:
-    ranks.run(2, _check_own_gloo, backend="cpu:gloo")
-
-
-def _check_own_wrapper(rank: int, world_size: int) -> None:
+@ranks.world_of(2, backend="cpu:gloo")
+def test_wrapper_around_an_own_backend_compares_calls_of_both_halves(rank: int, world_size: int) -> None:
     gloo = _own_gloo(rank, world_size, "own")
     store = dist.PrefixStore("wrapper", dist.distributed_c10d._get_default_store())
     wrapper = dist.distributed_c10d._create_process_group_wrapper(gloo, "own", store, rank, world_size)
@@ -149,11 +123,8 @@ def _check_own_wrapper(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_wrapper_around_an_own_backend_compares_calls_of_both_halves() -> None:
-    ranks.run(2, _check_own_wrapper, backend="cpu:gloo")
-
-
-def _check_sparse(rank: int, world_size: int) -> None:
+@ranks.world_of(2, backend="gloo")
+def test_group_of_gloo_reduces_sparse_gradients(rank: int, world_size: int) -> None:
     x = torch.tensor([rank == 0, rank == 1, True, False]).float().to_sparse().to("sim")
     dist.all_reduce(x)
     assert x.is_sparse and x.to_dense().tolist() == [1.0, 1.0, 2.0, 0.0]
@@ -172,48 +143,26 @@ def _check_sparse(rank: int, world_size: int) -> None:
     assert weight.weight[:, 0].tolist() == [0.0, 0.0, -1.0, 1.0]
 
 
-def test_group_of_gloo_reduces_sparse_gradients() -> None:
-    ranks.run(2, _check_sparse, backend="gloo")
-
-
-def _check_one_device(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, backend="gloo")
+def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
     SIM.set_device(0)
     x = _x()
     dist.all_reduce(x)
     assert x.device == torch.device("sim", 0) and x.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_ranks_of_gloo_may_use_one_device(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
-    ranks.run(2, _check_one_device, backend="gloo")
-
-
-def _check_refusal(rank: int, world_size: int) -> None:
+@ranks.world_of(2, backend="cpu:gloo")
+def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type sim"):
         dist.all_reduce(_x())
-
-
-def test_group_of_gloo_for_the_host_alone_refuses_device_tensors() -> None:
-    ranks.run(2, _check_refusal, backend="cpu:gloo")
-
-
-def _check_training_over_gloo(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2, device="sim"))
-    model(torch.full((1, 4), rank + 1.0, device="sim")).sum().backward()
-    assert model.module.weight.grad is not None
-    assert torch.equal(model.module.weight.grad.cpu(), torch.full((2, 4), 1.5))
-
-
-def test_ddp_trains_over_a_group_of_gloo() -> None:
-    ranks.run(2, _check_training_over_gloo, backend="gloo")
 
 
 # --- the fake group ---
 
 
-def _check_fake(rank: int, world_size: int) -> None:
+@ranks.world_of(1)
+def test_fake_group_takes_device_tensors(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     x, whole = _x(), _x(numel=12)
@@ -231,48 +180,3 @@ def _check_fake(rank: int, world_size: int) -> None:
     model(torch.ones(2, 4, device="sim")).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.to_local().shape == (1, 4)
     assert dist.Backend.default_device_backend_map["sim"] == "simccl"
-
-
-def test_fake_group_takes_device_tensors() -> None:
-    ranks.run(1, _check_fake)
-
-
-# --- torch's threaded group ---
-
-
-def _check_threaded(rank: int, world_size: int) -> None:
-    class Threads(MultiThreadedTestCase):
-        world_size = 2
-
-        def setUp(self) -> None:
-            super().setUp()
-            self._spawn_threads()
-
-        def test_collectives(self) -> None:
-            SIM.set_device(self.rank)
-            here = torch.device("sim", self.rank)
-            mine = torch.full((2,), float(self.rank + 1), device="sim")
-            assert mine.device == here
-
-            total = mine.clone()
-            dist.all_reduce(total)
-            whole, part = torch.empty(4, device="sim"), torch.empty(1, device="sim")
-            dist.all_gather_into_tensor(whole, mine)
-            dist.reduce_scatter_tensor(part, mine)
-            sent = mine.clone()
-            dist.broadcast(sent, 1)
-            exchanged = torch.empty(2, device="sim")
-            dist.all_to_all_single(exchanged, mine)
-            assert total.tolist() == [3.0, 3.0] and whole.tolist() == [1.0, 1.0, 2.0, 2.0] and part.item() == 3.0
-            assert sent.tolist() == [2.0, 2.0] and exchanged.tolist() == [1.0, 2.0]
-            assert {one.device for one in (total, whole, part, sent, exchanged)} == {here}
-
-    dist.destroy_process_group()
-
-    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_collectives"))
-    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
-    ranks.leave()
-
-
-def test_threaded_group_serves_each_thread_its_device() -> None:
-    ranks.run(1, _check_threaded)

@@ -223,11 +223,7 @@ def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_programs_do_what_their_model_does(
-    transport: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
+def test_programs_do_what_their_model_does(transport: str, request: pytest.FixtureRequest) -> None:
     usual = 2000 if request.config.getoption("--long", default=False) else 60 if transport == "shared" else 12
     first, _, count = os.environ.get("TORCH_EXT_PROGRAMS", f"0:{usual}").partition(":")
     ranks.run(WORLD_SIZE, _run_programs, int(first), int(count), backend="simccl")

@@ -13,80 +13,64 @@ from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import faults
 
 
-def _x(value: float = 1.0) -> torch.Tensor:
-    return torch.full((3,), value, device="sim")
-
-
-@pytest.fixture(params=["shared", "gloo"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
-    return str(request.param)
-
-
-def _check_delay(rank: int, world_size: int) -> None:
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_delay(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.delay(at=2, by=timedelta(milliseconds=100))
         faults.delay(at=4, by=timedelta(hours=1))
     for _ in range(3):
-        x = _x()
+        x = full()
         dist.all_reduce(x)
         assert x.tolist() == [2.0] * 3
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"timed out: .* rank 1, which has not called it"):
-            dist.all_reduce(_x())
-        c10d._get_default_store().set("told", "")
+            dist.all_reduce(full())
+        store().set("told", "")
     else:
-        late = threading.Thread(target=lambda: dist.all_reduce(_x()), daemon=True)
+        late = threading.Thread(target=lambda: dist.all_reduce(full()), daemon=True)
         late.start()
-        c10d._get_default_store().wait(["told"])
+        store().wait(["told"])
         assert late.is_alive()
     ranks.leave()
 
 
-def test_delay() -> None:
-    ranks.run(2, _check_delay, timeout=ranks.SHORT)
-
-
-def _check_drop(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2, timeout=ranks.SHORT)
+def test_drop_of_a_collective(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.drop(at=2)
-    dist.all_reduce(_x())
+    dist.all_reduce(full())
     with pytest.raises(RuntimeError, match=r"dropped by a planted fault" if rank == 1 else r"(?i)timed? ?out"):
-        dist.all_reduce(_x())
-    c10d._get_default_store().set(f"told {rank}", "")
-    c10d._get_default_store().wait(["told 0", "told 1"])  # so that no rank's end is what the other is told of
+        dist.all_reduce(full())
+    store().set(f"told {rank}", "")
+    store().wait(["told 0", "told 1"])  # else one rank's exit could be the other's error
     ranks.leave()
 
 
-@pytest.mark.usefixtures("transport")
-def test_drop_of_a_collective() -> None:
-    ranks.run(2, _check_drop, timeout=ranks.SHORT)
-
-
-def _check_lost_letter(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_drop_of_a_send_loses_the_message(rank: int, world_size: int) -> None:
     if rank == 0:
         faults.drop(at=1)
-        dist.send(_x(1.0), 1)
-        dist.send(_x(2.0), 1)
+        dist.send(full(1.0), 1)
+        dist.send(full(2.0), 1)
     else:
-        x = _x(0.0)
+        x = full(0.0)
         dist.recv(x, 0)
         assert x.tolist() == [2.0] * 3
 
 
-def test_drop_of_a_send_loses_the_message() -> None:
-    ranks.run(2, _check_lost_letter)
-
-
-def _check_corrupt(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("transport")
+@ranks.world_of(2)
+def test_corrupt_of_what_a_rank_sends(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.corrupt(at=2)
     results = []
     for _ in range(3):
-        mine, whole = _x(rank + 1.0), torch.empty(3 * world_size, device="sim")
+        mine, whole = full(rank + 1.0), torch.empty(3 * world_size, device="sim")
         dist.all_gather_into_tensor(whole, mine)
         assert mine.tolist() == [rank + 1.0] * 3  # its own input stays
         results.append(whole.view(world_size, 3).tolist())
@@ -97,68 +81,43 @@ def _check_corrupt(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.usefixtures("transport")
-def test_corrupt_of_what_a_rank_sends() -> None:
-    ranks.run(2, _check_corrupt)
-
-
-def _check_corrupt_root(rank: int, world_size: int) -> None:
-    if rank == 0:
+@pytest.mark.parametrize("corrupts", [0, 1])
+@ranks.world_of(2)
+def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank: int, world_size: int, corrupts: int) -> None:
+    if rank == corrupts:
         faults.corrupt(at=1)
-    x = _x(2.0)
+    x = full(2.0)
     dist.broadcast(x, 0)
     assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
 
 
-@pytest.mark.usefixtures("transport")
-def test_corrupt_of_what_a_root_sends() -> None:
-    ranks.run(2, _check_corrupt_root)
-
-
-def _check_corrupt_receipt(rank: int, world_size: int) -> None:
-    if rank == 1:
-        faults.corrupt(at=1)
-    x = _x(2.0)
-    dist.broadcast(x, 0)
-    assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
-
-
-def test_corrupt_of_what_a_rank_receives() -> None:
-    ranks.run(2, _check_corrupt_receipt)
-
-
-def _check_kill(rank: int, world_size: int) -> None:
+@ranks.world_of(2, killed=1)
+def test_kill(rank: int, world_size: int) -> None:
     if rank == 1:
         faults.kill(at=3)
-    dist.all_reduce(_x())
-    dist.all_reduce(_x())
+    dist.all_reduce(full())
+    dist.all_reduce(full())
     with pytest.raises(RuntimeError):
-        dist.all_reduce(_x())
+        dist.all_reduce(full())
     ranks.leave()
 
 
-def test_kill() -> None:
-    ranks.run(2, _check_kill, killed=1)
-
-
-def _check_groups(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_a_fault_is_one_groups_and_can_be_cleared(rank: int, world_size: int) -> None:
     other = dist.new_group(backend="simccl")
     if rank == 1:
         faults.corrupt(at=1, group=other.group_name)
     for group, expected in ((c10d._get_default_group(), 4.0), (other, 2.0)):
-        x = _x(2.0)
+        x = full(2.0)
         dist.all_reduce(x, group=group)
         assert x.tolist() == [expected, 4.0, 4.0]
     faults.clear()
     if rank == 1:
         faults.corrupt(at=2)
         faults.clear()
-    x = _x()
+    x = full()
     dist.all_reduce(x, group=other)
     assert x.tolist() == [2.0] * 3
-
-
-def test_a_fault_is_one_groups_and_can_be_cleared() -> None:
-    ranks.run(2, _check_groups)
 
 
 @pytest.mark.parametrize("at", [0, -1, True, 1.5])

@@ -1,4 +1,4 @@
-"""What carries ``simccl``'s bytes: how ranks agree on it, in which order it works, and what it leaves behind."""
+"""The transports of ``simccl``: how ranks choose one, the order of its operations, and what a closed group leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
-from test.torch_ext.sim.waits_told import Page
+from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
@@ -30,16 +29,12 @@ def _transport(group: dist.ProcessGroup | None = None) -> str:
     return str(backend.transport)
 
 
-def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
-    return torch.full((numel,), value, device="sim")
-
-
 # --- which one ---
 
 
 def _check_kind(rank: int, world_size: int, kind: str) -> None:
     assert _transport() == kind
-    x = _x()
+    x = full()
     dist.all_reduce(x)
     assert x.tolist() == [world_size] * 3
 
@@ -52,7 +47,8 @@ def test_transport_is_shared_memory_unless_gloo_is_asked_for(
     ranks.run(2, _check_kind, kind)
 
 
-def _check_one_wish(rank: int, world_size: int) -> None:
+@ranks.world_of(3)
+def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_size: int) -> None:
     if rank == 1:
         os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # as a rank on another machine would
     group = dist.new_group(backend="simccl")
@@ -61,143 +57,81 @@ def _check_one_wish(rank: int, world_size: int) -> None:
 
 def _check_kind_of(group: dist.ProcessGroup, world_size: int) -> None:
     assert _transport(group) == "gloo"
-    x = _x()
+    x = full()
     dist.all_reduce(x, group=group)
     assert x.tolist() == [world_size] * 3
 
 
-def test_one_rank_that_cannot_share_takes_the_group_to_gloo() -> None:
-    ranks.run(3, _check_one_wish)
-
-
-def _check_other_settings(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_ranks_with_different_settings_are_told(rank: int, world_size: int) -> None:
     os.environ["TORCH_EXT_SIM_REDUCE"] = "ring" if rank else "tree"
     with pytest.raises(ValueError, match=r"TORCH_EXT_SIM_REDUCE=(ring|tree), but rank . has TORCH_EXT_SIM_REDUCE="):
         dist.new_group(backend="simccl")
     ranks.leave()
 
 
-def test_ranks_with_different_settings_are_told() -> None:
-    ranks.run(2, _check_other_settings)
-
-
 # --- stream order ---
 
 
-def _check_direct_call(rank: int, world_size: int) -> None:
-    group = c10d._get_default_group().boxed()
-    out, mine = torch.zeros(2 * world_size, device="sim"), _x(rank + 1.0, 2) * 100
-    torch.ops.c10d._allgather_base_(out, mine, group, False, -1)
-    assert out.tolist() == [100.0, 100.0, 200.0, 200.0]  # nobody has waited for it
-
-
-def test_synchronous_operation_is_done_when_the_dispatchers_operator_returns() -> None:
-    ranks.run(2, _check_direct_call)
-
-
-def _check_inputs_at_launch(rank: int, world_size: int) -> None:
-    mine, out = _x(rank + 1.0), torch.zeros(3 * world_size, device="sim")
+@ranks.world_of(2)
+def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait(rank: int, world_size: int) -> None:
+    mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
     work = dist.all_gather_into_tensor(out, mine, async_op=True)
     assert work is not None
     mine.fill_(-1)
-    store = c10d._get_default_store()
     if rank == 1:
-        store.wait(["other is through"])  # rank 0 needs nothing of this rank any more
+        store().wait(["other is through"])  # rank 0 needs nothing of this rank any more
     work.wait()
-    store.set("other is through", "")
+    store().set("other is through", "")
     assert out.tolist() == [1.0] * 3 + [2.0] * 3
 
 
-def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait() -> None:
-    ranks.run(2, _check_inputs_at_launch)
-
-
-def _check_large_needs_nobody(rank: int, world_size: int) -> None:
-    x = _x(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
+@ranks.world_of(2)
+def test_a_large_all_reduce_needs_nobody_to_wait_either(rank: int, world_size: int) -> None:
+    x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
-    store = c10d._get_default_store()
     if rank == 1:
-        store.wait(["other is through"])
+        store().wait(["other is through"])
     work.wait()
-    store.set("other is through", "")
+    store().set("other is through", "")
     assert x.eq(3.0).all().item()
 
 
-def test_a_large_all_reduce_needs_nobody_to_wait_either() -> None:
-    ranks.run(2, _check_large_needs_nobody)
-
-
-def _check_chain(rank: int, world_size: int) -> None:
-    x = _x()
+@ranks.world_of(2)
+def test_operations_of_a_group_take_what_those_before_them_write(rank: int, world_size: int) -> None:
+    x = full()
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
     works[-1].wait()
     assert x.tolist() == [8.0] * 3
 
 
-def test_operations_of_a_group_take_what_those_before_them_write() -> None:
-    ranks.run(2, _check_chain)
-
-
-def _check_device_synchronize(rank: int, world_size: int) -> None:
-    x = _x()
-    work = dist.all_reduce(x, async_op=True)
-    SIM.synchronize()
-    assert x.tolist() == [2.0] * 3
-    del work
-
-
-def test_device_synchronize_covers_collectives() -> None:
-    ranks.run(2, _check_device_synchronize)
-
-
-def _check_hook_chain(rank: int, world_size: int) -> None:
-    seen: list[int] = []
-    x, y = _x(), _x()
-    here = threading.get_ident()
-
-    def again(done: torch.futures.Future[Any]) -> torch.Tensor:
-        seen.append(threading.get_ident())
-        dist.all_reduce(y)  # a collective out of a hook: in one order on all ranks
-        return done.value()[0] * y
-
-    future = dist.all_reduce(x, async_op=True).get_future().then(again)
-    assert seen == [here]
-    assert future.wait().tolist() == [4.0] * 3
-
-
-def test_hooks_run_on_the_launching_thread() -> None:
-    ranks.run(2, _check_hook_chain)
-
-
-def _check_many(rank: int, world_size: int) -> None:
-    tensors = [_x(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
+@ranks.world_of(2)
+def test_more_collectives_under_way_than_there_are_slots(rank: int, world_size: int) -> None:
+    tensors = [full(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
     assert [tensor[0].item() for tensor in tensors] == [2.0 * i for i in range(3 * NUMBER_OF_SLOTS)]
 
 
-def test_more_collectives_under_way_than_there_are_slots() -> None:
-    ranks.run(2, _check_many)
-
-
 # --- transfers ---
 
 
-def _check_letters(rank: int, world_size: int) -> None:
-    to_self = _x(7.0)
-    received = _x(0.0)
+@ranks.world_of(2)
+def test_letters_arrive_in_order_by_tag(rank: int, world_size: int) -> None:
+    to_self = full(7.0)
+    received = full(0.0)
     backend = c10d._get_default_group()._get_backend(torch.device("sim"))
     backend.send([to_self], rank, 0)
     backend.recv([received], rank, 0).wait()
     assert received.tolist() == [7.0] * 3
     peer = 1 - rank
     for i in range(100):
-        dist.send(_x(float(i), 1), peer, tag=i % 2)
-    odd, even = [_x(0.0, 1) for _ in range(50)], [_x(0.0, 1) for _ in range(50)]
+        dist.send(full(float(i), 1), peer, tag=i % 2)
+    odd, even = [full(0.0, 1) for _ in range(50)], [full(0.0, 1) for _ in range(50)]
     works = [dist.irecv(one, peer, tag=1) for one in odd] + [dist.irecv(one, peer, tag=0) for one in even]
-    for work in reversed(works):  # whoever waits first, the receive that was started first gets the first letter
+    for work in reversed(works):  # the first receive gets the first message, whatever the order of the waits
         work.wait()
     assert [one.item() for one in odd] == list(range(1, 100, 2)) and [one.item() for one in even] == list(
         range(0, 100, 2)
@@ -205,10 +139,6 @@ def _check_letters(rank: int, world_size: int) -> None:
     empty = torch.empty(0, device="sim")
     dist.send(empty, peer)
     dist.recv(empty, peer)
-
-
-def test_letters_arrive_in_order_by_tag() -> None:
-    ranks.run(2, _check_letters)
 
 
 # --- reductions ---
@@ -252,37 +182,11 @@ def test_reductions_have_the_order_that_is_asked_for(order: str, numel: int, mon
     ranks.run(4, _check_order, order, numel)
 
 
-# --- who waits for whom ---
-
-
-def _check_page(rank: int, world_size: int) -> None:
-    dist.all_reduce(_x())
-    if rank == 1:
-        c10d._get_default_store().wait(["seen"])
-        dist.all_reduce(_x())
-        return
-    page = Page()
-    waiting = threading.Thread(target=lambda: dist.all_reduce(_x()))
-    waiting.start()
-    peer, number, group, operation, site, until_s, thread = page.only_entry(waiting)
-    assert page.version == 2
-    assert thread == waiting.native_id
-    assert 0 < until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
-    assert (peer, number, operation) == (1, 2, "all_reduce") and group == c10d._get_default_group().group_name
-    assert Path(site.rpartition(":")[0]) == Path(__file__)
-    c10d._get_default_store().set("seen", "")
-    waiting.join()
-    assert page.entries() == []
-
-
-def test_page_says_who_waits_for_whom() -> None:
-    ranks.run(2, _check_page)
-
-
 # --- what is left ---
 
 
-def _check_leftovers(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank: int, world_size: int) -> None:
     def own() -> tuple[int, int]:
         files = len(os.listdir("/proc/self/fd"))
         return files, Path("/proc/self/maps").read_text().count("memfd:simccl")
@@ -291,18 +195,15 @@ def _check_leftovers(rank: int, world_size: int) -> None:
     before = own()
     for _ in range(20):
         group = dist.new_group(backend="simccl")
-        dist.all_reduce(_x(numel=1 << 16), group=group)
+        dist.all_reduce(full(numel=1 << 16), group=group)
         assert len(os.listdir("/proc/self/task")) == threads  # a group has no thread
         dist.destroy_process_group(group)
         del group
     assert own() == before
 
 
-def test_destroyed_groups_leave_neither_memory_nor_descriptors() -> None:
-    ranks.run(2, _check_leftovers)
-
-
-def _check_threads(rank: int, world_size: int) -> None:
+@ranks.world_of(1)
+def test_ranks_may_be_threads_of_one_process(rank: int, world_size: int) -> None:
     from datetime import timedelta
 
     store, results = dist.HashStore(), [0.0] * 3
@@ -320,10 +221,6 @@ def _check_threads(rank: int, world_size: int) -> None:
     for one in members:
         one.join()
     assert results == [12.0] * 3
-
-
-def test_ranks_may_be_threads_of_one_process() -> None:
-    ranks.run(1, _check_threads)
 
 
 def test_peers_of_a_killed_rank_are_told_whenever_it_dies(request: pytest.FixtureRequest) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import torch_ext.sim  # noqa: F401 - registers the device
 
-__all__ = ["ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "PROGRAMS", "WITHOUT_ELEMENTS", "make"]
+__all__ = [
+    "ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "HOST_READS", "NO_HOST_READS", "PROGRAMS", "WITHOUT_ELEMENTS", "make",
+]  # fmt: skip
 
 SIM: Any = torch.get_device_module("sim")
 ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -22,38 +24,55 @@ def make(*sizes: int, dtype: torch.dtype = torch.float32, device: str = "sim") -
     return torch.ones(sizes, dtype=dtype).to(device)
 
 
-# How to call each operator that the device, or torch for the device, has a kernel of its own for.
-HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-    "aten::_copy_from": lambda: (ATEN._copy_from, (make(3), make(3))),
-    "aten::_copy_from_and_resize": lambda: (ATEN._copy_from_and_resize, (make(3), make(3))),
+def several(count: int, *sizes: int) -> list[Tensor]:
+    return [make(*sizes) for _ in range(count)]
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+# Arguments of each operator for which the device, or torch for the device, registers a kernel.
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "aten::_copy_from": lambda: (make(3), make(3)),
+    "aten::_copy_from_and_resize": lambda: (make(3), make(3)),
+    "aten::_local_scalar_dense": lambda: (make(1),),
+    "aten::_scaled_dot_product_flash_attention": lambda: (*several(3, 1, 1, 4, 8),),
+    "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (*several(3, 1, 1, 4, 8),),
+    "aten::_thnn_fused_gru_cell": lambda: (make(2, 6), make(2, 6), make(2, 2), make(6), make(6)),
+    "aten::_thnn_fused_gru_cell_backward": lambda: (make(2, 2), make(2, 10), True),
+    "aten::_thnn_fused_lstm_cell": lambda: (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
+    "aten::_thnn_fused_lstm_cell_backward_impl": lambda: (*several(4, 2, 2), make(2, 8), True),
+    "aten::addr": lambda: (make(2, 3), make(2), make(3)),
+    "aten::batch_norm_backward_elemt": lambda: (*several(2, 4, 3), *several(5, 3), make(1, dtype=torch.int32)),
+    "aten::batch_norm_backward_reduce": lambda: (*several(2, 4, 3), *several(3, 3), True, True, True),
+    "aten::batch_norm_elemt": lambda: (make(4, 3), *several(4, 3), 1e-5),
+    "aten::batch_norm_gather_stats": lambda: (make(4, 3), *several(2, 2, 3), *several(2, 3), 0.1, 1e-5, 4),
+    "aten::batch_norm_gather_stats_with_counts": lambda: (
+        make(4, 3), *several(2, 2, 3), *several(2, 3), 0.1, 1e-5, make(2),
+    ),
+    "aten::batch_norm_stats": lambda: (make(4, 3), 1e-5),
+    "aten::convolution_backward_overrideable": lambda: (
+        make(1, 1, 2, 2), make(1, 1, 3, 3), make(1, 1, 2, 2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3,
+    ),
+    "aten::convolution_overrideable": lambda: (
+        make(1, 1, 3, 3), make(1, 1, 2, 2), make(1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+    ),
+    "aten::mish_backward": lambda: (make(3), make(3)),
+    "aten::mse_loss": lambda: (make(4), make(4)),
+    "aten::native_batch_norm": lambda: (make(4, 3), *several(4, 3), True, 0.1, 1e-5),
+    "aten::native_batch_norm_backward": lambda: (*several(2, 4, 3), *several(5, 3), True, 1e-5, [True] * 3),
+    "aten::native_dropout": lambda: (make(5), 0.5, True),
+    "aten::native_group_norm": lambda: (make(2, 4, 3), make(4), make(4), 2, 4, 3, 2, 1e-5),
+    "aten::native_layer_norm": lambda: (make(2, 4), [4], make(4), make(4), 1e-5),
+    "aten::silu_backward": lambda: (make(3), make(3)),
+    "aten::smooth_l1_loss": lambda: (make(4), make(4)),
+    "fsdp::all_gather_copy_in": lambda: ([make(3)], make(6), [3], 3, 0),
+}  # fmt: skip
+
+# Those whose result needs another form, or which take what their first call makes.
+_FORMED: dict[str, Callable[[], Call]] = {
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
-    "aten::_local_scalar_dense": lambda: (ATEN._local_scalar_dense, (make(1),)),
-    "aten::_scaled_dot_product_flash_attention": lambda: (
-        ATEN._scaled_dot_product_flash_attention,
-        tuple(make(1, 1, 4, 8) for _ in range(3)),
-    ),
     "aten::_scaled_dot_product_flash_attention_backward": lambda: (_flash_backward, _flash()),
-    "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (
-        ATEN._scaled_dot_product_fused_attention_overrideable,
-        tuple(make(1, 1, 4, 8) for _ in range(3)),
-    ),
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: (_attention_backward, _attention()),
-    "aten::_thnn_fused_gru_cell": lambda: (
-        ATEN._thnn_fused_gru_cell,
-        (make(2, 6), make(2, 6), make(2, 2), make(6), make(6)),
-    ),
-    "aten::_thnn_fused_gru_cell_backward": lambda: (
-        ATEN._thnn_fused_gru_cell_backward,
-        (make(2, 2), make(2, 10), True),
-    ),
-    "aten::_thnn_fused_lstm_cell": lambda: (
-        ATEN._thnn_fused_lstm_cell,
-        (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
-    ),
-    "aten::_thnn_fused_lstm_cell_backward_impl": lambda: (
-        ATEN._thnn_fused_lstm_cell_backward_impl,
-        (*(make(2, 2) for _ in range(4)), make(2, 8), True),
-    ),
     "aten::_nested_from_padded": lambda: (_nested_from_padded, (make(2, 3, 4),)),
     "aten::_nested_tensor_from_mask": lambda: (_nested_from_mask, (make(2, 3, 4),)),
     "aten::_to_sparse": lambda: (lambda x: _coordinates(ATEN._to_sparse(x)), (make(2, 2),)),
@@ -61,62 +80,27 @@ HAND_WRITTEN: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     "aten::_to_sparse_bsc": lambda: (lambda x: _columns(ATEN._to_sparse_bsc(x, [1, 1])), (make(2, 2),)),
     "aten::_to_sparse_bsr": lambda: (lambda x: _rows(ATEN._to_sparse_bsr(x, [1, 1])), (make(2, 2),)),
     "aten::_to_sparse_csc": lambda: (lambda x: _columns(ATEN._to_sparse_csc(x)), (make(2, 2),)),
-    "aten::_embedding_bag_backward": lambda: (_of_bag, (make(1, 3),)),
     "aten::_to_sparse_csr": lambda: (lambda x: _rows(ATEN._to_sparse_csr(x)), (make(2, 2),)),
-    "aten::addr": lambda: (ATEN.addr, (make(2, 3), make(2), make(3))),
-    "aten::batch_norm_backward_elemt": lambda: (
-        ATEN.batch_norm_backward_elemt,
-        (make(4, 3), make(4, 3), *(make(3) for _ in range(5)), make(1, dtype=torch.int32)),
-    ),
-    "aten::batch_norm_backward_reduce": lambda: (
-        ATEN.batch_norm_backward_reduce,
-        (make(4, 3), make(4, 3), make(3), make(3), make(3), True, True, True),
-    ),
-    "aten::batch_norm_elemt": lambda: (ATEN.batch_norm_elemt, (make(4, 3), *(make(3) for _ in range(4)), 1e-5)),
+    "aten::_embedding_bag_backward": lambda: (_of_bag, (make(1, 3),)),
     "aten::batch_norm_elemt.out": lambda: (
         lambda *args: ATEN.batch_norm_elemt.out(*args[:-1], out=args[-1]),
-        (make(4, 3), *(make(3) for _ in range(4)), 1e-5, make(4, 3)),
+        (make(4, 3), *several(4, 3), 1e-5, make(4, 3)),
     ),
-    "aten::batch_norm_gather_stats": lambda: (
-        ATEN.batch_norm_gather_stats,
-        (make(4, 3), make(2, 3), make(2, 3), make(3), make(3), 0.1, 1e-5, 4),
-    ),
-    "aten::batch_norm_gather_stats_with_counts": lambda: (
-        ATEN.batch_norm_gather_stats_with_counts,
-        (make(4, 3), make(2, 3), make(2, 3), make(3), make(3), 0.1, 1e-5, make(2)),
-    ),
-    "aten::batch_norm_stats": lambda: (ATEN.batch_norm_stats, (make(4, 3), 1e-5)),
-    "aten::convolution_backward_overrideable": lambda: (
-        ATEN.convolution_backward_overrideable,
-        (make(1, 1, 2, 2), make(1, 1, 3, 3), make(1, 1, 2, 2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3),
-    ),
-    "aten::convolution_overrideable": lambda: (
-        ATEN.convolution_overrideable,
-        (make(1, 1, 3, 3), make(1, 1, 2, 2), make(1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-    ),
-    "aten::mish_backward": lambda: (ATEN.mish_backward, (make(3), make(3))),
-    "aten::mse_loss": lambda: (ATEN.mse_loss, (make(4), make(4))),
-    "aten::native_batch_norm": lambda: (
-        ATEN.native_batch_norm,
-        (make(4, 3), *(make(3) for _ in range(4)), True, 0.1, 1e-5),
-    ),
-    "aten::native_batch_norm_backward": lambda: (
-        ATEN.native_batch_norm_backward,
-        (make(4, 3), make(4, 3), *(make(3) for _ in range(5)), True, 1e-5, [True] * 3),
-    ),
-    "aten::native_dropout": lambda: (ATEN.native_dropout, (make(5), 0.5, True)),
-    "aten::native_group_norm": lambda: (ATEN.native_group_norm, (make(2, 4, 3), make(4), make(4), 2, 4, 3, 2, 1e-5)),
-    "aten::native_layer_norm": lambda: (ATEN.native_layer_norm, (make(2, 4), [4], make(4), make(4), 1e-5)),
-    "aten::silu_backward": lambda: (ATEN.silu_backward, (make(3), make(3))),
-    "aten::smooth_l1_loss": lambda: (ATEN.smooth_l1_loss, (make(4), make(4))),
     "aten::sparse_mask": lambda: (_sparse_mask, (make(2, 2), make(2, 2))),
-    "fsdp::all_gather_copy_in": lambda: (FSDP.all_gather_copy_in, ([make(3)], make(6), [3], 3, 0)),
     "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
     "fsdp::split_with_sizes_copy": lambda: (
         lambda given, *out: FSDP.split_with_sizes_copy(given, [1, 2], 0, out=list(out)),
         (make(3), make(1), make(2)),
     ),
 }
+
+
+def _direct(name: str) -> Callable[[], Call]:
+    namespace, _, operator = name.partition("::")
+    return lambda: (getattr(getattr(torch.ops, namespace), operator), ARGUMENTS[name]())
+
+
+HAND_WRITTEN = {**{name: _direct(name) for name in ARGUMENTS}, **_FORMED}
 
 # Kernels that touch no elements: they make memory or views of it, or answer questions about sizes.
 WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
@@ -239,6 +223,36 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "data-dependent size": lambda x, y: (x.nonzero(), torch.masked_select(x, y > 0)),
     "conjugate": lambda x, y: (torch.complex(x, y).conj().resolve_conj(),),
 }  # fmt: skip
+
+
+# Programs on four numbers for whose end the host waits, and such for which it does not.
+HOST_READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0]),
+    "cpu": lambda x: x.cpu(),
+    "copy to the host": lambda x: torch.empty(4).copy_(x),
+    "copy from the host": lambda x: x.copy_(torch.ones(4)),
+    "copy from the host into a column": lambda x: x.view(2, 2)[:, 0].copy_(torch.ones(2)),
+    "indices of the host": lambda x: x[[0, 1]],
+    "mask as index": lambda x: x[x > 0],
+    "mask of what is written": lambda x: x.index_put_((x > 0,), x.clone()),
+    "number of the host that is written": lambda x: x.index_put_((x.long() * 0,), torch.tensor(3.0)),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x.long()),
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "print": lambda x: repr(x),
+}
+NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
+    "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
+    "copy from the host": lambda x: x.copy_(torch.ones(4, pin_memory=True), non_blocking=True),
+    "add": lambda x: x + 1,
+    "integers as index": lambda x: x[x.long()],
+    "integers as index of what is written": lambda x: x.index_put_((x.long(),), x.clone()),
+    "mask of what is filled": lambda x: x.index_put_((x > 0,), x.sum()),
+    "repeat_interleave to a size": lambda x: torch.repeat_interleave(x.long(), output_size=4),
+}
 
 
 def _on_sim() -> dist.BarrierOptions:

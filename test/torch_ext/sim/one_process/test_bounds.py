@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -172,13 +172,6 @@ def test_backward_says_where_a_saved_tensor_was_freed() -> None:
     _free(saved)
     with pytest.raises(torch.AcceleratorError, match=r"aten::mul uses(.|\n)*in _free"):
         loss.backward()
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
-    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

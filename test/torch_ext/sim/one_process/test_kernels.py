@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -17,6 +15,8 @@ from test.torch_ext.sim.one_process.every_kernel import (
     ASKED_ABOUT,
     COLLECTIVES,
     HAND_WRITTEN,
+    HOST_READS,
+    NO_HOST_READS,
     PROGRAMS,
     WITHOUT_ELEMENTS,
     make,
@@ -114,48 +114,17 @@ def test_growing_a_tensor_moves_its_elements() -> None:
     assert ranges(entries, written=True) == [(x.data_ptr(), x.data_ptr() + 16)]
 
 
-_HOST_READS: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x[0].item(),
-    "bool": lambda x: bool(x[0]),
-    "cpu": lambda x: x.cpu(),
-    "copy to the host": lambda x: torch.empty(4).copy_(x),
-    "copy from the host": lambda x: x.copy_(torch.ones(4)),
-    "copy from the host into a column": lambda x: x.view(2, 2)[:, 0].copy_(torch.ones(2)),
-    "indices of the host": lambda x: x[[0, 1]],
-    "mask as index": lambda x: x[x > 0],
-    "mask of what is written": lambda x: x.index_put_((x > 0,), x.clone()),
-    "number of the host that is written": lambda x: x.index_put_((x.long() * 0,), torch.tensor(3.0)),
-    "repeat_interleave": lambda x: torch.repeat_interleave(x.long()),
-    "nonzero": lambda x: x.nonzero(),
-    "masked_select": lambda x: torch.masked_select(x, x > 0),
-    "unique": lambda x: x.unique(),
-    "equal": lambda x: torch.equal(x, x + 1),
-    "print": lambda x: repr(x),
-}
-
-
-@pytest.mark.parametrize("name", _HOST_READS)
+@pytest.mark.parametrize("name", HOST_READS)
 def test_reads_of_the_host_are_told(name: str) -> None:
     x, stream = make(4), SIM.Stream()
     with SIM.stream(stream):
-        _, entries = observe(_HOST_READS[name], x)
+        _, entries = observe(HOST_READS[name], x)
     assert stream.stream_id in [entry["stream"] for entry in entries if entry["kind"] == "host_knows_stream"]
 
 
-_NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
-    "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
-    "copy from the host": lambda x: x.copy_(torch.ones(4, pin_memory=True), non_blocking=True),
-    "add": lambda x: x + 1,
-    "integers as index": lambda x: x[x.long()],
-    "integers as index of what is written": lambda x: x.index_put_((x.long(),), x.clone()),
-    "mask of what is filled": lambda x: x.index_put_((x > 0,), x.sum()),
-    "repeat_interleave to a size": lambda x: torch.repeat_interleave(x.long(), output_size=4),
-}
-
-
-@pytest.mark.parametrize("name", _NO_HOST_READS)
+@pytest.mark.parametrize("name", NO_HOST_READS)
 def test_what_does_not_block_tells_the_host_nothing(name: str) -> None:
-    _, entries = observe(_NO_HOST_READS[name], make(4))
+    _, entries = observe(NO_HOST_READS[name], make(4))
     assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
 
@@ -262,13 +231,6 @@ def test_buffers_on_another_device_are_refused(what: str, elsewhere: str) -> Non
 
 
 # --- collectives ---
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
-    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

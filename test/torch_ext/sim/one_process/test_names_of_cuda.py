@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.sim.one_process.every_kernel import HOST_READS, NO_HOST_READS
 from torch_ext.sim import _absent
 
 SIM: Any = torch.get_device_module("sim")
@@ -91,46 +92,35 @@ def test_a_fraction_of_the_memory_is_all_that_may_be_used() -> None:
             SIM.set_per_process_memory_fraction(wrong)
 
 
-_BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
-    "item": lambda x: x[0].item(),
-    "nonzero": lambda x: x.nonzero(),
-    "to the host": lambda x: x.cpu(),
-    "from the host": lambda x: x.copy_(torch.ones(4)),
-    "stream": lambda x: SIM.current_stream().synchronize(),
-}
-_NOT_BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
-    "kernel": lambda x: x + 1,
-    "copy on the device": lambda x: x.clone(),
-    "copy that does not block": lambda x: x.copy_(torch.ones(4).pin_memory(), non_blocking=True),
-    "device": lambda x: SIM.synchronize(),
-}
-
-
 @pytest.fixture
 def sync_debug() -> Iterator[Callable[[int | str], None]]:
     yield SIM.set_sync_debug_mode
     SIM.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", _BLOCKING)
-def test_what_blocks_the_host_warns_or_raises(name: str, sync_debug: Callable[[int | str], None]) -> None:
+@pytest.mark.parametrize("read", [*HOST_READS.values(), lambda x: SIM.current_stream().synchronize()])
+def test_what_blocks_the_host_warns_or_raises(
+    read: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
+) -> None:
     x = torch.ones(4, device="sim")
     sync_debug("warn")
     assert SIM.get_sync_debug_mode() == 1
     with pytest.warns(UserWarning, match="called a synchronizing sim operation"):
-        _BLOCKING[name](x)
+        read(x)
     sync_debug("error")
     with pytest.raises(RuntimeError, match="called a synchronizing sim operation: "):
-        _BLOCKING[name](x)
+        read(x)
     sync_debug(0)
-    _BLOCKING[name](x)
+    read(x)
 
 
-@pytest.mark.parametrize("name", _NOT_BLOCKING)
-def test_what_does_not_block_the_host_does_not_raise(name: str, sync_debug: Callable[[int | str], None]) -> None:
+@pytest.mark.parametrize("call", [*NO_HOST_READS.values(), lambda x: SIM.synchronize()])
+def test_what_does_not_block_the_host_does_not_raise(
+    call: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
+) -> None:
     x = torch.ones(4, device="sim")
     sync_debug("error")
-    _NOT_BLOCKING[name](x)
+    call(x)
 
 
 def test_sync_debug_modes_are_checked() -> None:
@@ -148,15 +138,8 @@ def test_pinned_memory_is_counted() -> None:
     assert SIM.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == SIM.memory_allocated()
 
 
-@pytest.fixture
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("simccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_ddps_bfloat16_hooks_compress(world_of_one: None, wrapped: bool) -> None:
+def test_ddps_bfloat16_hooks_compress(group: Any, wrapped: bool) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False, device="sim"))
     if wrapped:
         hook: Any = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
@@ -170,7 +153,7 @@ def test_ddps_bfloat16_hooks_compress(world_of_one: None, wrapped: bool) -> None
     assert gradient.item() == torch.tensor(exact).bfloat16().float().item() != exact
 
 
-def test_ddp_still_checks_what_a_bfloat16_hook_looks_like(world_of_one: None) -> None:
+def test_ddp_still_checks_what_a_bfloat16_hook_looks_like(group: Any) -> None:
     def bf16_compress_hook(state: object, bucket: int) -> None: ...
 
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, device="sim"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,17 +56,9 @@ def test_eager_flex_attention_matches_the_hosts() -> None:
     assert device.grad is not None
 
 
-@pytest.fixture
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    SIM.set_device(0)
-    dist.init_process_group("simccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif("LOCAL_RANK" in os.environ, reason="a launcher has chosen the device")
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_causal_attention_of_dtensors_matches_that_of_tensors(world_of_one: None, requires_grad: bool) -> None:
+def test_causal_attention_of_dtensors_matches_that_of_tensors(group: Any, requires_grad: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -84,7 +75,7 @@ def test_causal_attention_of_dtensors_matches_that_of_tensors(world_of_one: None
         sharded + whole
 
 
-def test_profilers_see_collectives_with_their_shapes(world_of_one: None) -> None:
+def test_profilers_see_collectives_with_their_shapes(group: Any) -> None:
     tensor = torch.ones(3, 2, device="sim")
     with torch.autograd.profiler.profile(record_shapes=True) as profiler:
         dist.all_reduce(tensor)
@@ -93,7 +84,7 @@ def test_profilers_see_collectives_with_their_shapes(world_of_one: None) -> None
     assert [(event.is_async, event.input_shapes) for event in events] == [(True, [[3, 2]])] * 2
 
 
-def test_ddp_logs_times_of_the_device(world_of_one: None) -> None:
+def test_ddp_logs_times_of_the_device(group: Any) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="sim"), device_ids=[0])
     for _ in range(3):  # it begins to log with the second
         model(torch.ones(1, 2, device="sim")).sum().backward()

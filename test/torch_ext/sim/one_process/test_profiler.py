@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
@@ -17,13 +15,6 @@ import torch_ext.sim  # noqa: F401 - registers the device
 
 SIM: Any = torch.get_device_module("sim")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
-    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def _of_device(profiler: Any) -> list[Any]:

@@ -1,10 +1,11 @@
-"""What the programs of the zoo stand on, and how a test knows which two places of one race."""
+"""Streams and tensors for the programs of the zoo, and the two places of the race in each."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -38,6 +39,16 @@ class Stage:
     def on(self, stream: torch.Stream) -> Iterator[None]:
         with SIM.stream(stream):
             yield
+
+    def within(self, stream: torch.Stream, call: Callable[[], object]) -> None:
+        with SIM.stream(stream):
+            call()
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 Program = Callable[[Stage, bool], None]
@@ -101,12 +112,24 @@ def pair(program: Program) -> Program:
     Comments mark the two places that race: ``# earlier: add_`` and ``# later: mul``. One that a thread of
     autograd's engine makes has no line, or only lines of torch's hooks: ``# earlier: add nowhere``.
     """
+    add(program)
+    return program
+
+
+def add(program: Program, name: str = "", **calls: tuple[str, Callable[..., object] | None]) -> None:
+    """Add a program under ``name``. ``calls`` says what its comments do not.
+
+    Args:
+        calls: for ``earlier`` and ``later`` the operator and the lambda, of one line, that calls it; None: nowhere.
+    """
+    program.__name__ = name or program.__name__
     lines, first = inspect.getsourcelines(program)
     expected: dict[str, tuple[str, int | None]] = {}
     for offset, line in enumerate(lines):
         for which, operator, nowhere in _MARK.findall(line):
             expected[which] = (operator, None if nowhere else first + offset)
+    for which, (operator, call) in calls.items():
+        expected[which] = (operator, call and max(line for *_, line in call.__code__.co_lines() if line))
     if set(expected) != {"earlier", "later"}:
         raise ValueError(f"{program.__name__} marks {sorted(expected)}, expected earlier and later")
     _PAIRS.append(Pair(program, expected))
-    return program

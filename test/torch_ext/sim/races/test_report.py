@@ -1,4 +1,4 @@
-"""What users read: reports as they are printed, without folders and line numbers."""
+"""The text of reports, without folders and line numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from test.torch_ext.sim.races.stage import Stage, pairs_of
 from torch_ext.sim import races
 
 EXPECTED = {
-    "read_after_write": """\
-race 1: aten::fill_ writes what aten::mul reads
-  memory   bytes 0 to 1024 of a block of device memory, allocated at stage.py:N
-  earlier  aten::fill_ writes float32 [256] on stream S of sim:0
-             zoo_streams.py:N in read_after_write
-  later    aten::mul reads float32 [256] on the default stream of sim:0
-             zoo_streams.py:N in read_after_write
-  missing  the default stream of sim:0 must wait for stream S of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
-    "write_after_read": """\
-race 1: aten::mul reads what aten::fill_ writes
-  memory   bytes 0 to 1024 of a block of device memory, allocated at stage.py:N
-  earlier  aten::mul reads float32 [256] on stream S of sim:0
-             zoo_streams.py:N in write_after_read
-  later    aten::fill_ writes float32 [256] on the default stream of sim:0
-             zoo_streams.py:N in write_after_read
-  missing  the default stream of sim:0 must wait for stream S of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
     "one_column_and_not_its_neighbour": """\
 race 1: aten::fill_ writes what aten::mul reads
   memory   bytes 4 to 1592 of a block of device memory, allocated at stage.py:N
@@ -35,14 +19,6 @@ race 1: aten::fill_ writes what aten::mul reads
   later    aten::mul reads float32 [100] on the default stream of sim:0
              zoo_streams.py:N in one_column_and_not_its_neighbour
   missing  the default stream of sim:0 must wait for stream S of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
-    "fresh_tensor_used_elsewhere": """\
-race 1: aten::zero_ writes what aten::mul reads
-  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_streams.py:N
-  earlier  aten::zero_ writes float32 [256] on the default stream of sim:0
-             zoo_streams.py:N in fresh_tensor_used_elsewhere
-  later    aten::mul reads float32 [256] on stream S of sim:0
-             zoo_streams.py:N in fresh_tensor_used_elsewhere
-  missing  stream S of sim:0 must wait for the default stream of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
     "gradient_read_on_the_side": """\
 race 1: aten::add writes what aten::mul reads
   memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_streams.py:N
@@ -66,30 +42,6 @@ race 1: aten::mul reads what aten::fill_ writes
   later    aten::fill_ writes float32 [256] on the default stream of sim:0
              zoo_memory.py:N in freed_while_in_use
   missing  the tensor was freed at zoo_memory.py:N while stream S of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for stream S of sim:0""",  # noqa: E501 - as printed
-    "storage_resized_to_nothing": """\
-race 1: aten::mul reads what aten::fill_ writes
-  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_memory.py:N, handed out again since the earlier access
-  earlier  aten::mul reads float32 [256] on stream S of sim:0
-             zoo_memory.py:N in storage_resized_to_nothing
-  later    aten::fill_ writes float32 [256] on the default stream of sim:0
-             zoo_memory.py:N in storage_resized_to_nothing
-  missing  the tensor was freed at zoo_memory.py:N while stream S of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for stream S of sim:0""",  # noqa: E501 - as printed
-    "made_on_the_side_and_used_here": """\
-race 1: aten::mul reads what aten::fill_ writes
-  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_memory.py:N, handed out again since the earlier access
-  earlier  aten::mul reads float32 [256] on the default stream of sim:0
-             zoo_memory.py:N in made_on_the_side_and_used_here
-  later    aten::fill_ writes float32 [256] on stream S of sim:0
-             zoo_memory.py:N in made_on_the_side_and_used_here
-  missing  the tensor was freed at zoo_memory.py:N while the default stream of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for the default stream of sim:0""",  # noqa: E501 - as printed
-    "host_reads_before_the_copy_is_over": """\
-race 1: aten::copy_ writes what aten::sum reads
-  memory   bytes 0 to 1024 of a block of pinned memory
-  earlier  aten::copy_ writes float32 [256] on the default stream of sim:0
-             zoo_memory.py:N in host_reads_before_the_copy_is_over
-  later    aten::sum reads float32 [256] on the host
-             zoo_memory.py:N in host_reads_before_the_copy_is_over
-  missing  the host must wait for the default stream of sim:0 between zoo_memory.py:N and zoo_memory.py:N: synchronize the stream or an event""",  # noqa: E501 - as printed
     "host_overwrites_what_is_being_sent": """\
 race 1: aten::copy_ reads what aten::fill_ writes
   memory   bytes 0 to 1024 of a block of pinned memory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from test.torch_ext.sim.races import zoo_copies, zoo_memory, zoo_patterns, zoo_streams
+from test.torch_ext.sim.races import zoo_copies, zoo_memory, zoo_orders, zoo_patterns, zoo_streams
 from test.torch_ext.sim.races.stage import Pair, pairs_of, run
 
-PAIRS = pairs_of(zoo_streams, zoo_memory, zoo_copies, zoo_patterns)
+PAIRS = pairs_of(zoo_streams, zoo_orders, zoo_memory, zoo_copies, zoo_patterns)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)

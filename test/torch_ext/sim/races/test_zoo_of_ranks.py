@@ -8,7 +8,8 @@ from test.torch_ext.sim.races import zoo_collectives, zoo_training
 from test.torch_ext.sim.races.stage import SIM, pairs_of, run
 
 
-def _run_all(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_collectives_are_reported_with_both_places_and_their_twins_are_silent(rank: int, world_size: int) -> None:
     wrong = []
     for pair in pairs_of(zoo_collectives, zoo_training):
         for fixed, expected in ((False, [pair.expected]), (True, [])):
@@ -21,7 +22,3 @@ def _run_all(rank: int, world_size: int) -> None:
                 wrong.append(f"{pair.name}, {'twin' if fixed else 'racy'}: expected {expected}, found {found}")
             SIM.synchronize()
     assert not wrong, "\n".join(wrong)
-
-
-def test_collectives_are_reported_with_both_places_and_their_twins_are_silent() -> None:
-    ranks.run(2, _run_all)

@@ -1,63 +1,95 @@
-"""Programs of two ranks: collectives and transfers whose end, or whose inputs, nobody waited for."""
+"""Programs of two ranks: collectives and transfers without the wait for their end, or for their inputs."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread, pair
+
+# A collective or transfer of a small tensor and one of twice its size, its operator; what uses one of them, likewise.
+UNWAITED: dict[str, tuple[str, Callable[..., Any], str, Callable[..., object]]] = {
+    "result_read": (
+        "all_reduce", lambda x, two: dist.all_reduce(x, async_op=True), "mul", lambda x, two: x.mul(3)
+    ),
+    "broadcast_overwritten": (
+        "broadcast", lambda x, two: dist.broadcast(x, 0, async_op=True), "zero_", lambda x, two: x.zero_()
+    ),
+    "input_overwritten": (
+        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
+        "zero_", lambda x, two: x.zero_(),
+    ),
+    "gathered_read": (
+        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
+        "sum", lambda x, two: two[256:].sum(),
+    ),
+    "scattered_read": (
+        "_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(x, two, async_op=True),
+        "sum", lambda x, two: x.sum(),
+    ),
+    "all_to_all_read": (
+        "all_to_all", lambda x, two: dist.all_to_all_single(two[:256], x, async_op=True),
+        "sum", lambda x, two: two[:256].sum(),
+    ),
+    "sent_and_overwritten": (
+        "send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "zero_", lambda x, two: x.zero_()
+    ),
+    "received_and_read": (
+        "recv", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "mul", lambda x, two: two[:256].mul(3)
+    ),
+}  # fmt: skip
 
 
-@pair
-def result_read_before_wait(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        work.wait()
-    x.mul(3)  # later: mul
-    work.wait()
+# What waits for an all-reduce in the twin alone.
+WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
+    "wait_on_another_stream": lambda on, work, fixed: on.within(on.main if fixed else on.side, work.wait),
+    "wait_in_a_thread_on_another_stream": lambda on, work, fixed: in_a_thread(
+        lambda: on.within(on.main if fixed else on.side, work.wait)
+    ),
+    "device_synchronized_instead": lambda on, work, fixed: fixed and SIM.synchronize(),
+}
 
 
-@pair
-def input_overwritten_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
-    if fixed:
-        work.wait()
-    x.zero_()  # later: zero_
-    work.wait()
+def _waited(wait: Callable[[Stage, Any, bool], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x = on.tensor()
+        work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+        wait(on, work, fixed)
+        del work
+        x.mul(3)  # later: mul
+
+    return program
 
 
-@pair
-def gathered_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor(512)
-    work = dist.all_gather_into_tensor(out, x, async_op=True)  # earlier: _all_gather_base
-    if fixed:
-        work.wait()
-    out[256:].sum()  # later: sum
-    work.wait()
+for name, wait in WAITS.items():
+    add(_waited(wait), name)
 
 
-@pair
-def scattered_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(512), on.tensor()
-    work = dist.reduce_scatter_tensor(out, x, async_op=True)  # earlier: _reduce_scatter_base
-    if fixed:
-        work.wait()
-    out.sum()  # later: sum
-    work.wait()
+def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
+    peer = 1 - dist.get_rank()
+    return [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received[:256], peer)]
 
 
-@pair
-def wait_on_another_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    with on.on(on.main if fixed else on.side):
-        work.wait()
-    x.mul(3)  # later: mul
+def _unwaited(launch: Callable[..., Any], use: Callable[..., object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x, two = on.tensor(), on.tensor(512)
+        launched = launch(x, two)
+        works = launched if isinstance(launched, list) else [launched]
+        for work in works if fixed else []:
+            work.wait()
+        use(x, two)
+        for work in works:
+            work.wait()
+
+    return program
+
+
+for name, (operator, launch, later, use) in UNWAITED.items():
+    add(_unwaited(launch, use), name, earlier=(operator, launch), later=(later, use))
 
 
 @pair
@@ -81,41 +113,6 @@ def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def broadcast_read_before_wait(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.broadcast(x, 0, async_op=True)  # earlier: broadcast
-    if fixed:
-        work.wait()
-    x.zero_()  # later: zero_
-    work.wait()
-
-
-@pair
-def all_to_all_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, out = on.tensor(), on.tensor()
-    work = dist.all_to_all_single(out, x, async_op=True)  # earlier: all_to_all
-    if fixed:
-        work.wait()
-    out.sum()  # later: sum
-    work.wait()
-
-
-@pair
-def bucket_overwritten_while_it_is_sent(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    peer = 1 - dist.get_rank()
-    got = on.tensor()
-    sends = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(sends)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    x.zero_()  # later: zero_
-    for work in works:
-        work.wait()
-
-
-@pair
 def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
     # As in pytorch#152534.
     x = on.tensor()
@@ -129,16 +126,6 @@ def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def device_synchronized_instead(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        SIM.synchronize()
-    x.mul(3)  # later: mul
-    work.wait()
-
-
-@pair
 def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
     x, y = on.tensor(), on.tensor()
     with dist._coalescing_manager(device=on.device, async_ops=True) as together:  # earlier: allreduce_coalesced
@@ -148,20 +135,6 @@ def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
         together.wait()
     y.mul(3)  # later: mul
     together.wait()
-
-
-@pair
-def received_and_read_before_wait(on: Stage, fixed: bool) -> None:
-    x, got = on.tensor(), on.tensor()
-    peer = 1 - dist.get_rank()
-    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(both)  # earlier: recv
-    if fixed:
-        for work in works:
-            work.wait()
-    got.mul(3)  # later: mul
-    for work in works:
-        work.wait()
 
 
 @pair
@@ -204,31 +177,6 @@ def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def dropped_without_wait_and_read(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-    if fixed:
-        work.wait()
-    del work
-    x.mul(3)  # later: mul
-
-
-@pair
-def waited_for_in_a_thread_on_another_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-
-    def wait() -> None:
-        with on.on(on.main if fixed else on.side):
-            work.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join()
-    x.mul(3)  # later: mul
-
-
-@pair
 def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
     inputs, outputs = [on.tensor(8) for _ in range(2)], [on.tensor(16) for _ in range(2)]
     group = dist._coalescing_manager(device=on.device, async_ops=True)
@@ -239,19 +187,6 @@ def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
         manager.wait()
     inputs[1].add_(1)  # later: add
     manager.wait()
-
-
-@pair
-def ring_step_writes_what_is_still_sent(on: Stage, fixed: bool) -> None:
-    other, mine, next_one = 1 - dist.get_rank(), on.tensor(), on.tensor()
-    operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, next_one, other)]
-    works = dist.batch_isend_irecv(operations)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    mine.add_(1)  # later: add
-    for work in works:
-        work.wait()
 
 
 @pair

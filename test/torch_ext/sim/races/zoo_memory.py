@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import pickle
-import tempfile
 
 import torch
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import Stage, pair
 
 
 @pair
@@ -23,38 +21,6 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def freed_with_its_stream_waiting(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    del x
-    if fixed:
-        on.main.wait_stream(on.side)
-    torch.ones(256, device="sim:0")  # later: fill_
-
-
-@pair
-def freed_and_reused_by_less(on: Stage, fixed: bool) -> None:
-    x = on.tensor(40_000)
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    if fixed:
-        x.record_stream(on.side)
-    del x
-    torch.ones(10, device="sim:0")  # later: fill_
-
-
-@pair
-def recorded_for_another_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    x.record_stream(on.side if fixed else on.other)
-    del x
-    torch.ones(256, device="sim:0")  # later: fill_
-
-
-@pair
 def recorded_before_the_last_use_is_enough(on: Stage, fixed: bool) -> None:
     x = on.tensor()
     if fixed:
@@ -63,17 +29,6 @@ def recorded_before_the_last_use_is_enough(on: Stage, fixed: bool) -> None:
         x.mul(3)  # earlier: mul
     del x
     torch.ones(256, device="sim:0")  # later: fill_
-
-
-@pair
-def written_after_its_memory_was_lost(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x.fill_(3)  # earlier: fill_
-    if fixed:
-        x.record_stream(on.side)
-    del x
-    torch.empty(256, device="sim:0").zero_()  # later: zero_
 
 
 @pair
@@ -117,36 +72,6 @@ def temporary_of_an_expression(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def clone_made_on_another_stream(on: Stage, fixed: bool) -> None:
-    # As in pytorch#197827.
-    x = on.tensor()
-    with on.on(on.side):
-        copy = x.clone()  # earlier: copy_
-    if fixed:
-        on.main.wait_stream(on.side)
-    copy.sum()  # later: sum
-
-
-@pair
-def host_reads_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    # As in pytorch#144657.
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    host.sum()  # later: sum
-
-
-@pair
-def host_saves_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    torch.save({"weight": host}, io.BytesIO())  # later: save
-
-
-@pair
 def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> None:
     # A file has all of the storage that a view is of.
     x, host = on.tensor(128), on.pinned()
@@ -154,34 +79,6 @@ def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> No
     half = host[128:].clone() if fixed else host[128:]
     torch.save(half, io.BytesIO())  # later: save
     on.main.synchronize()
-
-
-@pair
-def host_saves_bytes_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    torch.save(host.untyped_storage(), io.BytesIO())  # later: save
-
-
-@pair
-def host_pickles_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    pickle.dumps([host])  # later: save
-
-
-@pair
-def host_writes_a_file_before_the_copy_is_over(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    with tempfile.TemporaryFile() as file:
-        host.untyped_storage()._write_file(file, True, False, 1)  # later: save
 
 
 @pair
@@ -200,15 +97,6 @@ def host_overwrites_what_is_being_sent(on: Stage, fixed: bool) -> None:
     if fixed:
         on.main.synchronize()
     host.fill_(7)  # later: fill_
-
-
-@pair
-def host_copies_pinned_memory(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        SIM.synchronize()
-    torch.empty(256).copy_(host)  # later: copy_
 
 
 @pair

@@ -4,26 +4,13 @@ activation checkpoints, the fused optimizers on a side stream.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
-
-
-@pair
-def batch_sent_ahead_and_used_at_once(on: Stage, fixed: bool) -> None:
-    # As apex's data_prefetcher, whose next() waits.
-    host = on.pinned()
-    with on.on(on.side):
-        batch = host.to(on.device, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.wait_stream(on.side)
-    batch.record_stream(on.main)
-    batch.mul(3)  # later: mul
+from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair
 
 
 @pair
@@ -38,27 +25,6 @@ def batch_sent_ahead_over_the_last_one(on: Stage, fixed: bool) -> None:
     del batch
     with on.on(on.side):
         host.to(on.device, non_blocking=True)  # later: copy_
-
-
-@pair
-def static_input_overwritten_while_a_replay_reads_it(on: Stage, fixed: bool) -> None:
-    static, host = on.tensor(), on.pinned()
-    with on.on(on.side):
-        static.mul(2)  # earlier: mul
-    if fixed:
-        on.main.wait_stream(on.side)
-    static.copy_(host, non_blocking=True)  # later: copy_
-
-
-@pair
-def staging_buffer_filled_again_too_early(on: Stage, fixed: bool) -> None:
-    stage, x = on.pinned(), on.tensor()
-    x.copy_(stage, non_blocking=True)  # earlier: copy_
-    sent = on.main.record_event()
-    if fixed:
-        sent.synchronize()
-    stage.fill_(2)  # later: fill_
-    SIM.synchronize()
 
 
 @pair
@@ -126,9 +92,7 @@ def event_waited_for_by_another_thread(on: Stage, fixed: bool) -> None:
                 filled.wait()
             x.mul(3)  # later: mul
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
+    in_a_thread(use)
 
 
 @pair
@@ -139,9 +103,7 @@ def thread_that_has_the_default_stream_waits(on: Stage, fixed: bool) -> None:
         x.fill_(2)  # earlier: fill_
     with on.on(on.other):
         stream = on.other if fixed else None
-        thread = threading.Thread(target=lambda: (stream or SIM.current_stream()).wait_stream(on.side))
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: (stream or SIM.current_stream()).wait_stream(on.side))
         x.mul(3)  # later: mul
 
 
@@ -157,23 +119,3 @@ def fused_step_on_the_side(on: Stage, fixed: bool) -> None:
         on.side.wait_stream(on.main)
     with on.on(on.side):
         optimizer.step()  # later: _fused_adamw_
-
-
-@pair
-def view_recorded_for_the_stream(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x[10:20].mul(2)  # earlier: mul
-    if fixed:
-        x[100:].record_stream(on.side)
-    del x
-    torch.ones(256, device=on.device)  # later: fill_
-
-
-@pair
-def real_and_imaginary_parts(on: Stage, fixed: bool) -> None:
-    x = torch.ones(16, dtype=torch.complex64, device=on.device)
-    SIM.synchronize()
-    with on.on(on.side):
-        x.real.add_(1)  # earlier: add
-    (x.imag if fixed else x.real).mul(2)  # later: mul

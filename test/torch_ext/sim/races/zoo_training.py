@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, pair
 
 
 def _linear(on: Stage) -> nn.Module:
@@ -27,14 +28,49 @@ def _local(parameter: torch.Tensor | None) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@pair
-def gradient_of_ddp_read_on_the_side(on: Stage, fixed: bool) -> None:
-    model = DDP(_linear(on))
-    model(on.tensor(4, 16)).sum().backward()  # earlier: copy_ nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
+# How a layer is wrapped, the last operation of its gradient in backward, and the first of its parameter in forward.
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str, str]] = {
+    "DDP": (lambda layer: DDP(layer), "copy_", ""),
+    "FSDP": (lambda layer: FSDP(layer, device_id=SIM.current_device()), "_reduce_scatter_base", "_all_gather_base"),
+    "fully_shard": (lambda layer: fully_shard(layer), "_reduce_scatter_base", "copy_"),
+    "hybrid fully_shard": (lambda layer: fully_shard(layer, mesh=_replicas()), "all_reduce", ""),
+}
+
+
+def _replicas() -> Any:
+    return init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+
+def _gradient_read(wrap: Callable[[nn.Module], nn.Module]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        model = wrap(_linear(on))
+        model(on.tensor(4, 16)).sum().backward()
+        if fixed:
+            on.side.wait_stream(on.main)
+        with on.on(on.side):
+            _local(next(model.parameters()).grad).mul(3)  # later: mul
+
+    return program
+
+
+def _parameter_written(wrap: Callable[[nn.Module], nn.Module]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        model, x = wrap(_linear(on)), on.tensor(4, 16)
+        with on.on(on.side), torch.no_grad():
+            _local(next(model.parameters())).add_(1)  # earlier: add
+        if fixed:
+            on.main.wait_stream(on.side)
+        _call(model, x)
+
+    return program
+
+
+_call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: model(x)  # noqa: E731 - a place of one line
+
+for name, (wrap, in_backward, in_forward) in WRAPPED.items():
+    add(_gradient_read(wrap), f"gradient of {name} read on the side", earlier=(in_backward, None))
+    if in_forward:
+        add(_parameter_written(wrap), f"parameter of {name} written on the side", later=(in_forward, _call))
 
 
 @pair
@@ -57,27 +93,6 @@ def hook_of_ddp_that_does_not_wait(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def parameter_written_on_the_side_before_fully_sharded_forward(on: Stage, fixed: bool) -> None:
-    model = fully_shard(_linear(on))
-    x = on.tensor(4, 16)
-    with on.on(on.side), torch.no_grad():
-        _local(next(model.parameters())).add_(1)  # earlier: add
-    if fixed:
-        on.main.wait_stream(on.side)
-    model(x)  # later: copy_
-
-
-@pair
-def gradient_of_fully_shard_read_on_the_side(on: Stage, fixed: bool) -> None:
-    model = fully_shard(_linear(on))
-    model(on.tensor(4, 16)).sum().backward()  # earlier: _reduce_scatter_base nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
-
-
-@pair
 def event_after_the_optimizer_recorded_before_it(on: Stage, fixed: bool) -> None:
     model, x = fully_shard(_linear(on)), on.tensor(4, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,20 +101,6 @@ def event_after_the_optimizer_recorded_before_it(on: Stage, fixed: bool) -> None
     optimizer.step()  # earlier: add
     model.set_post_optim_event(on.main.record_event() if fixed else too_early)
     model(x)  # later: copy_
-
-
-@pair
-def accumulated_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
-    model = fully_shard(_linear(on))
-    x = on.tensor(4, 16)
-    model.set_requires_gradient_sync(False)
-    model(x).sum().backward()
-    model.set_requires_gradient_sync(True)
-    model(x).sum().backward()  # earlier: _reduce_scatter_base nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
 
 
 @pair
@@ -127,38 +128,6 @@ def offloaded_parameter_written_while_it_is_copied(on: Stage, fixed: bool) -> No
 
 
 @pair
-def parameter_written_on_the_side_before_forward_of_fsdp(on: Stage, fixed: bool) -> None:
-    model = FSDP(_linear(on), device_id=on.device)
-    x = on.tensor(4, 16)
-    with on.on(on.side), torch.no_grad():
-        next(model.parameters()).add_(1)  # earlier: add
-    if fixed:
-        on.main.wait_stream(on.side)
-    model(x)  # later: _all_gather_base
-
-
-@pair
-def gradient_of_fsdp_read_on_the_side(on: Stage, fixed: bool) -> None:
-    model = FSDP(_linear(on), device_id=on.device)
-    model(on.tensor(4, 16)).sum().backward()  # earlier: _reduce_scatter_base nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
-
-
-@pair
-def hybrid_gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
-    mesh = init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(_linear(on), mesh=mesh)
-    model(on.tensor(4, 16)).sum().backward()  # earlier: all_reduce nowhere
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        _local(next(model.parameters()).grad).mul(3)  # later: mul
-
-
-@pair
 def redistributed_and_read_raw(on: Stage, fixed: bool) -> None:
     # As in pytorch#162749.
     mesh = init_device_mesh("sim", (2,))
@@ -170,14 +139,3 @@ def redistributed_and_read_raw(on: Stage, fixed: bool) -> None:
         whole.wait()
     whole.elem.mul(3)  # later: mul
     whole.wait()
-
-
-@pair
-def written_by_compiled_code_on_the_side(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    write = torch.compile(lambda tensor: tensor.fill_(2), backend="aot_eager", fullgraph=True)  # earlier: copy_
-    with on.on(on.side):
-        write(x)
-    if fixed:
-        on.main.wait_stream(on.side)
-    x.mul(3)  # later: mul

@@ -1,0 +1,209 @@
+"""Programs of one form each, as rows of tables: what is accessed, and what orders it or does not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread
+
+
+def _polled(event: Any) -> None:
+    while not event.query():
+        pass
+
+
+# --- two accesses, of which the first is on another stream ---
+
+Views = tuple[str, Callable[..., object]]
+
+# The operators, and their calls on a tensor of 16 rows; the twin waits for the stream.
+ACCESSES: dict[str, tuple[Views, Views]] = {
+    "write_after_read": (("mul", lambda x, y: x.mul(3)), ("fill_", lambda x, y: x.fill_(2))),
+    "write_after_write": (("fill_", lambda x, y: x.fill_(2)), ("zero_", lambda x, y: x.zero_())),
+    "expanded": (("fill_", lambda x, y: x[:, :1].fill_(2)), ("sum", lambda x, y: x[:, :1].expand(16, 100).sum())),
+    "out_argument": (("mul", lambda x, y: torch.mul(x, 2, out=y)), ("sum", lambda x, y: y.sum())),
+    "one_tensor_of_a_list": (("mul", lambda x, y: x.mul(3)), ("add", lambda x, y: torch._foreach_add_([y, x], 1))),
+    "conversion": (("copy_", lambda x, y: y.copy_(x.int())), ("mul", lambda x, y: y.mul(3))),
+    "index_that_is_still_being_made": (
+        ("zero_", lambda x, y: y.zero_()),
+        ("index_select", lambda x, y: x.index_select(0, y.view(torch.int32)[0])),
+    ),
+    "statistics_of_batch_norm": (
+        ("zero_", lambda x, y: y[0].zero_()),
+        ("native_batch_norm", lambda x, y: torch.nn.functional.batch_norm(x, y[0], y[1], training=True)),
+    ),
+}
+
+
+def _accessed(first: Callable[..., object], second: Callable[..., object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x, y = on.tensor(16, 16), on.tensor(16, 16)
+        with on.on(on.side):
+            first(x, y)
+        if fixed:
+            on.main.wait_stream(on.side)
+        second(x, y)
+
+    return program
+
+
+for name, (earlier, later) in ACCESSES.items():
+    add(_accessed(earlier[1], later[1]), name, earlier=earlier, later=later)
+
+# The views that two streams use, of a tensor of 16 rows; those of the twin have nothing in common.
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tensor]]] = {
+    "slices_that_overlap_by_a_row": (lambda x: x[:4], lambda x, fixed: x[4 if fixed else 3 :]),
+    "transposed": (lambda x: x.t()[:3], lambda x, fixed: x[:, 3 if fixed else 2 :]),
+    "every_second_element": (lambda x: x.view(-1)[::2], lambda x, fixed: x.view(-1)[1 if fixed else 0 :: 2]),
+    "real_and_imaginary_parts": (
+        lambda x: torch.view_as_complex(x.view(-1, 2)).real,
+        lambda x, fixed: torch.view_as_complex(x.view(-1, 2)).imag if fixed else x,
+    ),
+}
+
+
+def _viewed(one: Callable[[Tensor], Tensor], other: Callable[[Tensor, bool], Tensor]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x = on.tensor(16, 16)
+        with on.on(on.side):
+            one(x).fill_(2)  # earlier: fill_
+        other(x, fixed).mul(3)  # later: mul
+
+    return program
+
+
+for name, (one, other) in VIEWS.items():
+    add(_viewed(one, other), name)
+
+# --- what orders the two, where it is right ---
+
+# Between a write on the side stream and a read on the main one.
+WAITS: dict[str, Callable[[Stage, bool], object]] = {
+    "read_after_write": lambda on, fixed: fixed and on.main.wait_stream(on.side),
+    "event_never_recorded": lambda on, fixed: on.main.wait_event(on.side.record_event() if fixed else SIM.Event()),
+    "event_of_another_stream": lambda on, fixed: on.main.wait_event((on.side if fixed else on.other).record_event()),
+    "wait_of_another_stream": lambda on, fixed: (on.main if fixed else on.other).wait_stream(on.side),
+    "wait_the_wrong_way_round": lambda on, fixed: (
+        on.main.wait_stream(on.side) if fixed else on.side.wait_stream(on.main)
+    ),
+    "chain_with_a_link_missing": lambda on, fixed: (
+        fixed and on.other.wait_stream(on.side),
+        on.main.wait_stream(on.other),
+    ),
+    "thread_that_waits": lambda on, fixed: in_a_thread(lambda: (on.main if fixed else on.other).wait_stream(on.side)),
+    "synchronize_of_another_stream": lambda on, fixed: (on.side if fixed else on.other).synchronize(),
+    "synchronize_of_another_device": lambda on, fixed: SIM.synchronize(0 if fixed else 1),
+    "query_that_nobody_made": lambda on, fixed: fixed and _polled(on.side.record_event()),
+    "sent_on_another_stream_than_the_work": lambda on, fixed: on.within(
+        on.side if fixed else on.other, lambda: torch.ones(256).to(on.device)
+    ),
+}
+
+# The same, called on the side stream with another tensor and one of the host: the host waits for what blocks it.
+BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
+    "number_read_by_the_host": lambda y, host, fixed: fixed and y[0].item(),
+    "copy_to_the_host": lambda y, host, fixed: fixed and y.cpu(),
+    "sent_from_pageable_memory": lambda y, host, fixed: y.copy_(host, non_blocking=not fixed),
+    # CUDA may wait here; its documentation says not to rely on that.
+    "fetched_to_pageable_memory": lambda y, host, fixed: host.copy_(y, non_blocking=not fixed),
+    # A copy without elements does not even wait.
+    "nothing_sent": lambda y, host, fixed: y[: 256 if fixed else 0].copy_(host[: 256 if fixed else 0]),
+    "number_made_on_the_device": lambda y, host, fixed: torch.tensor([1.0], device=y.device if fixed else "cpu"),
+    # The host must count what a mask selects, and waits for that. It knows how many integers there are.
+    "indexed_by_integers_and_by_a_mask": lambda y, host, fixed: y[y > 0] if fixed else y[y.long()],
+    # The host must move its indices, and waits for that.
+    "filled_by_indices_of_the_host": lambda y, host, fixed: y.index_fill_(0, y.long(), 3.0) if not fixed else y[[0, 1]],
+}
+
+
+def _ordered(wait: Callable[[Stage, bool], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x = on.tensor()
+        with on.on(on.side):
+            x.fill_(2)  # earlier: fill_
+        wait(on, fixed)
+        x.mul(3)  # later: mul
+
+    return program
+
+
+def _blocked(block: Callable[[Tensor, Tensor, bool], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x, y, host = on.tensor(), on.tensor(), torch.ones(256)
+        with on.on(on.side):
+            x.fill_(2)  # earlier: fill_
+            block(y, host, fixed)
+        x.mul(3)  # later: mul
+
+    return program
+
+
+for name, wait in WAITS.items():
+    add(_ordered(wait), name)
+for name, block in BLOCKS.items():
+    add(_blocked(block), name)
+
+# --- what the host reads of a copy that is not over ---
+
+NOWHERE = open(os.devnull, "wb")  # noqa: SIM115 - open for as long as the rows below
+READS: dict[str, Callable[[Tensor], object]] = {
+    "sum": lambda host: host.sum(),
+    "tolist": lambda host: host.tolist(),
+    "numpy": lambda host: host.numpy(),
+    "numpy of an array": lambda host: np.asarray(host),
+    "_to_dlpack_versioned": lambda host: np.from_dlpack(host),
+    "copy_": lambda host: copy.deepcopy(host),
+    "copy_ to pageable memory": lambda host: torch.empty(256).copy_(host),
+    "_local_scalar_dense": lambda host: host.untyped_storage()[3],
+    "save": lambda host: torch.save({"weight": host}, io.BytesIO()),
+    "save of bytes": lambda host: torch.save(host.untyped_storage(), io.BytesIO()),
+    "save of a pickle": lambda host: pickle.dumps([host]),
+    "save of a file": lambda host: host.untyped_storage()._write_file(NOWHERE, True, False, 1),
+}
+
+
+def _read_early(read: Callable[[Tensor], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        host = on.tensor().to("cpu", non_blocking=True)  # earlier: copy_
+        if fixed:
+            on.main.synchronize()
+        read(host)
+
+    return program
+
+
+for name, read in READS.items():
+    add(_read_early(read), f"read before the copy is over: {name}", later=(name.partition(" ")[0], read))
+
+# --- what keeps freed memory from being used again ---
+
+KEEPS: dict[str, Callable[[Stage, Tensor, bool], object]] = {
+    "freed_with_its_stream_waiting": lambda on, x, fixed: fixed and on.main.wait_stream(on.side),
+    "recorded_for_another_stream": lambda on, x, fixed: x.record_stream(on.side if fixed else on.other),
+    "view_recorded_for_the_stream": lambda on, x, fixed: fixed and x[100:].record_stream(on.side),
+}
+
+
+def _freed(keep: Callable[[Stage, Tensor, bool], object]) -> Program:
+    def program(on: Stage, fixed: bool) -> None:
+        x = on.tensor()
+        with on.on(on.side):
+            x[10:20].mul(3)  # earlier: mul
+        keep(on, x, fixed)
+        del x
+        torch.ones(256, device=on.device)  # later: fill_
+
+    return program
+
+
+for name, keep in KEEPS.items():
+    add(_freed(keep), name)
