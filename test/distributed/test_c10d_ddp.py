@@ -48,14 +48,14 @@ class TestDDPGradients(DDPTest):
             self.check_gradients(ddp, self.gradients(reference), f"step {step}")
             one_bucket = step < (2 if options["static_graph"] else not options["find_unused_parameters"])
             if options["bucket_cap_mb"] == 25 or one_bucket:
-                self.check_equal(f"all-reduces of step {step}", reductions, 1)
+                self.assertEqual(reductions, 1, f"all-reduces of step {step}")
             else:
-                self.check_equal(f"all-reduces of step {step}, with buckets of 10 bytes", reductions, 4)
+                self.assertEqual(reductions, 4, f"all-reduces of step {step}, with buckets of 10 bytes")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        self.check_equal(
-            "weights after training", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0
+        self.assertEqual(
+            list(model.parameters()), list(reference.parameters()), "weights after training", atol=0, rtol=0
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -72,7 +72,7 @@ class TestDDPGradients(DDPTest):
                 # What was averaged before is averaged again, and equal on both ranks.
                 for total, gradient in zip(expected, self.averaged(reference).values(), strict=True):
                     total.add_(gradient)
-                self.check_equal(f"step {step}", [each.grad for each in model.parameters()], expected)
+                self.assertEqual([each.grad for each in model.parameters()], expected, f"step {step}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_bucket_views_share_memory(self):
@@ -83,13 +83,13 @@ class TestDDPGradients(DDPTest):
             for step in range(3):
                 self.backward(ddp, step)
                 storages = {each.grad.untyped_storage().data_ptr() for each in model.parameters()}
-                self.check_equal(
-                    f"memories of the gradients, {step}", len(storages), 1 if gradient_as_bucket_view else 4
+                self.assertEqual(
+                    len(storages), 1 if gradient_as_bucket_view else 4, f"memories of the gradients, {step}"
                 )
                 ddp.zero_grad(set_to_none=step == 1)
                 if step != 1:
                     zeros = [torch.zeros_like(each) for each in model.parameters()]
-                    self.check_equal("zeroed", [each.grad for each in model.parameters()], zeros)
+                    self.assertEqual([each.grad for each in model.parameters()], zeros, "zeroed")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync(self):
@@ -100,11 +100,11 @@ class TestDDPGradients(DDPTest):
             for step in range(2):
                 with ddp.no_sync():
                     reductions, _ = self.counts(lambda ddp=ddp, step=step: self.backward(ddp, step))
-                self.check_equal("all-reduces within no_sync", reductions, 0)
+                self.assertEqual(reductions, 0, "all-reduces within no_sync")
                 self.backward(reference, step)
                 self.check_gradients(ddp, self.gradients(reference), f"within no_sync, {step}")
             reductions, _ = self.counts(lambda ddp=ddp: self.backward(ddp, 2))
-            self.check_equal("all-reduces after no_sync", reductions, 1)
+            self.assertEqual(reductions, 1, "all-reduces after no_sync")
             self.backward(reference, 2)
             self.check_gradients(ddp, self.averaged(reference), "after no_sync")
 
@@ -114,15 +114,15 @@ class TestDDPGradients(DDPTest):
         with ddp.no_sync():
             with ddp.no_sync():
                 self.backward(ddp)
-            self.check_equal("all-reduces in the outer no_sync", self.counts(lambda: self.backward(ddp))[0], 0)
-        self.check_equal("all-reduces outside", self.counts(lambda: self.backward(ddp))[0], 1)
+            self.assertEqual(self.counts(lambda: self.backward(ddp))[0], 0, "all-reduces in the outer no_sync")
+        self.assertEqual(self.counts(lambda: self.backward(ddp))[0], 1, "all-reduces outside")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_ends_with_an_error(self):
         ddp = DDP(self.net())
         with self.assertRaisesRegex(ValueError, "of the body"), ddp.no_sync():
             raise ValueError("of the body")
-        self.check_equal("all-reduces afterwards", self.counts(lambda: self.backward(ddp))[0], 1)
+        self.assertEqual(self.counts(lambda: self.backward(ddp))[0], 1, "all-reduces afterwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_outside_no_sync_decides(self):
@@ -130,7 +130,7 @@ class TestDDPGradients(DDPTest):
         ddp = DDP(self.net())
         loss = ddp(self.rows()).sum()
         with ddp.no_sync():
-            self.check_equal("all-reduces", self.counts(loss.backward)[0], 1)
+            self.assertEqual(self.counts(loss.backward)[0], 1, "all-reduces")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_parameters_stay_local(self):
@@ -141,8 +141,8 @@ class TestDDPGradients(DDPTest):
             self.backward(each)
         local = reference[0].weight.grad.clone()
         averaged = self.averaged(reference)
-        self.check_equal("gradient of 0.weight, which DDP ignores", model[0].weight.grad, local, atol=0, rtol=0)
-        self.check_equal("gradient of 0.bias", model[0].bias.grad, averaged["0.bias"], atol=0, rtol=0)
+        self.assertEqual(model[0].weight.grad, local, "gradient of 0.weight, which DDP ignores", atol=0, rtol=0)
+        self.assertEqual(model[0].bias.grad, averaged["0.bias"], "gradient of 0.bias", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_frozen_parameters_are_left_alone(self):
@@ -170,9 +170,9 @@ class TestDDPGradients(DDPTest):
         elements = []
         ddp.register_comm_hook(None, lambda state, bucket: elements.append(bucket.buffer().numel()) or done(bucket))
         self.backward(ddp)
-        self.check_equal("elements that are reduced", elements, [16])
+        self.assertEqual(elements, [16], "elements that are reduced")
         self.backward(reference)
-        self.check_equal("gradient of the shared weight", model[0].weight.grad, reference[0].weight.grad)
+        self.assertEqual(model[0].weight.grad, reference[0].weight.grad, "gradient of the shared weight")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delayed_parameters_are_reduced_at_a_hook(self):
@@ -193,7 +193,7 @@ class TestDDPGradients(DDPTest):
             expected = self.averaged(reference)
             for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
                 found = model.get_parameter(name).grad
-                self.check_equal(f"step {step}: gradient of {name}", found, expected[name], atol=0, rtol=0)
+                self.assertEqual(found, expected[name], f"step {step}: gradient of {name}", atol=0, rtol=0)
         model[0].bias.grad = None
         kept = model[0].weight.grad.clone()
         ddp(rows[0] + trigger).square().sum().backward()
@@ -201,7 +201,7 @@ class TestDDPGradients(DDPTest):
         reference(rows[0]).square().sum().backward()
         expected = self.averaged(reference)
         found = (model[0].weight.grad, model[0].bias.grad)
-        self.check_equal("one kept, one reset", found, (kept + expected["0.weight"], expected["0.bias"]))
+        self.assertEqual(found, (kept + expected["0.weight"], expected["0.bias"]), "one kept, one reset")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_arguments_that_cannot_work_are_refused(self):
@@ -251,8 +251,8 @@ class TestDDPBuffers(DDPTest):
                 model.layer.weight.fill_(self.rank)
             DDP(model, **options)
             weight = self.rank if "init_sync" in options else 0
-            self.check_equal(f"initial weight with {options}", model.layer.weight.detach().mean().item(), weight)
-            self.check_equal(f"initial buffer with {options}", model.count.tolist(), [float(buffer)] * 2)
+            self.assertEqual(model.layer.weight.detach().mean().item(), weight, f"initial weight with {options}")
+            self.assertEqual(model.count.tolist(), [float(buffer)] * 2, f"initial buffer with {options}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_of_rank_0_reach_all_before_forward(self):
@@ -262,8 +262,8 @@ class TestDDPBuffers(DDPTest):
             with torch.no_grad():
                 model.count.fill_(10 * step + self.rank)
             _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
-            self.check_equal("broadcasts", broadcasts, 1)
-        self.check_equal("buffer in forward", model.seen, [0.0, 10.0, 20.0])
+            self.assertEqual(broadcasts, 1, "broadcasts")
+        self.assertEqual(model.seen, [0.0, 10.0, 20.0], "buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reassigned_buffer_is_sent(self):
@@ -272,7 +272,7 @@ class TestDDPBuffers(DDPTest):
         ddp(self.rows())
         model.count = torch.full((2,), 5.0 + self.rank, device=self.device)
         ddp(self.rows())
-        self.check_equal("reassigned buffer in forward", model.seen, [0.0, 5.0])
+        self.assertEqual(model.seen, [0.0, 5.0], "reassigned buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_stay_local_if_asked(self):
@@ -281,8 +281,8 @@ class TestDDPBuffers(DDPTest):
         with torch.no_grad():
             model.count.fill_(self.rank)
         _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
-        self.check_equal("broadcasts in forward", broadcasts, 0)
-        self.check_equal("buffer in forward", model.seen, [float(self.rank)])
+        self.assertEqual(broadcasts, 0, "broadcasts in forward")
+        self.assertEqual(model.seen, [float(self.rank)], "buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_buffer_stays_local(self):
@@ -290,7 +290,7 @@ class TestDDPBuffers(DDPTest):
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["count"])
         ddp = DDP(model)
         ddp(self.rows())
-        self.check_equal("ignored buffer in forward", model.seen, [float(self.rank)])
+        self.assertEqual(model.seen, [float(self.rank)], "ignored buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_saves_the_next_broadcast(self):
@@ -300,7 +300,7 @@ class TestDDPBuffers(DDPTest):
         for syncs in (True, False, False, True, True):
             ddp.require_backward_grad_sync = syncs
             broadcasts.append(self.counts(lambda: ddp(self.rows()).sum().backward())[1])
-        self.check_equal("broadcasts of four forwards", broadcasts, [1, 1, 0, 0, 1])
+        self.assertEqual(broadcasts, [1, 1, 0, 0, 1], "broadcasts of four forwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffer_hook_runs_where_asked(self):
@@ -319,9 +319,9 @@ class TestDDPBuffers(DDPTest):
             ddp._register_buffer_comm_hook(order, hook, location)
             model.layer.register_forward_hook(lambda *_, order=order: order.append("forward"))
             _, broadcasts = self.counts(lambda ddp=ddp: ddp(self.rows()).sum().backward())
-            self.check_equal("order of hook and forward", order, expected)
-            self.check_equal("buffers of the hook", named, ["count"])
-            self.check_equal("broadcasts", broadcasts, 0)
+            self.assertEqual(order, expected, "order of hook and forward")
+            self.assertEqual(named, ["count"], "buffers of the hook")
+            self.assertEqual(broadcasts, 0, "broadcasts")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class TestDDPUnusedParameters(DDPTest):
             dist.all_reduce(have)
             expected = gradient / self.world_size if have.item() else None
             found = ddp.module.get_parameter(name).grad
-            self.check_equal(f"{what}: gradient of {name}", found, expected, atol=0, rtol=0)
+            self.assertEqual(found, expected, f"{what}: gradient of {name}", atol=0, rtol=0)
 
     @contextlib.contextmanager
     def _telling(self, what):
@@ -123,7 +123,7 @@ class TestDDPUnusedParameters(DDPTest):
         ddp = DDP(model, find_unused_parameters=True)
         model.never.weight.grad = torch.full_like(model.never.weight, 3.0 + self.rank)
         ddp(self.rows()).sum().backward()
-        self.check_equal("gradient of never", model.never.weight.grad, torch.full((4, 4), 3.0 + self.rank))
+        self.assertEqual(model.never.weight.grad, torch.full((4, 4), 3.0 + self.rank), "gradient of never")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_that_the_loss_ignores(self):
@@ -169,7 +169,7 @@ class TestDDPUnusedParameters(DDPTest):
             reference(self.rows(step)).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
             early = "buckets reduced before the first layer's gradient comes"
-            self.check_equal(f"step {step}: {early}", computed[0] > 0, step > 1)
+            self.assertEqual(computed[0] > 0, step > 1, f"step {step}: {early}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_static_graph_with_a_module_that_runs_twice(self):
@@ -231,11 +231,11 @@ class TestDDPMixedPrecision(DDPTest):
             with CollectiveLog() as log:
                 ddp(self.rows(step)).sum().backward()
             reduced = {call.dtype for call in log.calls if call.name == "allreduce"}
-            self.check_equal("types that are reduced", reduced, {reduce_dtype})
+            self.assertEqual(reduced, {reduce_dtype}, "types that are reduced")
             seen = dict.fromkeys(("x", "weight", "buffer"), param_dtype)
-            self.check_equal("types in forward", [each.seen for each in model], [seen] * 2)
+            self.assertEqual([each.seen for each in model], [seen] * 2, "types in forward")
             after = {(each.dtype, each.grad.dtype) for each in model.parameters()}
-            self.check_equal("types of parameters after backward, and of gradients", after, {(FULL, FULL)})
+            self.assertEqual(after, {(FULL, FULL)}, "types of parameters after backward, and of gradients")
             if not step:
                 continue
             computing = self._model().to(param_dtype)
@@ -245,8 +245,8 @@ class TestDDPMixedPrecision(DDPTest):
                 dist.all_reduce(gradient)
                 expected = (gradient / self.world_size).to(FULL)
                 found = model.get_parameter(name).grad
-                self.check_equal(f"gradient of {name}, step {step}", found, expected, atol=0, rtol=0)
-        self.check_equal("parameters", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+                self.assertEqual(found, expected, f"gradient of {name}, step {step}", atol=0, rtol=0)
+        self.assertEqual(list(model.parameters()), list(reference.parameters()), "parameters", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_low_precision_copies_take_memory_only_in_use(self):
@@ -258,11 +258,11 @@ class TestDDPMixedPrecision(DDPTest):
         DDP._set_params_and_buffers_to_ignore_for_model(model, names)
         DDP(model, mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL, buffer_dtype=HALF))
         copies = {name: each._mp_param for name, each in model.named_parameters() if hasattr(each, "_mp_param")}
-        self.check_equal("what has a copy", list(copies), ["0.layer.weight", "0.layer.bias"])
+        self.assertEqual(list(copies), ["0.layer.weight", "0.layer.bias"], "what has a copy")
         sizes = [copy.untyped_storage().size() for copy in copies.values()]
-        self.check_equal("bytes of copies before forward", sizes, [0, 0])
-        self.check_equal("types of what is ignored", [each.dtype for each in ignored], [FULL] * 3)
-        self.check_equal("type of the other buffer", model[0].offset.dtype, HALF)
+        self.assertEqual(sizes, [0, 0], "bytes of copies before forward")
+        self.assertEqual([each.dtype for each in ignored], [FULL] * 3, "types of what is ignored")
+        self.assertEqual(model[0].offset.dtype, HALF, "type of the other buffer")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_streams_wait_for_low_precision(self):

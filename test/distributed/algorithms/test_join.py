@@ -80,9 +80,9 @@ class TestJoin(DDPTest):
         made = ["one: made with {'factor': 2}", "two: made with {'factor': 2}"]
         shadows = ["one: main", "two: main"] * (2 - 2 * self.rank)
         posts = [f"{name}: post, last: {self.rank == 1}" for name in ("one", "two")]
-        self.check_equal("calls of the hooks", calls, made + shadows + posts)
+        self.assertEqual(calls, made + shadows + posts, "calls of the hooks")
         sums = [2.0] + [1.0] * 2 * self.rank
-        self.check_equal("sums over ranks", (one.sums, two.sums), (sums, sums))
+        self.assertEqual((one.sums, two.sums), (sums, sums), "sums over ranks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ranks_that_end_together_are_both_last(self):
@@ -90,7 +90,7 @@ class TestJoin(DDPTest):
         adder = Adder("one", calls, self.device)
         with Join([adder]):
             adder()
-        self.check_equal("calls of the hooks", calls, ["one: made with {}", "one: post, last: True"])
+        self.assertEqual(calls, ["one: made with {}", "one: post, last: True"], "calls of the hooks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_throw_on_early_termination(self):
@@ -103,7 +103,7 @@ class TestJoin(DDPTest):
         ):
             for _ in range(1 + 2 * self.rank):
                 adder()
-        self.check_equal("sums over ranks", adder.sums, [2.0])
+        self.assertEqual(adder.sums, [2.0], "sums over ranks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_disabled_join_does_nothing(self):
@@ -111,7 +111,7 @@ class TestJoin(DDPTest):
         adder = Adder("one", calls, self.device)
         with Join([adder], enable=False):
             adder()
-        self.check_equal("calls of the hooks", calls, ["one: made with {}"])
+        self.assertEqual(calls, ["one: made with {}"], "calls of the hooks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_error_of_the_body_comes_through(self):
@@ -190,7 +190,7 @@ class TestDDPJoin(DDPTest):
             expected = self._share(reference, step, short, divisor)
             if step < len(found):
                 for name, gradient in expected.items():
-                    self.check_equal(f"step {step}: gradient of {name}", found[step][name], gradient, atol=0, rtol=0)
+                    self.assertEqual(found[step][name], gradient, f"step {step}: gradient of {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_final_model_is_that_of_the_last_joiner(self):
@@ -205,12 +205,12 @@ class TestDDPJoin(DDPTest):
                     self.backward(ddp, step)
                     optimizer.step()
             last = 1 - short
-            self.check_equal("final buffer", model.count.item(), 10.0 * self.STEPS[1] + last)
+            self.assertEqual(model.count.item(), 10.0 * self.STEPS[1] + last, "final buffer")
             weights = [torch.empty_like(model.layer.weight) for _ in range(2)]
             dist.all_gather(weights, model.layer.weight.detach())
-            self.check_equal("final weight of the other rank", weights[0], weights[1], atol=0, rtol=0)
+            self.assertEqual(weights[0], weights[1], "final weight of the other rank", atol=0, rtol=0)
             if self.rank == last:
-                self.check_equal("steps of the last rank", model.step, self.STEPS[1])
+                self.assertEqual(model.step, self.STEPS[1], "steps of the last rank")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_come_from_a_rank_that_goes_on(self):
@@ -224,7 +224,7 @@ class TestDDPJoin(DDPTest):
             source = [1.0] * self.STEPS[0] + [float(1 - short)] * (self.STEPS[1] - self.STEPS[0])
             # What the last step of both left behind is sent by the one that goes on.
             expected = [0.0] + [10.0 * step + source[step] for step in range(1, self.STEPS[1])]
-            self.check_equal(f"buffer in forward, short {short}", model.seen, expected[: len(model.seen)])
+            self.assertEqual(model.seen, expected[: len(model.seen)], f"buffer in forward, short {short}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_of_ranks_that_go_on(self):
@@ -243,7 +243,7 @@ class TestDDPJoin(DDPTest):
                     if step % 2:
                         ddp.zero_grad()
             for name, average in self.averaged(reference).items():
-                self.check_equal(f"gradient of {name}", found[name], average, atol=0, rtol=0)
+                self.assertEqual(found[name], average, f"gradient of {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_after_the_join(self):

@@ -50,12 +50,12 @@ class TestSavePlan(PlannerTest):
         dcp.load(found, checkpoint_id=folder)
         expected = state(0.0, 3, "saved")
         for name in ("number", "text", "nothing", "bytes"):
-            self.check_equal(name, found[name], expected[name])
+            self.assertEqual(found[name], expected[name], name)
         (tensor, number, deep), (twin, text) = found["nested"]["list"], found["nested"]["tuple"]
         threes = torch.full((2,), 3.0, device=self.device)
-        self.check_equal("within the list", (tensor, number), (threes, 3))
-        self.check_equal("shards within the list", full_tensor(deep["deep"]), full_tensor(self.sharded(0.0)))
-        self.check_equal("within the tuple", (twin, text), (threes, "saved"))
+        self.assertEqual((tensor, number), (threes, 3), "within the list")
+        self.assertEqual(full_tensor(deep["deep"]), full_tensor(self.sharded(0.0)), "shards within the list")
+        self.assertEqual((twin, text), (threes, "saved"), "within the tuple")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_what_all_ranks_have_is_written_once(self):
@@ -69,9 +69,9 @@ class TestSavePlan(PlannerTest):
         folder = self.shared_folder()
         dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=lowest))
         metadata = FileSystemReader(folder).read_metadata()
-        self.check_equal("tensors written", sorted(index.fqn for index in metadata.storage_data), sorted(state))
+        self.assertEqual(sorted(index.fqn for index in metadata.storage_data), sorted(state), "tensors written")
         writers = {place.relative_path.split("_")[2] for place in metadata.storage_data.values()}
-        self.check_equal("ranks that write", sorted(writers), ["0"] if lowest else ["0", "1"])
+        self.assertEqual(sorted(writers), ["0"] if lowest else ["0", "1"], "ranks that write")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_plans_are_kept_while_nothing_changes(self):
@@ -89,11 +89,11 @@ class TestSavePlan(PlannerTest):
             plans.clear()
             dcp.save(state, checkpoint_id=folder, planner=Noting(enable_plan_caching=True))
             with self.telling(f"{sorted(state)}"):
-                self.check_equal("sends its plan", plans, [sent])
+                self.assertEqual(plans, [sent], "sends its plan")
             found = {name: torch.zeros_like(each) for name, each in state.items()}
             dcp.load(found, checkpoint_id=folder)
             for name, each in state.items():
-                self.check_equal(f"saved {name}", full_tensor(found[name]), full_tensor(each), atol=0, rtol=0)
+                self.assertEqual(full_tensor(found[name]), full_tensor(each), f"saved {name}", atol=0, rtol=0)
 
         save_and_check({"sharded": self.sharded(0.0)}, True)
         save_and_check({"sharded": self.sharded(50.0)}, False)
@@ -113,8 +113,8 @@ class TestLoadPlan(PlannerTest):
         with self.assertRaisesRegex(CheckpointException, "Missing key in checkpoint state_dict: new"):
             dcp.load(state, checkpoint_id=folder)
         dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-        self.check_equal("saved", full_tensor(state["saved"]), full_tensor(self.sharded(0.0)), atol=0, rtol=0)
-        self.check_equal("new", state["new"], torch.full((2,), 7.0, device=self.device))
+        self.assertEqual(full_tensor(state["saved"]), full_tensor(self.sharded(0.0)), "saved", atol=0, rtol=0)
+        self.assertEqual(state["new"], torch.full((2,), 7.0, device=self.device), "new")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_sizes_that_differ_are_named(self):

@@ -71,14 +71,14 @@ class TestStateDict(FullyShardParityTest):
     def _check_same(self, found, expected, what):
         for name, parameter in expected[0].named_parameters():
             other = found[0].get_parameter(name)
-            self.check_equal(f"{what}: parameter {name}", full_tensor(other), full_tensor(parameter), atol=0, rtol=0)
+            self.assertEqual(full_tensor(other), full_tensor(parameter), f"{what}: parameter {name}", atol=0, rtol=0)
             state, wanted = found[1].state[other], expected[1].state[parameter]
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 pair = full_tensor(state[key]), full_tensor(wanted[key])
-                self.check_equal(f"{what}: {key} of {name}", *pair, atol=0, rtol=0)
+                self.assertEqual(*pair, f"{what}: {key} of {name}", atol=0, rtol=0)
         for index, groups in enumerate(zip(found[1].param_groups, expected[1].param_groups, strict=True)):
             for key in ("lr", "weight_decay", "betas"):
-                self.check_equal(f"{what}: {key} of group {index}", groups[0][key], groups[1][key])
+                self.assertEqual(groups[0][key], groups[1][key], f"{what}: {key} of group {index}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multiple_param_groups(self):
@@ -99,7 +99,7 @@ class TestStateDict(FullyShardParityTest):
         # Sharded state is not copied, so copy it, as a file would.
         model_state, optimizer_state = copy.deepcopy(get_state_dict(*source, options=StateDictOptions(**options)))
         if "flatten_optimizer_state_dict" in options:
-            self.check_equal("flat learning rate", optimizer_state["param_groups.1.weight.lr"], 0.1)
+            self.assertEqual(optimizer_state["param_groups.1.weight.lr"], 0.1, "flat learning rate")
         set_state_dict(
             *target,
             model_state_dict=model_state,
@@ -118,11 +118,11 @@ class TestStateDict(FullyShardParityTest):
         before = [full_tensor(each).clone() for each in model.parameters()]
         _, state = get_state_dict(model, optimizer)
         after = [full_tensor(each) for each in model.parameters()]
-        self.check_equal("parameters", after, before, atol=0, rtol=0)
-        self.check_equal("learning rates", [group["lr"] for group in optimizer.param_groups], [0.1, 0.2])
-        self.check_equal("saved learning rates", [group["lr"] for group in state["param_groups"]], [0.1, 0.2])
-        self.check_equal("gradients", [each.grad for each in model.parameters()], [None] * 4)
-        self.check_equal("parameters with state", sorted(state["state"]), ["0.bias", "0.weight", "1.bias", "1.weight"])
+        self.assertEqual(after, before, "parameters", atol=0, rtol=0)
+        self.assertEqual([group["lr"] for group in optimizer.param_groups], [0.1, 0.2], "learning rates")
+        self.assertEqual([group["lr"] for group in state["param_groups"]], [0.1, 0.2], "saved learning rates")
+        self.assertEqual([each.grad for each in model.parameters()], [None] * 4, "gradients")
+        self.assertEqual(sorted(state["state"]), ["0.bias", "0.weight", "1.bias", "1.weight"], "parameters with state")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optimizer_state_of_fsdp1_is_on_rank_0(self):
@@ -141,10 +141,10 @@ class TestStateDict(FullyShardParityTest):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(model, optimizer, options=options)
         names = ["0.bias", "0.weight", "1.bias", "1.weight"]
-        self.check_equal("names of the full state", sorted(state.get("state", {})), names if self.rank == 0 else [])
+        self.assertEqual(sorted(state.get("state", {})), names if self.rank == 0 else [], "names of the full state")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(other, loaded, state, options=options)
-        self.check_equal("learning rate", loaded.param_groups[0]["lr"], 0.1)
+        self.assertEqual(loaded.param_groups[0]["lr"], 0.1, "learning rate")
         whole = [
             get_optimizer_state_dict(*each, options=StateDictOptions(full_state_dict=True))
             for each in ((model, optimizer), (other, loaded))
@@ -152,7 +152,7 @@ class TestStateDict(FullyShardParityTest):
         for name in names:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 found, expected = (each["state"][name][key] for each in reversed(whole))
-                self.check_equal(f"{key} of {name}", found, expected, atol=0, rtol=0)
+                self.assertEqual(found, expected, f"{key} of {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_patched_state_dicts(self):
@@ -162,7 +162,7 @@ class TestStateDict(FullyShardParityTest):
             _patch_model_state_dict(model)
             _patch_optimizer_state_dict(model, optimizers=optimizer)
         state = copy.deepcopy([each.state_dict() for each in source])
-        self.check_equal("names in the optimizer's state", sorted(state[1]["state"]), sorted(state[0]))
+        self.assertEqual(sorted(state[1]["state"]), sorted(state[0]), "names in the optimizer's state")
         for each, saved in zip(target, state, strict=True):
             each.load_state_dict(saved)
         self._check_same(target, source, "loaded")
@@ -174,9 +174,9 @@ class TestStateDict(FullyShardParityTest):
             options = StateDictOptions(keep_submodule_prefixes=keeps)
             with self.assertWarnsRegex(FutureWarning, "submodules only"):
                 state = get_model_state_dict(model, submodules={model[0]}, options=options)
-            self.check_equal(f"names, {keeps}", sorted(state), names)
+            self.assertEqual(sorted(state), names, f"names, {keeps}")
             weight = full_tensor(state[names[1]])
-            self.check_equal("weight", weight, full_tensor(model[0].weight), atol=0, rtol=0)
+            self.assertEqual(weight, full_tensor(model[0].weight), "weight", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_missing_state_is_named(self):
@@ -193,24 +193,24 @@ class TestStateDict(FullyShardParityTest):
         whole = {name: full_tensor(each).clone() for name, each in source.named_parameters()}
         source[0].bias.requires_grad_(False)
         trained = get_model_state_dict(source, options=StateDictOptions(ignore_frozen_params=True))
-        self.check_equal("without frozen parameters", sorted(trained), ["0.weight", "1.bias", "1.weight"])
+        self.assertEqual(sorted(trained), ["0.weight", "1.bias", "1.weight"], "without frozen parameters")
 
         host = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        self.check_equal("names of the full state", sorted(host), sorted(whole) if self.rank == 0 else [])
-        self.check_equal("devices of the full state", {each.device.type for each in host.values()} - {"cpu"}, set())
+        self.assertEqual(sorted(host), sorted(whole) if self.rank == 0 else [], "names of the full state")
+        self.assertEqual({each.device.type for each in host.values()} - {"cpu"}, set(), "devices of the full state")
 
         target, _ = self._trained(1, 0)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(target, host, options=options)
         for name, parameter in target.named_parameters():
-            self.check_equal(f"broadcast {name}", full_tensor(parameter), whole[name], atol=0, rtol=0)
+            self.assertEqual(full_tensor(parameter), whole[name], f"broadcast {name}", atol=0, rtol=0)
 
         part = get_model_state_dict(source)
         del part["0.bias"]
         with self.assertRaisesRegex(RuntimeError, "0.bias"):
             set_model_state_dict(target, dict(part))
         lenient = set_model_state_dict(target, dict(part), options=StateDictOptions(strict=False))
-        self.check_equal("missing names", lenient.missing_keys, ["0.bias"])
+        self.assertEqual(lenient.missing_keys, ["0.bias"], "missing names")
 
     def _overwrite(self, model):
         with torch.no_grad():
@@ -221,7 +221,7 @@ class TestStateDict(FullyShardParityTest):
         state = {name: distribute_tensor(torch.zeros_like(each), world_mesh(2)) for name, each in expected.items()}
         dcp.load(state, checkpoint_id=folder)
         for name, each in expected.items():
-            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+            self.assertEqual(full_tensor(state[name]), each, f"saved {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
@@ -299,7 +299,7 @@ class TestDTensorReshardMeshChange(FullyShardParityTest):
                     for name, found in state.items():
                         self.assertIsInstance(found, DTensor)
                         whole = found.full_tensor()
-                        self.check_equal(f"loaded {name}", whole, self._whole(name), atol=0, rtol=0)
+                        self.assertEqual(whole, self._whole(name), f"loaded {name}", atol=0, rtol=0)
             dist.barrier()
 
 

@@ -41,8 +41,8 @@ class TestApply(TwoRankTest):
         reference_modules = set(plain.modules())
         plain.apply(fill)
         self.assertIs(fsdp.apply(fill), fsdp)
-        self.check_equal("shapes that the function saw", sorted(seen[True]), sorted(seen[False]))
-        self.check_equal("parameters after apply", get_full_params(fsdp), list(plain.parameters()))
+        self.assertEqual(sorted(seen[True]), sorted(seen[False]), "shapes that the function saw")
+        self.assertEqual(get_full_params(fsdp), list(plain.parameters()), "parameters after apply")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_module_apply(self):

@@ -75,8 +75,8 @@ class TestFSDPCheckpoint(TwoRankTest):
         _, found = self._train(model, self.rank)
         own = slice(2 * self.rank, 2 * self.rank + 2)
         expected = [self.world_size * gradient[own] for gradient in expected]
-        self.check_equal("gradients of the inputs", found, expected)
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(found, expected, "gradients of the inputs")
+        self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("kind", list(WRAPPERS))
@@ -129,8 +129,7 @@ class TestFSDPCheckpoint(TwoRankTest):
             for unit in model.UNITS[:2]
             for kind in ("all-gather", "reduce-scatter")
         }
-        self.check_equal(
-            "what a step does",
+        self.assertEqual(
             counts,
             {
                 "all-gather first": 2,
@@ -138,6 +137,7 @@ class TestFSDPCheckpoint(TwoRankTest):
                 "all-gather second": 2,
                 "reduce-scatter second": 1,
             },
+            "what a step does",
         )
 
 
@@ -159,7 +159,7 @@ class TestFSDPCheckpointSubmodule(TwoRankTest):
         for wrap in (False, True):
             torch.manual_seed(0)
             results.append(self._step(fsdp_on_device(nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)))))
-        self.check_equal("parameters after a step", results[1][1], results[0][1])
+        self.assertEqual(results[1][1], results[0][1], "parameters after a step")
         self.assertLess(results[1][0], results[0][0], "tensors saved for backward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

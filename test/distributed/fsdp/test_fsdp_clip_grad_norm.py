@@ -104,9 +104,9 @@ class TestClipGradNorm(TwoRankTest):
         self._backward(reference, model, layout)
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
         found = model.clip_grad_norm_(max_norm, norm_type)
-        self.check_equal(f"norm {norm_type} of all gradients", found, expected, exact_device=False)
+        self.assertEqual(found, expected, f"norm {norm_type} of all gradients", exact_device=False)
         gradients = [param.grad for param in reference.parameters()]
-        self.check_equal("gradients after clipping", self._gradients(model), gradients, atol=1e-6, rtol=1e-4)
+        self.assertEqual(self._gradients(model), gradients, "gradients after clipping", atol=1e-6, rtol=1e-4)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_norm_is_that_of_the_largest(self):
@@ -119,7 +119,7 @@ class TestClipGradNorm(TwoRankTest):
         for param in getattr(model.module, layer).parameters():
             if param.grad is not None and param.grad.numel():
                 param.grad[..., -1] = -LARGE
-        self.check_equal("infinity norm", model.clip_grad_norm_(1.0, math.inf).item(), LARGE)
+        self.assertEqual(model.clip_grad_norm_(1.0, math.inf).item(), LARGE, "infinity norm")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_non_root(self):
@@ -161,8 +161,8 @@ class TestClipGradNorm(TwoRankTest):
             # Rounding to float16 costs up to 5e-4, which must not happen before the end.
             rtol = 1e-5 if mixed else 1e-3
             self.assertEqual(found.dtype, torch.float32 if mixed else torch.float16, "type of the norm")
-            self.check_equal("norm of gradients in low precision", found.double(), norm, atol=0, rtol=rtol)
-            self.check_equal("clipped gradients in low precision", grads, clipped, atol=1e-4, rtol=1e-2)
+            self.assertEqual(found.double(), norm, "norm of gradients in low precision", atol=0, rtol=rtol)
+            self.assertEqual(grads, clipped, "clipped gradients in low precision", atol=1e-4, rtol=1e-2)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_gradients(self):
@@ -179,7 +179,7 @@ class TestClipGradNorm(TwoRankTest):
         own = torch.tensor(float(first.numel() if self.rank == 0 else 0), device=self.device)
         dist.all_reduce(own)
         expected = 3.0 * own.sqrt()
-        self.check_equal("norm of the gradients of rank 0", model.clip_grad_norm_(1.0), expected)
+        self.assertEqual(model.clip_grad_norm_(1.0), expected, "norm of the gradients of rank 0")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_clipping_leaves_the_next_step_alone(self):
@@ -195,7 +195,7 @@ class TestClipGradNorm(TwoRankTest):
                 optim.step()
                 optim.zero_grad()
         expected = list(reference.parameters())
-        self.check_equal("parameters after training with clipping", get_full_params(model), expected)
+        self.assertEqual(get_full_params(model), expected, "parameters after training with clipping")
 
 
 instantiate_parametrized_tests(TestClipGradNorm)

@@ -86,7 +86,7 @@ class TestCommunicationHooks(TwoRankTest):
                 optim.step()
                 optim.zero_grad()
         found = get_full_params(model)
-        self.check_equal("parameters trained with a hook", found, list(reference.parameters()), **tolerance)
+        self.assertEqual(found, list(reference.parameters()), "parameters trained with a hook", **tolerance)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
@@ -105,18 +105,18 @@ class TestCommunicationHooks(TwoRankTest):
         model.register_comm_hook(recorder, recorder.whole if whole else recorder.sharded)
         with model.no_sync():
             self._backward(model, self.rank)
-        self.check_equal("calls of the hook under no_sync", recorder.sizes, [])
+        self.assertEqual(recorder.sizes, [], "calls of the hook under no_sync")
         model.zero_grad()
         self._backward(model, self.rank)
         # Original parameters are aligned to four elements: c.weight has 6 and c.bias 2.
         root, inner = (12 + 4 + 8 + 2, 16) if options["use_orig_params"] else (12 + 4 + 6 + 2, 15)
         even = inner + inner % 2
         expected = [(inner,), (root,)] if whole else [(even, even // 2), (root, root // 2)]
-        self.check_equal("sizes of what the hook was given", recorder.sizes, expected)
+        self.assertEqual(recorder.sizes, expected, "sizes of what the hook was given")
         own = Chain(device=self.device)
         self._backward(own, self.rank)
         given = recorder.inputs[0][:12]
-        self.check_equal("gradient of b.weight that the hook was given", given, own.b.weight.grad.flatten())
+        self.assertEqual(given, own.b.weight.grad.flatten(), "gradient of b.weight that the hook was given")
         model.zero_grad()
         if not options["cpu_offload"].offload_params:
             self._check_training(model)
@@ -130,9 +130,9 @@ class TestCommunicationHooks(TwoRankTest):
         hook = default_hooks.allreduce_hook if sharding_strategy == WHOLE else default_hooks.reduce_scatter_hook
         self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None, None])
         model.register_comm_hook(state, hook)
-        self.check_equal("hooks of all modules", [each._comm_hook for each in FSDP.fsdp_modules(model)], [hook, hook])
+        self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [hook, hook], "hooks of all modules")
         states = [each._comm_hook_state for each in FSDP.fsdp_modules(model)]
-        self.check_equal("states of all hooks", states, [state, state])
+        self.assertEqual(states, [state, state], "states of all hooks")
         self._check_training(model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -157,9 +157,9 @@ class TestCommunicationHooks(TwoRankTest):
             self._backward(model, self.rank)
         finally:
             setattr(dist, name, original)
-        self.check_equal("types of what was sent", sent, [dtype, dtype])
+        self.assertEqual(sent, [dtype, dtype], "types of what was sent")
         types = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-        self.check_equal("types of gradients", types, {torch.float32})
+        self.assertEqual(types, {torch.float32}, "types of gradients")
         model.zero_grad()
         self._check_training(model, rtol=0.05, atol=5e-3)
 
@@ -182,7 +182,7 @@ class TestCommunicationHooks(TwoRankTest):
                 torch.optim.SGD(model.parameters(), lr=16.0 / self.world_size).step()
                 found = [old - new for old, new in zip(before_step, get_full_params(model), strict=True)]
                 what = f"gradients divided by {before} before and {16.0 / before} after the reduction"
-                self.check_equal(what, found, [param.grad for param in reference.parameters()])
+                self.assertEqual(found, [param.grad for param in reference.parameters()], what)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_registering_hook_non_root(self):

@@ -60,9 +60,9 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
 
     def _check(self, what: str, found: Any, whole: torch.Tensor) -> None:
         self.assertIsInstance(found, DTensor, f"{what} is no DTensor")
-        self.check_equal(f"placements of {what}", list(found.placements), [Shard(0)])
-        self.check_equal(f"shape of {what}", found.shape, whole.shape)
-        self.check_equal(f"shard of {what}", found.to_local(), self._own_rows(whole), exact_device=False)
+        self.assertEqual(list(found.placements), [Shard(0)], f"placements of {what}")
+        self.assertEqual(found.shape, whole.shape, f"shape of {what}")
+        self.assertEqual(found.to_local(), self._own_rows(whole), f"shard of {what}", exact_device=False)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("offload_to_cpu", [True, False])
@@ -96,12 +96,12 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
         other.load_state_dict(model.state_dict())
         saved = FSDP.optim_state_dict(model, optim)
         other_optim.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optim, saved))
-        self.check_equal("loaded parameters", get_full_params(other), get_full_params(model))
+        self.assertEqual(get_full_params(other), get_full_params(model), "loaded parameters")
         for each, its_optim in ((model, optim), (other, other_optim)):
             its_optim.zero_grad()
             each(chain_rows(self.device, self.world_size, self.rank, 1)).square().mean().backward()
             its_optim.step()
-        self.check_equal("parameters after the next step", get_full_params(other), get_full_params(model))
+        self.assertEqual(get_full_params(other), get_full_params(model), "parameters after the next step")
 
 
 instantiate_parametrized_tests(TestFSDPWithDeviceMeshAndDTensor)

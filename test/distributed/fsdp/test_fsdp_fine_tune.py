@@ -120,15 +120,15 @@ class TestFSDPFineTune(TwoRankTest):
         expected = [3, 2, 1, 0] if inp_requires_grad else [3, 2, 1]
         if not inp_requires_grad:
             calls = [each for each in calls if each != 0]
-        self.check_equal("layers in the order of their resharding", calls, expected)
+        self.assertEqual(calls, expected, "layers in the order of their resharding")
         # What forward kept, and backward needed for nothing, stays until it is used next.
         keeps = (
             fsdp_kwargs["sharding_strategy"] == ShardingStrategy.SHARD_GRAD_OP and not fsdp_kwargs["use_orig_params"]
         )
         kept = keeps and not inp_requires_grad
-        self.check_equal("layers still unsharded after backward", unsharded(model.module), [0] if kept else [])
+        self.assertEqual(unsharded(model.module), [0] if kept else [], "layers still unsharded after backward")
         late = {at: [each for each in those if each > at + 1] for at, those in left.items()}
-        self.check_equal("layers still unsharded when two layers have passed", late, {at: [] for at in left})
+        self.assertEqual(late, {at: [] for at in left}, "layers still unsharded when two layers have passed")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reshard_waits_for_all_inputs(self):
@@ -160,7 +160,7 @@ class TestFSDPFineTune(TwoRankTest):
                     each.register_hook(lambda _, index=index: computed.add(index))
                 module(inputs[0], more=[inputs[1]], first=first).sum().backward()
                 gradients.append([each.grad for each in inputs])
-        self.check_equal("gradients of the inputs", *gradients)
+        self.assertEqual(*gradients, "gradients of the inputs")
         self.assertEqual(len(calls), 1, "times that the frozen module was resharded by its hook")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -179,7 +179,7 @@ class TestFSDPFineTune(TwoRankTest):
                 module(module(chain_rows(self.device, self.world_size, rank, step))).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parity_with_ddp(self):
@@ -217,12 +217,12 @@ class TestFSDPFineTune(TwoRankTest):
         with FSDP.summon_full_params(model):
             exposed = {name: param.requires_grad for name, param in model.module.named_parameters()}
         expected = [not is_frozen(index) for index in range(DEPTH) for _ in ("weight", "bias")]
-        self.check_equal("requires_grad of exposed parameters", list(exposed.values()), expected)
+        self.assertEqual(list(exposed.values()), expected, "requires_grad of exposed parameters")
         found = get_full_params(model)
-        self.check_equal("parameters after training", found, list(reference.parameters()))
+        self.assertEqual(found, list(reference.parameters()), "parameters after training")
         frozen = [index for index, trained in enumerate(expected) if not trained]
-        self.check_equal(
-            "frozen parameters after training", [found[at].detach() for at in frozen], [before[at] for at in frozen]
+        self.assertEqual(
+            [found[at].detach() for at in frozen], [before[at] for at in frozen], "frozen parameters after training"
         )
 
     def _test_parity_in_low_precision(self, use_orig_params: bool, offload_params: bool) -> None:
@@ -236,7 +236,7 @@ class TestFSDPFineTune(TwoRankTest):
                 model(self._rows(step=step)).square().mean().backward()
                 optim.step()
                 model.zero_grad()
-        self.check_equal("parameters after training", *([p.detach() for p in get_full_params(m)] for m in models))
+        self.assertEqual(*([p.detach() for p in get_full_params(m)] for m in models), "parameters after training")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class TestFlattenParams(TwoRankTest):
         model = fsdp_on_device(nn.Sequential())
         self.assertIsNone(model._handle)
         rows = chain_rows(self.device, 2, 0)
-        self.check_equal("output", model(rows), rows)
+        self.assertEqual(model(rows), rows, "output")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_flattening(self):
@@ -85,36 +85,36 @@ class TestFlattenParams(TwoRankTest):
         model, reference = Chain(device=self.device), Chain(device=self.device)
         handle = self._handle([model.c.bias, *model.a.parameters()], model)
         left = [name for name, _ in model.named_parameters()]
-        self.check_equal("names left", left, ["b.weight", "b.bias", "c.weight"])
-        self.check_equal("names flattened", list(handle.flat_param._fqns), ["a.weight", "a.bias", "c.bias"])
+        self.assertEqual(left, ["b.weight", "b.bias", "c.weight"], "names left")
+        self.assertEqual(list(handle.flat_param._fqns), ["a.weight", "a.bias", "c.bias"], "names flattened")
         expected = self._flat([reference.a.weight, reference.a.bias, reference.c.bias])
-        self.check_equal("flat parameter", handle.flat_param.detach(), expected, atol=0, rtol=0)
+        self.assertEqual(handle.flat_param.detach(), expected, "flat parameter", atol=0, rtol=0)
         self._check_output(model, reference)
 
     def _check_output(self, model: nn.Module, reference: nn.Module) -> None:
         rows = chain_rows(self.device, 2, self.rank)
-        self.check_equal("output", model(rows), reference(rows), atol=0, rtol=0)
+        self.assertEqual(model(rows), reference(rows), "output", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_numel_without_shared_params(self):
         model = Chain(device=self.device)
         handle = self._handle(model.parameters(), model)
-        self.check_equal("elements", handle.flat_param.numel(), 39)
-        self.check_equal("elements of each", list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2])
+        self.assertEqual(handle.flat_param.numel(), 39, "elements")
+        self.assertEqual(list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2], "elements of each")
         # Aligned, a flat parameter is also padded to a multiple of the world size.
         layer = nn.Linear(4, 3, device=self.device)
         flat = self._handle(layer.parameters(), layer, use_orig_params=True).flat_param
-        self.check_equal("elements with padding", list(flat._numels_with_padding), [12, 3, 1])
+        self.assertEqual(list(flat._numels_with_padding), [12, 3, 1], "elements with padding")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_numel_with_shared_params(self):
         """A shared parameter counts once, under its first name."""
         model = self._tied()
         flat = self._handle(model.parameters(), model).flat_param
-        self.check_equal("elements", flat.numel(), 31)
-        self.check_equal("names", list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"])
+        self.assertEqual(flat.numel(), 31, "elements")
+        self.assertEqual(list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"], "names")
         shared = [(info.module_name, info.param_name, info.prim_module_name) for info in flat._shared_param_infos]
-        self.check_equal("shared parameters", shared, [("c", "weight", "a"), ("c", "bias", "a")])
+        self.assertEqual(shared, [("c", "weight", "a"), ("c", "bias", "a")], "shared parameters")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_without_shared_params(self):
@@ -139,16 +139,16 @@ class TestFlattenParams(TwoRankTest):
             handle._use_unsharded_views(as_params=use_orig_params)
             rows = chain_rows(self.device, 2, self.rank)[:, :width]
             outputs = [each(rows) for each in (model, reference)]
-            self.check_equal("output", *outputs, atol=0, rtol=0)
+            self.assertEqual(*outputs, "output", atol=0, rtol=0)
             views = dict(zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True))
             for name, view in views.items():
-                self.check_equal(f"strides of {name}", view.stride(), expected[name].stride())
-                self.check_equal(f"value of {name}", view, expected[name], atol=0, rtol=0)
+                self.assertEqual(view.stride(), expected[name].stride(), f"strides of {name}")
+                self.assertEqual(view, expected[name], f"value of {name}", atol=0, rtol=0)
             if not use_orig_params:  # as original parameters they are leaves, whose gradients FSDP itself flattens
                 for output in outputs:
                     output.square().sum().backward()
                 grads = dict(zip(views, handle._get_unflat_views(handle.flat_param.grad), strict=True))
-                self.check_equal("gradients", grads, {name: param.grad for name, param in expected.items()})
+                self.assertEqual(grads, {name: param.grad for name, param in expected.items()}, "gradients")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flat_param_shard_metadata_unaligned(self):
@@ -193,18 +193,18 @@ class TestFlattenParams(TwoRankTest):
         model = Chain(device=self.device)
         values = {name: param.detach().reshape(-1).clone() for name, param in model.named_parameters()}
         handle = self._handle(model.parameters(), model, **options)
-        self.check_equal("elements with padding", list(handle.flat_param._numels_with_padding), numels)
+        self.assertEqual(list(handle.flat_param._numels_with_padding), numels, "elements with padding")
         handle.shard()
         flat, metadata = handle.flat_param, handle.shard_metadata()
-        self.check_equal("size and padding of the shard", (flat.numel(), flat._shard_numel_padded), shard[self.rank])
+        self.assertEqual((flat.numel(), flat._shard_numel_padded), shard[self.rank], "size and padding of the shard")
         found = dict(zip(metadata.param_names, metadata.param_offsets, strict=True))
-        self.check_equal("elements held of each", found, offsets[self.rank])
-        self.check_equal("numels", metadata.param_numels, tuple(values[name].numel() for name in found))
-        self.check_equal("first shape", metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank])
+        self.assertEqual(found, offsets[self.rank], "elements held of each")
+        self.assertEqual(metadata.param_numels, tuple(values[name].numel() for name in found), "numels")
+        self.assertEqual(metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank], "first shape")
         held = [info for info in flat._shard_param_infos if info.in_shard]
         for (name, (first, last)), info in zip(found.items(), held, strict=True):
             part = flat.detach()[info.offset_in_shard :][: info.numel_in_shard]
-            self.check_equal(f"shard of {name}", part, values[name][first : last + 1], atol=0, rtol=0)
+            self.assertEqual(part, values[name][first : last + 1], f"shard of {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_orig_params_no_shard(self):
@@ -215,10 +215,10 @@ class TestFlattenParams(TwoRankTest):
         self.assertFalse(handle._writeback_orig_params(), "nothing has changed, but something was written back")
         model.weight.data = torch.full((2, 3), 5.0, device=self.device)
         self.assertTrue(handle._writeback_orig_params(), "new memory was not noticed")
-        self.check_equal("flat parameter", handle.flat_param.detach()[:6].tolist(), [5.0] * 6)
+        self.assertEqual(handle.flat_param.detach()[:6].tolist(), [5.0] * 6, "flat parameter")
         handle.flat_param.detach()[:6].fill_(3)
         handle._use_unsharded_views(as_params=True)
-        self.check_equal("parameter", model.weight.detach().unique().tolist(), [3.0])
+        self.assertEqual(model.weight.detach().unique().tolist(), [3.0], "parameter")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_that_cannot_be_flattened(self):

@@ -84,9 +84,9 @@ class TestFreezingWeights(TwoRankTest):
         self._train(model, freezing, rank=self.rank)
         names = [name for name, _ in reference.named_parameters()]
         found = dict(zip(names, get_full_params(model), strict=True))
-        self.check_equal("parameters after training the head", found, dict(reference.named_parameters()))
+        self.assertEqual(found, dict(reference.named_parameters()), "parameters after training the head")
         frozen = {name: old for name, old in zip(names, before, strict=False) if name.startswith("trunk")}
-        self.check_equal("frozen parameters after training", {name: found[name].detach() for name in frozen}, frozen)
+        self.assertEqual({name: found[name].detach() for name in frozen}, frozen, "frozen parameters after training")
 
     def _train(self, model: nn.Module, freezing: str, rank: int | None) -> None:
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

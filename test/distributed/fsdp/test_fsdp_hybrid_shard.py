@@ -41,9 +41,9 @@ class TestFSDPHybridShard(FourRankTest):
         """Ranks of a node shard together; ranks at the same place of their nodes replicate."""
         within, across = self._groups()
         first = 2 * (self.rank // 2)
-        self.check_equal("ranks that shard together", dist.get_process_group_ranks(within), [first, first + 1])
+        self.assertEqual(dist.get_process_group_ranks(within), [first, first + 1], "ranks that shard together")
         place = self.rank % 2
-        self.check_equal("ranks that replicate", dist.get_process_group_ranks(across), [place, place + 2])
+        self.assertEqual(dist.get_process_group_ranks(across), [place, place + 2], "ranks that replicate")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("sharding_strategy", HYBRID)
@@ -64,7 +64,7 @@ class TestFSDPHybridShard(FourRankTest):
                 module(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_hybrid_shard_basic_setup(self):
@@ -93,8 +93,8 @@ class TestFSDPHybridShard(FourRankTest):
             module, device_mesh=world_mesh(2, 2), sharding_strategy=sharding_strategy, sync_module_states=True
         )
         expected = list(Chain(device=self.device).parameters())
-        self.check_equal("synchronized parameters", get_full_params(model), expected)
-        self.check_equal("synchronized buffer", module.number, torch.zeros(2, device=self.device))
+        self.assertEqual(get_full_params(model), expected, "synchronized parameters")
+        self.assertEqual(module.number, torch.zeros(2, device=self.device), "synchronized buffer")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_raises_manual_wrap_hybrid_shard_when_none_policy(self):

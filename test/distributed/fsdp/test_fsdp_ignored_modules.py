@@ -84,7 +84,7 @@ class TestFSDPIgnoredModules(TwoRankTest):
                 model.block = fsdp_on_device(model.block)
             sharded = fsdp_on_device(model, **ignoring)
             what = f"parameters that are not sharded with {ignored} ignored below {wrapped or 'the root'}"
-            self.check_equal(what, self._plain(sharded), expected)
+            self.assertEqual(self._plain(sharded), expected, what)
             total = torch.tensor(sum(m._flat_param.numel() for m in FSDP.fsdp_modules(sharded) if m._has_params))
             total = total.to(self.device)
             dist.all_reduce(total)
@@ -105,11 +105,11 @@ class TestFSDPIgnoredModules(TwoRankTest):
         sharded(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
         found = {"weight": model.b.weight.grad, "bias": model.b.bias.grad}
         expected = {"weight": own.b.weight.grad, "bias": own.b.bias.grad}
-        self.check_equal("gradients of the ignored layer", found, expected)
+        self.assertEqual(found, expected, "gradients of the ignored layer")
         with FSDP.summon_full_params(sharded, with_grads=True):
             found = {name: getattr(model, name).weight.grad.clone() for name in ("a", "c")}
         expected = {name: getattr(reference, name).weight.grad for name in ("a", "c")}
-        self.check_equal("gradients of the sharded layers", found, expected)
+        self.assertEqual(found, expected, "gradients of the sharded layers")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules"])
@@ -129,12 +129,12 @@ class TestFSDPIgnoredModules(TwoRankTest):
             sharded(chain_rows(self.device, self.world_size, self.rank)).float().sum().backward()
             types = [block[0].scale.dtype, block[1].scale.dtype, block[1].linear.weight.dtype, model.last.scale.dtype]
             expected = [torch.float16, torch.float32, torch.float32, torch.float16]
-            self.check_equal("types of a buffer, an ignored one, an ignored parameter, a buffer", types, expected)
+            self.assertEqual(types, expected, "types of a buffer, an ignored one, an ignored parameter, a buffer")
         model = Nested()
         ignoring = self._ignoring([model.block[1]], ignored_by)
         fsdp_on_device(model, **ignoring)
         found = {name: tensor.device.type for name, tensor in model.block[1].state_dict().items()}
-        self.check_equal("devices of what is ignored", found, dict.fromkeys(found, "cpu"))
+        self.assertEqual(found, dict.fromkeys(found, "cpu"), "devices of what is ignored")
         self.assertEqual(model.block[0].scale.device, self.device, "device of a buffer that is not ignored")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -144,9 +144,9 @@ class TestFSDPIgnoredModules(TwoRankTest):
         model = Chain(device=self.device, seed=self.rank)
         before = model.b.weight.detach().clone()
         sharded = fsdp_on_device(model, ignored_states=[model.b], sync_module_states=True)
-        self.check_equal("ignored parameters", model.b.weight.detach(), before)
+        self.assertEqual(model.b.weight.detach(), before, "ignored parameters")
         with FSDP.summon_full_params(sharded):
-            self.check_equal("synchronized parameters", model.a.weight, Chain(device=self.device).a.weight)
+            self.assertEqual(model.a.weight, Chain(device=self.device).a.weight, "synchronized parameters")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_states_auto_wrap(self):
@@ -159,8 +159,8 @@ class TestFSDPIgnoredModules(TwoRankTest):
             sharded = fsdp_on_device(model, ignored_states=[model.block[1]], auto_wrap_policy=policy)
             wrapped = [clean_tensor_name(name) for name, m in sharded.named_modules() if isinstance(m, FSDP) and name]
             self.assertEqual(wrapped, ["block.0", "last"], "wrapped modules")
-            self.check_equal(
-                "parameters not sharded", self._plain(sharded), {"block.1.linear.weight", "block.1.linear.bias"}
+            self.assertEqual(
+                self._plain(sharded), {"block.1.linear.weight", "block.1.linear.bias"}, "parameters not sharded"
             )
             self.assertIsNone(_get_module_fsdp_state(model.block[1]))
 
@@ -182,7 +182,7 @@ class TestFSDPIgnoredModules(TwoRankTest):
             model.block = fsdp_on_device(model.block, **self._ignoring([model.block[0], model.last], by))
             model.last = fsdp_on_device(model.last, **self._ignoring([model.block.module[0]], by))
             expected = {"block.0.linear.weight", "block.0.linear.bias"}
-            self.check_equal(f"parameters not sharded, ignored by {by}", self._plain(model), expected)
+            self.assertEqual(self._plain(model), expected, f"parameters not sharded, ignored by {by}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_invalid(self):

@@ -50,12 +50,12 @@ class TestFSDPWithMetaDevice(TwoRankTest):
 
     def _check(self, model: FSDP, resets: list[int], values: list[float]) -> None:
         counted = self._counted(model)
-        self.check_equal("times that each module was reset", [module.resets for module in counted], resets)
+        self.assertEqual([module.resets for module in counted], resets, "times that each module was reset")
         expected = [torch.full((3, 3), value, device=self.device) for value in values]
-        self.check_equal("parameters", get_full_params(model), expected)
+        self.assertEqual(get_full_params(model), expected, "parameters")
         shifts = [module.shift.float() for module in counted]
         expected = [torch.full((3,), value / 10, device=self.device) for value in values]
-        self.check_equal("buffers", shifts, expected, rtol=1e-3, atol=0)
+        self.assertEqual(shifts, expected, "buffers", rtol=1e-3, atol=0)
         output = model(torch.ones(1, 3, device=self.device))
         self.assertEqual(output.device, self.device)
         output.sum().backward()
@@ -92,7 +92,7 @@ class TestFSDPWithMetaDevice(TwoRankTest):
             plain = [module for module in model.modules() if isinstance(module, Counted)]
             wrapped = self._wrap(model, auto_wrap, nested, param_init_fn=fill)
             calls = [sum(each is module for each in called) for module in plain]
-            self.check_equal("times that the function was called with each", calls, [1, 1, 1])
+            self.assertEqual(calls, [1, 1, 1], "times that the function was called with each")
             self._check(wrapped, [0, 0, 0], [7.0, 7.0, 7.0])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -102,7 +102,7 @@ class TestFSDPWithMetaDevice(TwoRankTest):
         ignored = model[1][1]
         wrapped = fsdp_on_device(model, ignored_states=[ignored])
         types = {each.device.type for each in ignored.state_dict().values()}
-        self.check_equal("modules that stay on the meta device", types, {"meta"})
+        self.assertEqual(types, {"meta"}, "modules that stay on the meta device")
         self.assertEqual([module.resets for module in self._counted(wrapped)], [1, 1, 0])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -93,14 +93,14 @@ class TestTrainingProperties(PropertiesTest):
         reference = self._unsharded(tree)
         model = self._sharded(tree, strategy, **options)
         assume(accumulate != "reduced" or not any(map(is_one_element, FSDP.fsdp_modules(model))))
-        self.check_equal("parameters before training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters before training")
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         plain = None if accumulate == "never" else contextlib.nullcontext
         losses = train_tree(model, own, steps, self.device, model.no_sync if accumulate == "unreduced" else plain)
         dist.all_reduce(losses)
         expected = train_tree(reference, slice(None), steps, self.device, plain)
-        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()), **TOLERANCE)
+        self.assertEqual(losses / WORLD_SIZE, expected, "losses of sharded training", **TOLERANCE)
+        self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training", **TOLERANCE)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -115,7 +115,7 @@ class TestTrainingProperties(PropertiesTest):
         for module in (reference, model):
             module(rows).square().mean().backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        self.check_equal("norm of all gradients", model.clip_grad_norm_(1.0), expected)
+        self.assertEqual(model.clip_grad_norm_(1.0), expected, "norm of all gradients")
 
 
 class TestStateDictProperties(PropertiesTest):
@@ -138,12 +138,12 @@ class TestStateDictProperties(PropertiesTest):
             with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
                 state = [{name: tensor.cpu() for name, tensor in saver.state_dict().items()}]
             expected = {name: tensor.cpu() for name, tensor in reference.state_dict().items()}
-            self.check_equal("saved state", state[0], expected)
+            self.assertEqual(state[0], expected, "saved state")
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
                 loader.load_state_dict(state[0])
-            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+            self.assertEqual(get_full_params(loader), list(reference.parameters()), "loaded parameters")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -163,7 +163,7 @@ class TestStateDictProperties(PropertiesTest):
                 dcp.load(state, checkpoint_id=folder, process_group=loader_mesh.get_group())
                 loader.load_state_dict(state)
             reference = self._unsharded(tree, seed=1)
-            self.check_equal("loaded parameters", get_full_params(loader), list(reference.parameters()))
+            self.assertEqual(get_full_params(loader), list(reference.parameters()), "loaded parameters")
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
@@ -189,14 +189,14 @@ class TestStateDictProperties(PropertiesTest):
         if saver := self._sharded(tree, saved_by, seed=1):
             optim = self._trained(saver)
             state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
-            self.check_equal("saved optimizer state", state[0]["state"], expected, **TOLERANCE)
+            self.assertEqual(state[0]["state"], expected, "saved optimizer state", **TOLERANCE)
         dist.broadcast_object_list(state)
         if loader := self._sharded(tree, loaded_by, seed=2):
             optim = self._trained(loader)
             group = group_of(loaded_by)
             optim.load_state_dict(FSDP.optim_state_dict_to_load(loader, optim, state[0], group=group))
             loaded = FSDP.optim_state_dict(loader, optim, group=group)
-            self.check_equal("loaded optimizer state", loaded["state"], expected, **TOLERANCE)
+            self.assertEqual(loaded["state"], expected, "loaded optimizer state", **TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class TestPureFP16(TwoRankTest):
         found, expected = get_full_params(model), list(reference.parameters())
         self.assertEqual({param.dtype for param in found}, {HALF}, "types of parameters")
         # An element of size one has a step of 1e-3 to its neighbours.
-        self.check_equal("parameters after a step", found, expected, rtol=0, atol=2e-3)
+        self.assertEqual(found, expected, "parameters after a step", rtol=0, atol=2e-3)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fp16_dtypes(self):
@@ -70,9 +70,9 @@ class TestPureFP16(TwoRankTest):
         with log.of("step"):
             model(torch.ones(2, 4, device=self.device, dtype=HALF)).sum().backward()
         types = {name: dtype for name, dtype in log.dtypes.items() if name in ("all-gather", "reduce-scatter")}
-        self.check_equal("types of collectives", types, {"all-gather": HALF, "reduce-scatter": HALF})
+        self.assertEqual(types, {"all-gather": HALF, "reduce-scatter": HALF}, "types of collectives")
         gradients = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-        self.check_equal("types of gradients", gradients, {HALF})
+        self.assertEqual(gradients, {HALF}, "types of gradients")
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ class TestShardGradScaler(TwoRankTest):
         scaler = self._scaler(init_scale=2.0)
         one = torch.ones(2, device=self.device)
         half = one.to(torch.float16)
-        self.check_equal("a scaled tensor", scaler.scale(half), 2 * half)
+        self.assertEqual(scaler.scale(half), 2 * half, "a scaled tensor")
         found = scaler.scale([one, (half, [3 * one])])
-        self.check_equal("a scaled list", found, [2 * one, (2 * half, [6 * one])])
+        self.assertEqual(found, [2 * one, (2 * half, [6 * one])], "a scaled list")
         self.assertEqual([type(found), type(found[1]), type(found[1][1])], [list, tuple, list])
         with self.assertRaisesRegex(ValueError, "must be a Tensor or an iterable of Tensors"):
             scaler.scale([one, 3])
@@ -85,8 +85,8 @@ class TestShardGradScaler(TwoRankTest):
             scales.append(scaler.get_scale())
             after = get_full_params(model)
             moved.append(any(not torch.equal(old, new) for old, new in zip(before, after, strict=True)))
-        self.check_equal("scales after each step", scales, [8.0, 2.0, 2.0, 8.0, 2.0, 2.0, 8.0, 8.0, 32.0])
-        self.check_equal("steps that moved parameters", moved, [overflow is None for overflow in bad])
+        self.assertEqual(scales, [8.0, 2.0, 2.0, 8.0, 2.0, 2.0, 8.0, 8.0, 32.0], "scales after each step")
+        self.assertEqual(moved, [overflow is None for overflow in bad], "steps that moved parameters")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_inf_gradients_skip_optim_step(self):
@@ -110,11 +110,11 @@ class TestShardGradScaler(TwoRankTest):
             return {name for name, old, new in pairs if not torch.equal(old, new)}
 
         what = f"when optimizer {overflow[1]} overflows on rank {overflow[0]}"
-        self.check_equal(f"layers that moved {what}", moved(overflow), {"c"} if overflow[1] == 0 else {"a", "b"})
-        self.check_equal(f"scale {what}", scaler.get_scale(), 4.0)
+        self.assertEqual(moved(overflow), {"c"} if overflow[1] == 0 else {"a", "b"}, f"layers that moved {what}")
+        self.assertEqual(scaler.get_scale(), 4.0, f"scale {what}")
         # What was found is forgotten with the next step.
-        self.check_equal(f"layers that moved after a step {what}", moved(None), {"a", "b", "c"})
-        self.check_equal(f"scale after a step {what}", scaler.get_scale(), 8.0)
+        self.assertEqual(moved(None), {"a", "b", "c"}, f"layers that moved after a step {what}")
+        self.assertEqual(scaler.get_scale(), 8.0, f"scale after a step {what}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_new_scale(self):
@@ -124,11 +124,11 @@ class TestShardGradScaler(TwoRankTest):
         scaler = self._scaler()
         self._step(scaler, model, [optim])
         scaler.update(3.0)
-        self.check_equal("scale that was given as a number", scaler.get_scale(), 3.0)
+        self.assertEqual(scaler.get_scale(), 3.0, "scale that was given as a number")
         scale = torch.tensor(5.0, device=self.device)
         scaler.update(scale)
         scale.fill_(7.0)
-        self.check_equal("scale that was given as a tensor", scaler.get_scale(), 5.0)
+        self.assertEqual(scaler.get_scale(), 5.0, "scale that was given as a tensor")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unscaling_twice_raises(self):
@@ -138,8 +138,8 @@ class TestShardGradScaler(TwoRankTest):
         scaler.scale(model(chain_rows(self.device, 2, self.rank)).sum()).backward()
         gradient = next(param.grad.clone() for param in model.parameters() if param.grad is not None)
         scaler.unscale_(optim)
-        self.check_equal(
-            "unscaled gradient", next(p.grad for p in model.parameters() if p.grad is not None), gradient / 8
+        self.assertEqual(
+            next(p.grad for p in model.parameters() if p.grad is not None), gradient / 8, "unscaled gradient"
         )
         with self.assertRaisesRegex(RuntimeError, "has already been called on this optimizer since the last update"):
             scaler.unscale_(optim)
@@ -161,8 +161,8 @@ class TestShardedGradScalerParityWithDDP(TwoRankTest):
                 model.module.weight.grad[0] = INFINITE
             scaler.unscale_(optim)
             found = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
-            self.check_equal(
-                f"overflows known when rank {culprit} has one", [f.item() > 0 for f in found.values()], [True]
+            self.assertEqual(
+                [f.item() > 0 for f in found.values()], [True], f"overflows known when rank {culprit} has one"
             )
             scaler.step(optim)
             scaler.update()

@@ -60,7 +60,7 @@ class TestTPFSDPIntegration(FourRankTest):
             state = model.state_dict()
         for name, placements in PLACEMENTS.items():
             self.assertIsInstance(state[name], DTensor, name)
-            self.check_equal(f"placements of {name}", list(state[name].placements), placements)
+            self.assertEqual(list(state[name].placements), placements, f"placements of {name}")
         return {name: tensor.full_tensor() for name, tensor in state.items()}
 
     def _step(self, model: nn.Module, rank: int | None, step: int) -> torch.Tensor:
@@ -82,15 +82,15 @@ class TestTPFSDPIntegration(FourRankTest):
         reference, model = Chain(device=self.device), self._sharded(mesh, **layout)
         dp_rank = mesh.get_local_rank("dp")
         own = slice(2 * dp_rank, 2 * dp_rank + 2)
-        self.check_equal("parameters before training", self._whole(model), dict(reference.named_parameters()))
+        self.assertEqual(self._whole(model), dict(reference.named_parameters()), "parameters before training")
         optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (reference, model)]
         for step in range(2):
             expected = 2 * self._step(reference, None, step)[own]
-            self.check_equal(f"gradient of the input in step {step}", self._step(model, dp_rank, step), expected)
+            self.assertEqual(self._step(model, dp_rank, step), expected, f"gradient of the input in step {step}")
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        self.check_equal("parameters after training", self._whole(model), dict(reference.named_parameters()))
+        self.assertEqual(self._whole(model), dict(reference.named_parameters()), "parameters after training")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_extension_grad(self):
@@ -108,7 +108,7 @@ class TestTPFSDPIntegration(FourRankTest):
             for name, parameter in model.named_parameters():
                 name, grad = name.replace("_fsdp_wrapped_module.", ""), parameter.grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
-                self.check_equal(f"gradient of {name}", local.view(expected[name].shape), expected[name])
+                self.assertEqual(local.view(expected[name].shape), expected[name], f"gradient of {name}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharded_state_dict_is_loaded(self):
@@ -120,7 +120,7 @@ class TestTPFSDPIntegration(FourRankTest):
             FSDP.state_dict_type(target, StateDictType.SHARDED_STATE_DICT),
         ):
             target.load_state_dict(source.state_dict())
-        self.check_equal("loaded parameters", self._whole(target), self._whole(source), atol=0, rtol=0)
+        self.assertEqual(self._whole(target), self._whole(source), "loaded parameters", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_sync_module_state(self):
@@ -128,7 +128,7 @@ class TestTPFSDPIntegration(FourRankTest):
         skip_without_accelerator("FSDP1 synchronizes states on an accelerator alone")
         mesh = self._mesh()
         model = self._sharded(mesh, seed=mesh.get_local_rank("dp"), sync_module_states=True)
-        self.check_equal("parameters", self._whole(model), dict(Chain(device=self.device).named_parameters()))
+        self.assertEqual(self._whole(model), dict(Chain(device=self.device).named_parameters()), "parameters")
 
 
 if __name__ == "__main__":

@@ -50,12 +50,12 @@ class TestUnevenParamShard(TwoRankTest):
         inputs = [torch.arange(float(numel)) * (rank + 1) for rank in range(3)]
         optim = torch.optim.SGD(model.parameters(), lr=1.0)
         output = model(inputs[self.rank].to(self.device).unsqueeze(0))
-        self.check_equal("output", output.item(), (self._weight(numel) @ inputs[self.rank]).item())
+        self.assertEqual(output.item(), (self._weight(numel) @ inputs[self.rank]).item(), "output")
         output.sum().backward()
         optim.step()
         (weight,) = get_full_params(model)
         expected = self._weight(numel) - sum(inputs) / 3
-        self.check_equal("weight after a step", weight.detach().cpu().view(1, -1), expected)
+        self.assertEqual(weight.detach().cpu().view(1, -1), expected, "weight after a step")
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_shards(self):
@@ -63,7 +63,7 @@ class TestUnevenParamShard(TwoRankTest):
         for numel, expected in ((1, [[1], [], []]), (4, [[1, 2], [3, 4], []]), (7, [[1, 2, 3], [4, 5, 6], [7]])):
             flat = self._model(numel)._flat_param
             held = flat.numel() - flat._shard_numel_padded
-            self.check_equal(f"shard of {numel} elements", flat.detach()[:held].tolist(), expected[self.rank])
+            self.assertEqual(flat.detach()[:held].tolist(), expected[self.rank], f"shard of {numel} elements")
             self.assertEqual(flat.numel(), -(-numel // 3), f"size of a shard of {numel} elements with its padding")
 
 

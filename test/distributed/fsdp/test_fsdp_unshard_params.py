@@ -478,7 +478,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         for name, param in model.named_parameters():
             shape = None if param.grad is None else param.grad.shape
             expected = param.shape if param.numel() else None
-            self.check_equal(f"shape of the gradient of {name} after the context", shape, expected)
+            self.assertEqual(shape, expected, f"shape of the gradient of {name} after the context")
         held = own_slices({name: grad.numel() for name, grad in all_of_them.items()}, holder, self.world_size)
         for param in model.parameters():
             if self.rank != holder:
@@ -490,13 +490,13 @@ class TestUnshardParams(TestUnshardParamsBase):
                 expected[part] = all_of_them[clean_tensor_name(name)].reshape(-1)[part]
                 self.assertIsNotNone(param.grad, f"no gradient of {name} on this rank, though rank {holder} has one")
                 found = param.grad.reshape(-1).clone()
-                self.check_equal(f"gradient of {name} that rank {holder} has", found, expected)
+                self.assertEqual(found, expected, f"gradient of {name} that rank {holder} has")
                 param.grad.mul_(2)
         factor = 2 if writeback else 1
         for name, param in model.named_parameters():
             own = all_of_them[clean_tensor_name(name)].reshape(-1)[held[clean_tensor_name(name)]]
             expected = factor * own if self.rank == holder and own.numel() else None
-            self.check_equal(f"gradient of {name} after the context", param.grad, expected)
+            self.assertEqual(param.grad, expected, f"gradient of {name} after the context")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_contexts(self):
@@ -539,8 +539,8 @@ class TestUnshardParams(TestUnshardParamsBase):
         found = {"inner": inner.module, "outer": model.module[1]}
         with FSDP.summon_full_params(model):
             found = {name: module.weight.detach().clone().cpu() for name, module in found.items()}
-        self.check_equal(
-            "parameters written in nested contexts", found, {"inner": written[inner], "outer": written[model]}
+        self.assertEqual(
+            found, {"inner": written[inner], "outer": written[model]}, "parameters written in nested contexts"
         )
         self.assertLess(sum(param.numel() for param in inner.parameters()), 25, "the inner module is not sharded again")
 

@@ -76,7 +76,7 @@ class OriginalParametersTest(TwoRankTest):
 
     def _check_parameters(self, what: str, model: FSDP, reference: Chain) -> None:
         found = dict(zip(NAMES, get_full_params(model), strict=True))
-        self.check_equal(what, found, dict(reference.named_parameters()))
+        self.assertEqual(found, dict(reference.named_parameters()), what)
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
@@ -123,7 +123,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
             self._backward(reference, model, step)
             has_gradient = {name for name, param in self._params(model).items() if param.grad is not None}
             held = {name for name, own in self._own(dict(reference.named_parameters()), model).items() if own.numel()}
-            self.check_equal(f"gradients when {sorted(trained)} are trained", has_gradient, trained & held)
+            self.assertEqual(has_gradient, trained & held, f"gradients when {sorted(trained)} are trained")
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
@@ -167,7 +167,7 @@ class TestFSDPUseOrigParamsUnshardReshard(OriginalParametersTest):
                 param.mul_(2)
             expected = reference(self._rows())
         found = model(self._rows()).detach()
-        self.check_equal("output after parameters were doubled", found.to(expected.dtype), expected)
+        self.assertEqual(found.to(expected.dtype), expected, "output after parameters were doubled")
         self._check_parameters("parameters after they were doubled", model, reference)
 
 
@@ -185,11 +185,11 @@ class TestFSDPUseOrigParamsParamAccess(OriginalParametersTest):
         def exposed() -> dict[str, torch.Tensor]:
             return {name: param.detach() for name, param in self._params(model).items()}
 
-        self.check_equal("parameters before forward", exposed(), own)
+        self.assertEqual(exposed(), own, "parameters before forward")
         output = model(self._rows())
-        self.check_equal("parameters after forward", exposed(), whole if sharding_strategy == KEEPS else own)
+        self.assertEqual(exposed(), whole if sharding_strategy == KEEPS else own, "parameters after forward")
         output.sum().backward()
-        self.check_equal("parameters after backward", exposed(), own)
+        self.assertEqual(exposed(), own, "parameters after backward")
 
 
 class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
@@ -217,7 +217,7 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             for each in changed:
                 self._replace(model, each, values[each].clone(), replace)
             what = f"after {', '.join(changed)} was replaced"
-            self.check_equal(f"output {what}", model(self._rows(step)).detach(), reference(self._rows(step)).detach())
+            self.assertEqual(model(self._rows(step)).detach(), reference(self._rows(step)).detach(), f"output {what}")
             self._check_parameters(f"parameters {what}", model, reference)
 
     def _replace(self, model: FSDP, name: str, value: torch.Tensor, how: str) -> None:
@@ -362,7 +362,7 @@ class TestFSDPUseOrigParamsFQNs(OriginalParametersTest):
             lambda *_: seen.update({name: param.detach().clone() for name, param in chain.named_parameters()})
         )
         model(self._rows())
-        self.check_equal("parameters in forward", seen, {n: p.detach() for n, p in reference.named_parameters()})
+        self.assertEqual(seen, {n: p.detach() for n, p in reference.named_parameters()}, "parameters in forward")
         self.assertEqual(list(self._params(model)), NAMES)
 
 
@@ -383,14 +383,14 @@ class TestFSDPUseOrigParamsNoSync(OriginalParametersTest):
                 model(self._rows(step)).square().mean().backward()
                 reference(self._rows(step)).square().mean().backward()
                 found, expected = gradients(self._params(model)), gradients(dict(reference.named_parameters()))
-                self.check_equal(f"gradients of backward {step} under no_sync", found, expected)
+                self.assertEqual(found, expected, f"gradients of backward {step} under no_sync")
         reference.zero_grad()
         for step in range(2):
             reference(self._all_rows(step)).square().mean().backward()
         self._backward(reference, model, step=2)
         expected = self._own(gradients(dict(reference.named_parameters())), model)
         expected = {name: own for name, own in expected.items() if own.numel()}
-        self.check_equal("gradients after a reduction", gradients(self._params(model)), expected)
+        self.assertEqual(gradients(self._params(model)), expected, "gradients after a reduction")
 
 
 class TestFSDPUseOrigParamsInit(OriginalParametersTest):
@@ -411,7 +411,7 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
                 optim.step()
         held = {name for name, param in self._params(model).items() if param.numel()}
         found = {name for name, param in self._params(model).items() if param.grad is not None}
-        self.check_equal("gradients after thawing", found, held)
+        self.assertEqual(found, held, "gradients after thawing")
         self._check_parameters("parameters after thawing", model, reference)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

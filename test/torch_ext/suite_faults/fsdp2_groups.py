@@ -201,7 +201,7 @@ MISTAKES = {
         "if self.mesh_info.is_spmd_mesh:",
         "if False:",
         _ALL + "test_tensor_parallelism",
-        "gradient: ",
+        r"\n\W*gradient\n",
     ),
     "fully_shard_parameter_may_be_sharded_over_data": of_param(
         "_init_sharding_spec_spmd",

@@ -182,7 +182,7 @@ class TestFullyShardPostAccGradHook(FullyShardParityTest):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
         expected = {name: each.grad for name, each in reference.named_parameters()}
-        self.check_equal("gradients that the hooks have seen", seen, expected)
+        self.assertEqual(seen, expected, "gradients that the hooks have seen")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class TestFullyShardBackward(FullyShardParityTest):
                 with log.of("backward"):
                     loss.backward()
             gathered = sum("all-gather" in line for line in log.lines)
-            self.check_equal(f"{gathers}: all-gathers in backward", gathered, 1 + gathers)
+            self.assertEqual(gathered, 1 + gathers, f"{gathers}: all-gathers in backward")
             average_gradients(reference)
             self.check_shards(reference, model)
 
@@ -98,13 +98,13 @@ class TestFullyShardBackward(FullyShardParityTest):
                     each.use = use
                     each.zero_grad()
                     each(self.rows(4)).square().sum().backward()
-            self.check_equal("elements reduced", taken, [32])
+            self.assertEqual(taken, [32], "elements reduced")
             for name in ("one.weight", "two.weight"):
                 parameter = reference.get_parameter(name)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(gradient)
                 found = full_tensor(model.get_parameter(name).grad)
-                self.check_equal(f"gradient of {name}", found, gradient / self.world_size)
+                self.assertEqual(found, gradient / self.world_size, f"gradient of {name}")
         model.set_reduce_scatter_unused_params(False)
         model.zero_grad()
         model.use = ("one",)
@@ -156,7 +156,7 @@ class TestFullyShardBackward(FullyShardParityTest):
                 "reduce-scatter first",
                 "reduce-scatter last",
             ]
-            self.check_equal("collectives of backward", found, expected)
+            self.assertEqual(found, expected, "collectives of backward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_conversion_of_a_gathered_module(self):
@@ -167,7 +167,7 @@ class TestFullyShardBackward(FullyShardParityTest):
         model(self.rows(5))  # leaves parameters gathered
         model.to(self.device)
         kinds = {type(parameter).__name__ for parameter in model.parameters()}
-        self.check_equal("kinds of converted parameters", kinds, {"DTensor"})
+        self.assertEqual(kinds, {"DTensor"}, "kinds of converted parameters")
         model(self.rows(5))
         for each in (reference, model):
             each._apply(lambda tensor: tensor * 2)  # what every conversion goes through
@@ -198,7 +198,7 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
         with patch_reduce_scatter(noting):
             self.check_train_parity(reference, model, 5, steps=2)
         padded = [rows * (columns + 1) for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))]
-        self.check_equal("elements reduced", taken, padded * 2)
+        self.assertEqual(taken, padded * 2, "elements reduced")
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_half_precision(self):
@@ -214,7 +214,7 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
         for name, parameter in reference.named_parameters():
             found = full_tensor(model.get_parameter(name).grad)
             # Three roundings to eleven bits.
-            self.check_equal(f"gradient of {name}", found, parameter.grad, rtol=2e-3, atol=2e-2)
+            self.assertEqual(found, parameter.grad, f"gradient of {name}", rtol=2e-3, atol=2e-2)
 
 
 if __name__ == "__main__":

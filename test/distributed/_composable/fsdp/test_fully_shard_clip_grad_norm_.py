@@ -45,7 +45,7 @@ class ClipGradNormTest(FullyShardParityTest):
                     for parameter, gradient in zip(each.parameters(), gradients, strict=True):
                         parameter.grad.copy_(gradient)
                 found = nn.utils.clip_grad_norm_(model.parameters(), norm.item() * factor, norm_type)
-                self.check_equal(f"norm {norm_type}", full_tensor(found), norm)
+                self.assertEqual(full_tensor(found), norm, f"norm {norm_type}")
                 for parameter, gradient in zip(reference.parameters(), before, strict=True):
                     parameter.grad.copy_(gradient * min(1.0, factor))
                 with self.telling(f"clipped to {factor} times the norm {norm_type}"):
@@ -74,7 +74,7 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (reference, model)]
-        self.check_equal("norm", full_tensor(norms[1]), norms[0])
+        self.assertEqual(full_tensor(norms[1]), norms[0], "norm")
         self.check_shards(reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

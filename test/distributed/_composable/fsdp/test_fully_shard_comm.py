@@ -226,7 +226,7 @@ class TestFullyShardCommunication(CommTest):
         for reshard, expected in ((True, (6, 3, 0)), (False, (3, 3, 0)), (None, (5, 3, 0))):
             model = self.three_units(reshard_after_forward=reshard)
             for _ in range(2):
-                self.check_equal(f"{reshard}", self.counts(lambda model=model: self.step(model)), expected)
+                self.assertEqual(self.counts(lambda model=model: self.step(model)), expected, f"{reshard}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_communication_count_of_a_hybrid_mesh(self):
@@ -297,12 +297,12 @@ class TestFullyShardUnshard(CommTest):
                 handles = [module.unshard(async_op=True) for module in (model, model.first, model.second)]
                 for handle in handles * waits:
                     handle.wait()
-            self.check_equal("collectives of three asynchronous unshards", counted.get_total_counts(), 3)
+            self.assertEqual(counted.get_total_counts(), 3, "collectives of three asynchronous unshards")
             if waits:
                 self.assertEqual(model.second.weight.detach(), reference.second.weight.detach(), atol=0, rtol=0)
             with torch.no_grad():
                 counts = self.counts(lambda model=model: model(self.rows(4)))
-                self.check_equal("collectives of a forward of what is unsharded", counts, (0, 0, 0))
+                self.assertEqual(counts, (0, 0, 0), "collectives of a forward of what is unsharded")
                 self.assertIsInstance(model.second.weight, DTensor, "second is resharded after forward")
                 self.assertEqual(model(self.rows(4)), reference(self.rows(4)))
 

@@ -78,8 +78,8 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
         model.second.set_custom_all_gather(gather)
         self.check_parity(model)
         # In each of two steps, before forward and before backward: 24 of 48 elements.
-        self.check_equal("elements gathered", gather.called, [(24, 48)] * 4)
-        self.check_equal("elements allocated", set(gather.allocated), {48})
+        self.assertEqual(gather.called, [(24, 48)] * 4, "elements gathered")
+        self.assertEqual(set(gather.allocated), {48}, "elements allocated")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_reduce_scatter(self):
@@ -87,8 +87,8 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
         scatter = CountedReduceScatter()
         model.second.set_custom_reduce_scatter(scatter)
         self.check_parity(model)
-        self.check_equal("elements reduced", scatter.called, [(48, 24)] * 2)
-        self.check_equal("elements allocated", scatter.allocated, [48, 24] * 2)
+        self.assertEqual(scatter.called, [(48, 24)] * 2, "elements reduced")
+        self.assertEqual(scatter.allocated, [48, 24] * 2, "elements allocated")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_allocation_from_the_group_and_custom_collectives_exclude_each_other(self):
@@ -117,10 +117,10 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
             comms.append(fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm)
             prefix = "ProcessGroupAlloc" if enable else "Default"
             found = [type(comm).__name__ for comm in comms]
-            self.check_equal(f"{enable}", found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"])
+            self.assertEqual(found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"], f"{enable}")
             if not backend.supports_tensor_alloc(torch.device(self.device)):
                 allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
-                self.check_equal("type", (allocated.dtype, allocated.device.type), (torch.float64, self.device.type))
+                self.assertEqual((allocated.dtype, allocated.device.type), (torch.float64, self.device.type), "type")
             reference = self.replica(ThreeUnits())
             reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
             self.check_train_parity(reference, model, 4)
@@ -164,17 +164,17 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         model = self.three_units(mesh)
         model.set_separate_reduce_scatter_group()
         gathers, scatters = self.groups_used(model)
-        self.check_equal("groups of all-gathers", set(gathers), {own})
-        self.check_equal("number of groups of reduce-scatters", len(set(scatters)), 1)
+        self.assertEqual(set(gathers), {own}, "groups of all-gathers")
+        self.assertEqual(len(set(scatters)), 1, "number of groups of reduce-scatters")
         self.assertNotIn(own, scatters)
         ranks = [dist.get_process_group_ranks(group) for group in (scatters[0], own)]
-        self.check_equal("ranks that reduce", *ranks)
+        self.assertEqual(*ranks, "ranks that reduce")
         model.set_separate_reduce_scatter_group()
-        self.check_equal("asked for again", self.groups_used(model)[1], scatters)
+        self.assertEqual(self.groups_used(model)[1], scatters, "asked for again")
         model.zero_grad()
         self.check_parity(model)
         model.set_separate_reduce_scatter_group(False)
-        self.check_equal("reset", set(self.groups_used(model)[1]), {own})
+        self.assertEqual(set(self.groups_used(model)[1]), {own}, "reset")
 
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -184,7 +184,7 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         model.second.set_separate_reduce_scatter_group(recurse=False)
         _, scatters = self.groups_used(model)
         # The backward of second ends before that of the root; first, whose input needs no gradient, comes last.
-        self.check_equal("reduced in a group apart", [group is not own for group in scatters], [True, False, False])
+        self.assertEqual([group is not own for group in scatters], [True, False, False], "reduced in a group apart")
 
 
 class TestFullyShardReduceScatterBuffers(CustomCommsTest):
@@ -210,8 +210,8 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
                 model(self.rows(4, step)).square().sum().backward()
         # Before each reduction, the oldest are let go until its own buffer fits.
         limit = asked or 1
-        self.check_equal("kept when the next begins", kept, [min(before, limit - 1) for before in (0, 1, 2)] * 2)
-        self.check_equal("kept after backward", fully_shard.state(model)._comm_ctx.reduce_scatter_states, [])
+        self.assertEqual(kept, [min(before, limit - 1) for before in (0, 1, 2)] * 2, "kept when the next begins")
+        self.assertEqual(fully_shard.state(model)._comm_ctx.reduce_scatter_states, [], "kept after backward")
         model.zero_grad()
         self.check_parity(model)
 

@@ -62,7 +62,7 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
 
     def _check_kind(self, what, parameters, sharded):
         kinds = [isinstance(parameter, DTensor) for parameter in parameters]
-        self.check_equal(f"{what} are sharded", kinds, [sharded] * len(kinds))
+        self.assertEqual(kinds, [sharded] * len(kinds), f"{what} are sharded")
         self.assertGreater(len(kinds), 0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -58,14 +58,14 @@ class TestFullyShardFrozen(FullyShardParityTest):
         """Gradients of frozen weights are neither computed nor sent."""
         reference, model = self._frozen(lambda name: "bias" in name)
         for step in range(2):
-            self.check_equal("elements reduced", self._step(reference, model, step), [16 * 5 + 6 * 15, 10 * 5 + 6 * 10])
+            self.assertEqual(self._step(reference, model, step), [16 * 5 + 6 * 15, 10 * 5 + 6 * 10], "elements reduced")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_mixed_requires_grad_across_groups(self):
         reference, model = self._frozen(lambda name: name.startswith("0."))
         for step in range(2):
             reduced = self._step(reference, model, step)
-            self.check_equal("elements reduced", reduced, [16 * 5 + 16 + 6 * 15 + 6])
+            self.assertEqual(reduced, [16 * 5 + 16 + 6 * 15 + 6], "elements reduced")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward_mixed_requires_grad(self):
@@ -82,8 +82,8 @@ class TestFullyShardFrozen(FullyShardParityTest):
             for each in (reference, model):
                 each[0].in_proj.weight.requires_grad_(trains)
             reduced = self._step(reference, model, step)
-            self.check_equal(f"step {step}: elements reduced", reduced[-1], whole if trains else without)
-            self.check_equal(f"step {step}: a gradient", model[0].in_proj.weight.grad is not None, trains)
+            self.assertEqual(reduced[-1], whole if trains else without, f"step {step}: elements reduced")
+            self.assertEqual(model[0].in_proj.weight.grad is not None, trains, f"step {step}: a gradient")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_requires_grad_is_that_of_the_unsharded_parameter(self):
@@ -95,7 +95,7 @@ class TestFullyShardFrozen(FullyShardParityTest):
             model.weight.requires_grad_(weight)
             model.bias.requires_grad_(bias)
             model(self.rows(4)).sum().backward()
-        self.check_equal("requires_grad in forward", seen, [(True, True), (False, True), (True, False)])
+        self.assertEqual(seen, [(True, True), (False, True), (True, False)], "requires_grad in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_frozen_parameters_may_have_another_type(self):

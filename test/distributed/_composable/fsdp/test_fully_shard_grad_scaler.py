@@ -56,14 +56,14 @@ class TestFullyShardGradientScaler(FullyShardParityTest):
             scaler.unscale_(optimizer)
             if step != 1:
                 found = [full_tensor(each.grad) for each in model.parameters()]
-                self.check_equal(f"step {step}: gradients without their scale", found, gradients)
+                self.assertEqual(found, gradients, f"step {step}: gradients without their scale")
             scaler.step(optimizer)
             scaler.update()
             after = [full_tensor(each) for each in model.parameters()]
             expected = before if step == 1 else [old - 0.1 * each for old, each in zip(before, gradients, strict=True)]
-            self.check_equal(f"step {step}: parameters", after, expected)
+            self.assertEqual(after, expected, f"step {step}: parameters")
             scales.append(scaler.get_scale())
-        self.check_equal("scales", scales, [4.0, 2.0, 2.0, 4.0])
+        self.assertEqual(scales, [4.0, 2.0, 2.0, 4.0], "scales")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_each_optimizer_skips_for_itself(self):
@@ -81,8 +81,8 @@ class TestFullyShardGradientScaler(FullyShardParityTest):
             scaler.step(optimizer)
         scaler.update()
         changed = [not full_tensor(layer.weight).equal(old) for layer, old in zip(model, before, strict=True)]
-        self.check_equal("layers that were trained", changed, [False, True])
-        self.check_equal("scale", scaler.get_scale(), 1.0)
+        self.assertEqual(changed, [False, True], "layers that were trained")
+        self.assertEqual(scaler.get_scale(), 1.0, "scale")
 
 
 if __name__ == "__main__":

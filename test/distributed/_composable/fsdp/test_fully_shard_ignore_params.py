@@ -50,7 +50,7 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
         for index in (0, 2):
             for name, parameter in model[index].named_parameters():
                 expected = reference[index].get_parameter(name).grad
-                self.check_equal(f"gradient of {index}.{name}", parameter.grad, expected)
+                self.assertEqual(parameter.grad, expected, f"gradient of {index}.{name}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_part_of_a_module(self):
@@ -62,9 +62,9 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
         fully_shard(model, ignored_params={weight})
         self._backward(model, reference)
         kinds = {name: isinstance(each, DTensor) for name, each in model.named_parameters()}
-        self.check_equal("sharded parameters", kinds, {name: name != "0.in_proj.weight" for name in kinds})
+        self.assertEqual(kinds, {name: name != "0.in_proj.weight" for name in kinds}, "sharded parameters")
         self.assertIs(model[0].in_proj.weight, weight)
-        self.check_equal("local gradient", weight.grad, reference[0].in_proj.weight.grad)
+        self.assertEqual(weight.grad, reference[0].in_proj.weight.grad, "local gradient")
         average_gradients(reference)
         check_sharded_parity(self, reference[1], model[1])
 
@@ -80,7 +80,7 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
         expected = {
             name: host if name.startswith("0.") or name in ("1.weight", "1.bias") else self.device for name in places
         }
-        self.check_equal("devices", places, expected)
+        self.assertEqual(places, expected, "devices")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_scalars_may_be_ignored(self):

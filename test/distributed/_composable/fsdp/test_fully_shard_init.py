@@ -124,7 +124,7 @@ class TestFullyShardDeviceTensor(InitTest):
         """Parameters and buffers go to the device of the mesh."""
         model = fully_shard(MLP(4, with_buffer=True))
         places = {each.device for each in (*model.parameters(), *model.buffers())}
-        self.check_equal("devices", places, {self.device})
+        self.assertEqual(places, {self.device}, "devices")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_pinned_memory(self):
@@ -136,11 +136,11 @@ class TestFullyShardDeviceTensor(InitTest):
             def pinned(model=model):
                 return [each.to_local().is_pinned() for each in model.parameters()]
 
-            self.check_equal(f"pinned at first, pin_memory={pin_memory}", pinned(), [pin_memory] * 2)
+            self.assertEqual(pinned(), [pin_memory] * 2, f"pinned at first, pin_memory={pin_memory}")
             state = {name: each.detach().clone() for name, each in model.state_dict().items()}
             model.load_state_dict(state, assign=True)
             model(self.rows(4)).sum().backward()
-            self.check_equal(f"pinned after loading, pin_memory={pin_memory}", pinned(), [pin_memory] * 2)
+            self.assertEqual(pinned(), [pin_memory] * 2, f"pinned after loading, pin_memory={pin_memory}")
 
 
 class TestFullyShardLazyInit(InitTest):
@@ -157,18 +157,18 @@ class TestFullyShardLazyInit(InitTest):
         model(self.rows(5))
         modules = (model, model[0], model[0].in_proj)
         found = [module._get_fsdp_state()._is_root for module in modules]
-        self.check_equal("roots", found, [True, False, False])
+        self.assertEqual(found, [True, False, False], "roots")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fully_shard_module_and_param_fqns(self):
         model = self._nested()
         model(self.rows(5))
         groups = [module._get_fsdp_state()._fsdp_param_group for module in (model, model[0], model[0].in_proj)]
-        self.check_equal("names of modules", [group._module_fqn for group in groups], ["", "0", "0.in_proj"])
+        self.assertEqual([group._module_fqn for group in groups], ["", "0", "0.in_proj"], "names of modules")
         names = [[parameter._param_fqn for parameter in group.fsdp_params] for group in groups]
         rest = ["1.in_proj.weight", "1.in_proj.bias", "1.out_proj.weight", "1.out_proj.bias"]
         expected = [rest, ["0.out_proj.weight", "0.out_proj.bias"], ["0.in_proj.weight", "0.in_proj.bias"]]
-        self.check_equal("names of parameters", names, expected)
+        self.assertEqual(names, expected, "names of parameters")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_root_keeps_its_parameters(self):
@@ -177,7 +177,7 @@ class TestFullyShardLazyInit(InitTest):
             model = fully_shard(nn.Linear(4, 4).to(self.device), reshard_after_forward=asked)
             model(self.rows(4))
             found = model._get_fsdp_state()._fsdp_param_group.is_sharded
-            self.check_equal(f"asked for {asked}: root is sharded after forward", found, sharded)
+            self.assertEqual(found, sharded, f"asked for {asked}: root is sharded after forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reset_sharded_param_in_lazy_init(self):
@@ -187,7 +187,7 @@ class TestFullyShardLazyInit(InitTest):
         shard = whole[:2] if self.rank == 0 else whole[2:]
         model.weight._local_tensor = shard.clone()
         rows = self.rows(4)
-        self.check_equal("output of what was put there before", model(rows), rows @ whole.T)
+        self.assertEqual(model(rows), rows @ whole.T, "output of what was put there before")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fully_shard_double_lazy_init(self):
@@ -207,19 +207,19 @@ class TestFullyShardShardPlacementFn(InitTest):
         whole = {name: each.detach().clone() for name, each in model.items()}
         fully_shard(model, shard_placement_fn=lambda _: Shard(-1))
         for name, parameter in model.items():
-            self.check_equal(f"placement of {name}", parameter.placements, (Shard(parameter.ndim - 1),))
+            self.assertEqual(parameter.placements, (Shard(parameter.ndim - 1),), f"placement of {name}")
             own = whole[name].chunk(2, dim=-1)[self.rank]
-            self.check_equal(f"shard of {name}", parameter.to_local(), own)
+            self.assertEqual(parameter.to_local(), own, f"shard of {name}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_some_parameters_by_default(self):
         model = nn.Linear(4, 5).to(self.device)
         weight = model.weight.detach().clone()
         fully_shard(model, shard_placement_fn=lambda each: Shard(1) if each.ndim == 2 else None)
-        self.check_equal("placements", (model.weight.placements, model.bias.placements), ((Shard(1),), (Shard(0),)))
-        self.check_equal("weight", full_tensor(model.weight), weight)
+        self.assertEqual((model.weight.placements, model.bias.placements), ((Shard(1),), (Shard(0),)), "placements")
+        self.assertEqual(full_tensor(model.weight), weight, "weight")
         model(self.rows(4)).sum().backward()
-        self.check_equal("placement of the gradient", model.weight.grad.placements, (Shard(1),))
+        self.assertEqual(model.weight.grad.placements, (Shard(1),), "placement of the gradient")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
         shapes = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
         rows = (2, 2, 2, 0)[self.rank]
         expected = {"experts": (3, 4), "dense.weight": (rows, 4), "dense.bias": (rows,)}
-        self.check_equal("shapes of shards", shapes, expected)
+        self.assertEqual(shapes, expected, "shapes of shards")
         optimizers = [self.optimizer(each) for each in (reference, model)]
         for step in range(2):
             for each in (reference, model):
@@ -79,12 +79,12 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad.div_(dist.get_world_size(group))
                 found = model.get_parameter(name).grad
-                self.check_equal(f"step {step}: gradient of {name}", full_tensor(found), parameter.grad)
+                self.assertEqual(full_tensor(found), parameter.grad, f"step {step}: gradient of {name}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for name, parameter in reference.named_parameters():
-            self.check_equal(name, full_tensor(model.get_parameter(name)), parameter.detach())
+            self.assertEqual(full_tensor(model.get_parameter(name)), parameter.detach(), name)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -140,9 +140,9 @@ class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
 
     def _check(self, dims, names, placements, shape):
         reference, model = self._trained(dims, names, placements)
-        self.check_equal("gradient", full_tensor(model.weight.grad), reference.weight.grad)
-        self.check_equal("weight", full_tensor(model.weight), reference.weight.detach())
-        self.check_equal("shape of the shard", tuple(model.weight.to_local().shape), shape)
+        self.assertEqual(full_tensor(model.weight.grad), reference.weight.grad, "gradient")
+        self.assertEqual(full_tensor(model.weight), reference.weight.detach(), "weight")
+        self.assertEqual(tuple(model.weight.to_local().shape), shape, "shape of the shard")
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -79,9 +79,9 @@ class TestFullyShardModuleGroups(FullyShardParityTest):
             self.assertIsInstance(module, FSDPModule)
         self.assertIs(fully_shard.state(model.first), fully_shard.state(model.second))
         model.second.unshard()
-        self.check_equal("after unshard() of one", self.kinds(*modules), ["gathered"] * 2)
+        self.assertEqual(self.kinds(*modules), ["gathered"] * 2, "after unshard() of one")
         model.first.reshard()
-        self.check_equal("after reshard() of the other", self.kinds(*modules), ["sharded"] * 2)
+        self.assertEqual(self.kinds(*modules), ["sharded"] * 2, "after reshard() of the other")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_a_group_is_gathered_and_reduced_as_one(self):
@@ -126,9 +126,9 @@ backward:
             seen.clear()
             loss = model(self.rows(4)).square().sum()
             after = "sharded" if reshard_after_forward else "gathered"
-            self.check_equal("after first and after second", seen, [["gathered"] * 2, [after] * 2])
+            self.assertEqual(seen, [["gathered"] * 2, [after] * 2], "after first and after second")
             loss.backward()
-            self.check_equal("after backward", self.kinds(*modules, model.last), ["sharded"] * 3)
+            self.assertEqual(self.kinds(*modules, model.last), ["sharded"] * 3, "after backward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_parity(self):
@@ -168,7 +168,7 @@ backward:
             module.register_forward_hook(lambda module, args, output: found.append(output.dtype))
         model(self.rows(4))
         expected = [torch.bfloat16, torch.float64, torch.bfloat16, torch.float64]
-        self.check_equal("types of inputs and outputs", found, expected)
+        self.assertEqual(found, expected, "types of inputs and outputs")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_loss_in_chunks(self):
@@ -189,12 +189,12 @@ backward:
             average_gradients(reference)
             with self.telling(f"step {step}"):
                 self.check_shards(reference, model)
-            self.check_equal("after backward", self.kinds(model.norm, model.head), ["sharded"] * 2)
+            self.assertEqual(self.kinds(model.norm, model.head), ["sharded"] * 2, "after backward")
         found = []
         model.norm.register_forward_hook(lambda *_: found.extend(self.kinds(model.head)))
         model.runs_head = True
         model(self.rows(4)).sum().backward()
-        self.check_equal("head after norm, in a step that runs both", found, ["gathered"])
+        self.assertEqual(found, ["gathered"], "head after norm, in a step that runs both")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_only_some_modules_of_a_group_run(self):
@@ -210,7 +210,7 @@ backward:
                 out = each(self.rows(4, step))
                 if each is model:
                     kinds = self.kinds(model.norm, model.head)
-                    self.check_equal(f"step {step}: after forward", kinds, ["sharded"] * 2)
+                    self.assertEqual(kinds, ["sharded"] * 2, f"step {step}: after forward")
                 (each.head(out) if uses_head else out).pow(4).sum().backward()
             average_gradients(reference)
             with self.telling(f"step {step}"):

@@ -74,8 +74,8 @@ class PropertiesTest(FourRankTest):
         expected = train_tree(
             reference, slice(None), steps, self.device, contextlib.nullcontext if accumulate else None
         )
-        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
-        self.check_equal("parameters after training", full_params(model), list(reference.parameters()), **TOLERANCE)
+        self.assertEqual(losses / WORLD_SIZE, expected, "losses of sharded training", **TOLERANCE)
+        self.assertEqual(full_params(model), list(reference.parameters()), "parameters after training", **TOLERANCE)
 
 
 class TestTrainingProperties(PropertiesTest):
@@ -102,7 +102,7 @@ class TestTrainingProperties(PropertiesTest):
             reshard_after_forward = True  # one rank cannot reshard to two
         reference = self._unsharded(tree)
         model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
-        self.check_equal("parameters before training", full_params(model), list(reference.parameters()))
+        self.assertEqual(full_params(model), list(reference.parameters()), "parameters before training")
 
         contexts = {"never": None, "reduced": contextlib.nullcontext, "unreduced": lambda: unreduced(model)}
         self._check_training(model, reference, steps, contexts[accumulate])
@@ -124,12 +124,12 @@ class TestStateDictProperties(PropertiesTest):
         state = [None]
         if saver := self._sharded_over(tree, saved_by, seed=1):
             full = {name: shard.full_tensor() for name, shard in get_model_state_dict(saver).items()}
-            self.check_equal("saved state", full, dict(reference.state_dict()))
+            self.assertEqual(full, dict(reference.state_dict()), "saved state")
             state = [{name: tensor.cpu() for name, tensor in full.items()}]
         dist.broadcast_object_list(state)
         if loader := self._sharded_over(tree, loaded_by, seed=2):
             set_model_state_dict(loader, state[0], options=StateDictOptions(full_state_dict=True))
-            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            self.assertEqual(full_params(loader), list(reference.parameters()), "loaded parameters")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -146,7 +146,7 @@ class TestStateDictProperties(PropertiesTest):
             dcp.load(state, checkpoint_id=folder, process_group=first_ranks_mesh(loaded_by).get_group())
             set_model_state_dict(loader, state)
             reference = self._unsharded(tree, seed=1)
-            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            self.assertEqual(full_params(loader), list(reference.parameters()), "loaded parameters")
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)

@@ -63,7 +63,7 @@ class StateDictTest(FullyShardParityTest):
         found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
         self.assertEqual(list(found), list(expected))
         for name, tensor in expected.items():
-            self.check_equal(name, found[name], tensor, atol=0, rtol=0)
+            self.assertEqual(found[name], tensor, name, atol=0, rtol=0)
 
 
 class TestFullyShardStateDictMultiProcess(StateDictTest):
@@ -136,7 +136,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         other = self.shard(make_model(1), mesh, offload_policy=policy)
         other.load_state_dict(saved, assign=True)
         for name, parameter in other.named_parameters():
-            self.check_equal(name, parameter.to_local().detach(), saved[name].to_local())
+            self.assertEqual(parameter.to_local().detach(), saved[name].to_local(), name)
         other[0].buffer = other[0].buffer.to(self.device)
         self.assertEqual(other(self.rows(WIDTH)), model(self.rows(WIDTH)))
 
@@ -173,11 +173,11 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         note("after forward")
         model[2].register_state_dict_pre_hook(lambda *_: note("before saving"))
         state = model.state_dict()
-        self.check_equal("before saving", seen, [("after forward", {nn.Parameter}), ("before saving", {DTensor})])
+        self.assertEqual(seen, [("after forward", {nn.Parameter}), ("before saving", {DTensor})], "before saving")
         model(self.rows(WIDTH))
         model[2].register_load_state_dict_pre_hook(lambda *_: note("before loading"))
         model.load_state_dict(state)
-        self.check_equal("before loading", seen[2:], [("before loading", {DTensor})])
+        self.assertEqual(seen[2:], [("before loading", {DTensor})], "before loading")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_rank0_loads_for_all_on_meta(self):
@@ -272,7 +272,7 @@ class TestFullyShardCheckpoint(StateDictTest):
         for each, of_each in ((model, optimizer), (other, other_optimizer)):
             self._train(each, of_each, steps=1, start=2)
         for (name, found), expected in zip(other.named_parameters(), model.parameters(), strict=True):
-            self.check_equal(name, found.to_local().detach(), expected.to_local().detach(), atol=0, rtol=0)
+            self.assertEqual(found.to_local().detach(), expected.to_local().detach(), name, atol=0, rtol=0)
 
     def _train(self, model, optimizer, steps, start=0):
         for step in range(start, start + steps):

@@ -101,10 +101,10 @@ class TestFullyShard1DTrainingCore(FullyShardParityTest):
         def check(reference, model):
             for name, parameter in model.named_parameters():
                 self.assertFalse(torch.device(parameter.device).type == self.device.type, name)
-                self.check_equal(name, parameter.to_local().to(self.device), self._shard(reference, name))
+                self.assertEqual(parameter.to_local().to(self.device), self._shard(reference, name), name)
                 if parameter.grad is not None:
                     expected = self._shard(reference, name, of_gradient=True)
-                    self.check_equal(f"{name}.grad", parameter.grad.to_local().to(self.device), expected)
+                    self.assertEqual(parameter.grad.to_local().to(self.device), expected, f"{name}.grad")
 
         self.check_train_parity(reference, model, 5, check=check)
         self.assertEqual(computed_on, {self.device})
@@ -186,7 +186,7 @@ class TestFullyShard1DTrainingCompose(FullyShardParityTest):
                 fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
         self.check_train_parity(reference, model, 5, steps=2)
-        self.check_equal("forwards of three layers in two steps, each run again", len(runs), 12)
+        self.assertEqual(len(runs), 12, "forwards of three layers in two steps, each run again")
 
 
 class TestFullyShardSharedParams(FullyShardParityTest):

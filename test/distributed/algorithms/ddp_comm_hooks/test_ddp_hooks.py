@@ -43,7 +43,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             with CollectiveLog() as log:
                 self.backward(ddp, step)
             sent = {call.dtype for call in log.calls if call.name == "allreduce"}
-            self.check_equal("types that are reduced", sent, {sent_as})
+            self.assertEqual(sent, {sent_as}, "types that are reduced")
             self.backward(reference, step)
             expected = {}
             for name, gradient in self.gradients(reference).items():
@@ -70,7 +70,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
         """Without communication every rank keeps its own gradients."""
         ddp, reference = self._hooked(None, noop_hook), self.net()
         reductions, _ = self.counts(lambda: self.backward(ddp))
-        self.check_equal("all-reduces", reductions, 0)
+        self.assertEqual(reductions, 0, "all-reduces")
         self.backward(reference)
         self.check_gradients(ddp, self.gradients(reference), "own gradients")
 
@@ -83,7 +83,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             parameters, gradients = bucket.parameters(), bucket.gradients()
             buckets.append((state, bucket.index(), bucket.is_last(), [names[id(each)] for each in parameters]))
             flat = torch.cat([each.flatten() for each in gradients])
-            self.check_equal(f"buffer of bucket {bucket.index()}", bucket.buffer()[: flat.numel()], flat)
+            self.assertEqual(bucket.buffer()[: flat.numel()], flat, f"buffer of bucket {bucket.index()}")
             return allreduce_hook(None, bucket)
 
         ddp = self._hooked("the state", note, bucket_cap_mb=1e-5)
@@ -96,7 +96,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             buckets.clear()
             self.backward(ddp, step)
             if step:  # before, one bucket in the order of the parameters
-                self.check_equal("buckets", buckets, expected)
+                self.assertEqual(buckets, expected, "buckets")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_are_what_the_hook_returns(self):
@@ -124,9 +124,9 @@ class DistributedDataParallelCommHookTest(DDPTest):
         ddp = self._hooked(None, note)
         with ddp.no_sync():
             self.backward(ddp)
-        self.check_equal("calls within no_sync", calls, [])
+        self.assertEqual(calls, [], "calls within no_sync")
         self.backward(ddp)
-        self.check_equal("calls afterwards", calls, [0])
+        self.assertEqual(calls, [0], "calls afterwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_post_local_sgd_averages_over_the_subgroup(self):
@@ -153,7 +153,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             for name, expected in self.averaged(reference).items():
                 found = ddp.module.get_parameter(name).grad
                 tolerance = {"atol": 1e-4, "rtol": 1e-4} if step >= 2 else {"atol": 0, "rtol": 0}
-                self.check_equal(f"step {step}: gradient of {name}", found, expected, **tolerance)
+                self.assertEqual(found, expected, f"step {step}: gradient of {name}", **tolerance)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_power_sgd_keeps_what_compression_loses(self):
@@ -169,22 +169,22 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 self.backward(each, step)
             expected = self.averaged(reference)
             found = {name: each.grad.clone() for name, each in ddp.module.named_parameters()}
-            self.check_equal(f"step {step}: bias", found["0.bias"], expected["0.bias"])
+            self.assertEqual(found["0.bias"], expected["0.bias"], f"step {step}: bias")
             everywhere = [None] * self.world_size
             dist.all_gather_object(everywhere, [each.cpu() for each in found.values()])
-            self.check_equal(f"step {step}: gradients of the ranks", everywhere[1], everywhere[0], atol=0, rtol=0)
+            self.assertEqual(everywhere[1], everywhere[0], f"step {step}: gradients of the ranks", atol=0, rtol=0)
             if step < 2:
                 continue
             weight = found["0.weight"]
             rank = int(torch.linalg.matrix_rank(weight.cpu(), atol=1e-4))
-            self.check_equal(f"step {step}: rank of the weight's gradient", rank, 1)
+            self.assertEqual(rank, 1, f"step {step}: rank of the weight's gradient")
             received, owed = received + weight, owed + expected["0.weight"]
             (error,) = state.error_dict.values()
         # What all steps sent and what is still owed add up to all that there was.
         dist.all_reduce(error)
         behind = 3 + 18 + 6  # elements of the parameters that come before it in the bucket, the last parameter first
         still_owed = (error / self.world_size)[behind : behind + 24].view(6, 4)
-        self.check_equal("sent and still owed", received + still_owed, owed, atol=1e-4, rtol=1e-4)
+        self.assertEqual(received + still_owed, owed, "sent and still owed", atol=1e-4, rtol=1e-4)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optimizer_in_backward(self):
@@ -202,7 +202,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             optimizer.step()
             optimizer.zero_grad()
             for name, each in model.named_parameters():
-                self.check_equal(f"step {step}: {name}", each, reference.get_parameter(name))
+                self.assertEqual(each, reference.get_parameter(name), f"step {step}: {name}")
                 self.assertIsNone(each.grad, f"gradient of {name}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
