@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, full_tensor, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -19,7 +19,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class PlannerTest(FullyShardParityTest):
+class PlannerTest(FSDPTest):
     @property
     def world_size(self):
         return 2
@@ -88,8 +88,7 @@ class TestSavePlan(PlannerTest):
             folder = self.shared_folder()
             plans.clear()
             dcp.save(state, checkpoint_id=folder, planner=Noting(enable_plan_caching=True))
-            with self.telling(f"{sorted(state)}"):
-                self.assertEqual(plans, [sent], "sends its plan")
+            self.assertEqual(plans, [sent], f"{sorted(state)}: sends its plan")
             found = {name: torch.zeros_like(each) for name, each in state.items()}
             dcp.load(found, checkpoint_id=folder)
             for name, each in state.items():

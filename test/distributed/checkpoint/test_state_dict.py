@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     first_ranks_mesh,
     full_tensor,
     skip_offload_of_orig_params,
@@ -41,8 +41,13 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestStateDict(FullyShardParityTest):
+class TestStateDict(FSDPTest):
     """Two parameter groups with hyperparameters of their own, in an order that is not the model's."""
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
 
     @property
     def world_size(self):
@@ -217,11 +222,11 @@ class TestStateDict(FullyShardParityTest):
             for parameter in model.parameters():
                 parameter.to_local().fill_(-1)
 
-    def _check_saved(self, folder, expected):
+    def _check_saved(self, folder, expected, when=""):
         state = {name: distribute_tensor(torch.zeros_like(each), world_mesh(2)) for name, each in expected.items()}
         dcp.load(state, checkpoint_id=folder)
         for name, each in expected.items():
-            self.assertEqual(full_tensor(state[name]), each, f"saved {name}", atol=0, rtol=0)
+            self.assertEqual(full_tensor(state[name]), each, f"{when}saved {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
@@ -251,8 +256,7 @@ class TestStateDict(FullyShardParityTest):
             before = [each.to_local().clone() for each in source[0].parameters()]
             self._overwrite(source[0])
             response.upload_completion.result()
-            with self.telling(f"save {step}"):
-                self._check_saved(folder, expected)
+            self._check_saved(folder, expected, f"save {step}: ")
             with torch.no_grad():
                 for parameter, value in zip(source[0].parameters(), before, strict=True):
                     parameter.to_local().copy_(value)
@@ -269,10 +273,19 @@ class TestStateDict(FullyShardParityTest):
                 saving.result()
 
 
-class TestDTensorReshardMeshChange(FullyShardParityTest):
+class TestDTensorReshardMeshChange(FSDPTest):
     """Checkpoints written by one world size and read by another. Row counts divide by neither."""
 
     TENSORS = {"uneven": (7, 3), "few": (2, 3), "one": (1,), "even": (12, 2)}
+
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
 
     def _whole(self, name):
         sizes = self.TENSORS[name]

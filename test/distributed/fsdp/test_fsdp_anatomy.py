@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     get_devtype,
@@ -31,7 +31,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FourRankTest):
+class AnatomyTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)

@@ -12,9 +12,9 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
-    TwoRankTest,
     fsdp_on_device,
     get_full_params,
 )
@@ -25,7 +25,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestApply(TwoRankTest):
+class TestApply(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _check_apply(self, fsdp: FSDP, plain: nn.Module) -> None:
         """Fill each linear layer with its own numbers, on both sides."""
         seen: dict[bool, list[torch.Size]] = {True: [], False: []}

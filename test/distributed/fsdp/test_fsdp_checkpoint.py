@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
+    FSDPTest,
     StepLog,
     ThreeUnits,
-    TwoRankTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -54,7 +54,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.chain, x, use_reentrant=self.use_reentrant)
 
 
-class TestFSDPCheckpoint(TwoRankTest):
+class TestFSDPCheckpoint(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _train(self, model: nn.Module, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the losses and the gradients of the inputs of some steps."""
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -141,7 +145,11 @@ class TestFSDPCheckpoint(TwoRankTest):
         )
 
 
-class TestFSDPCheckpointSubmodule(TwoRankTest):
+class TestFSDPCheckpointSubmodule(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint_submodule(self, use_reentrant):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -44,7 +44,11 @@ LARGE = 1e3  # a gradient of this size dominates every norm
 CLIPS, DOES_NOT_CLIP = 0.05, 1e6
 
 
-class TestClipGradNorm(TwoRankTest):
+class TestClipGradNorm(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _pair(self, layout: tuple[str, ...], **fsdp_kwargs: Any) -> tuple[Chain, FSDP]:
         """Return an unsharded model, and one whose layers are managed as ``layout`` says."""
         module = Chain(device=self.device)

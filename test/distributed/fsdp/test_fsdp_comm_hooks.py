@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    FourRankTest,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -60,7 +59,11 @@ class Recorder:
         grad /= dist.get_world_size()
 
 
-class TestCommunicationHooks(TwoRankTest):
+class TestCommunicationHooks(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, sharding_strategy: ShardingStrategy, **fsdp_kwargs: Any) -> FSDP:
         def wrap(module: nn.Module) -> FSDP:
             return fsdp_on_device(module, sharding_strategy=sharding_strategy, **fsdp_kwargs)
@@ -206,7 +209,11 @@ class TestCommunicationHooks(TwoRankTest):
             model.register_comm_hook(recorder, recorder.sharded)
 
 
-class TestCommunicationHooksHybrid(FourRankTest):
+class TestCommunicationHooksHybrid(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_registering_hook_hybrid_strategy(self):
         for sharding_strategy in HYBRID:

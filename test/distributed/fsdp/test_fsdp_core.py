@@ -27,11 +27,11 @@ from torch_ext.testing._internal.common_fsdp import (
     DEVICEInitMode,
     DummyDDP,
     FSDPInitMode,
+    FSDPTest,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     TransformerWithSharedParams,
-    TwoRankTest,
     check_races,
     get_full_params,
     skip_parameter_offload,
@@ -56,7 +56,11 @@ def leave_out_autocast() -> None:
     skip_without_accelerator("the reference needs autocast as accelerators do it, with losses in full precision")
 
 
-class FSDPCoreTest(TwoRankTest):
+class FSDPCoreTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _parity(self, model_class: Any, **kwargs: Any) -> None:
         skip_parameter_offload(kwargs.get("cpu_offload", CPUOffload()))
         offloads = kwargs.get("cpu_offload", CPUOffload()).offload_params

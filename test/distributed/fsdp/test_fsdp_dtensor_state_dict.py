@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -29,7 +29,11 @@ if not dist.is_available():
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
-class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
+class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _trained(self, offload_to_cpu: bool = False, seed: int = 0) -> tuple[FSDP, torch.optim.Optimizer]:
         """Return a model over a mesh after a step, with the type of its state dicts set."""
         mesh = world_mesh(self.world_size)

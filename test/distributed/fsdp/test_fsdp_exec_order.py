@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -34,7 +34,11 @@ class Branches(nn.Module):
         return x
 
 
-class TestFSDPExecOrder(TwoRankTest):
+class TestFSDPExecOrder(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, sharding_strategy: ShardingStrategy) -> FSDP:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         return fsdp_on_device(Branches(sharding_strategy), sharding_strategy=sharding_strategy)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -56,7 +56,11 @@ class TwoInputs(nn.Module):
         return self.layer(inputs[first]) + self.layer(inputs[1 - first]).tanh()
 
 
-class TestFSDPFineTune(TwoRankTest):
+class TestFSDPFineTune(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _layers(self) -> nn.Sequential:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, TwoRankTest, chain_rows, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, chain_rows, fsdp_on_device
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -30,7 +30,11 @@ class Transposed(nn.Module):
         return x @ self.weight + self.bias
 
 
-class TestFlattenParams(TwoRankTest):
+class TestFlattenParams(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _handle(
         self,
         params: Iterable[nn.Parameter],
@@ -236,7 +240,7 @@ class TestFlattenParams(TwoRankTest):
                 tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
                 for tensor in tensors
             ]
-            with self.telling(message), self.assertRaisesRegex(ValueError, message):
+            with self.assertRaisesRegex(ValueError, message):
                 self._handle(params, nn.ParameterList(params))
 
 

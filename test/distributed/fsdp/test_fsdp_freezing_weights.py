@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, TwoRankTest, chain_rows, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, chain_rows, fsdp_on_device, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -33,7 +33,11 @@ class Network(nn.Module):
         return self.head(torch.tanh(features))
 
 
-class TestFreezingWeights(TwoRankTest):
+class TestFreezingWeights(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _network(self, freezing: str, freeze_after_wrap: bool, disable_autograd: bool, **how: Any) -> nn.Module:
         wrap_trunk, wrap_layers, wrap = how["wrap_trunk"], how["wrap_layers"], how["wrap"]
         torch.manual_seed(0)

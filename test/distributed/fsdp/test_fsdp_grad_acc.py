@@ -20,8 +20,8 @@ from torch_ext.testing._internal.common_fsdp import (
     REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPTest,
     TransformerWithSharedParams,
-    TwoRankTest,
     patch_all_reduce,
     patch_reduce_scatter,
     skip_parameter_offload,
@@ -50,7 +50,11 @@ UNSYNCED, SYNCED = Accumulation(True, 3), Accumulation(False, 3)
 ORDERS = [[UNSYNCED], [SYNCED], [UNSYNCED, SYNCED], [SYNCED, UNSYNCED], [SYNCED, UNSYNCED, SYNCED]]
 
 
-class TestGradAcc(TwoRankTest):
+class TestGradAcc(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, **fsdp_kwargs: Any) -> FSDP:
         cpu_offload = fsdp_kwargs.get("cpu_offload", CPUOffload())
         skip_parameter_offload(cpu_offload)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    FourRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -31,7 +31,11 @@ if not dist.is_available():
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
-class TestFSDPHybridShard(FourRankTest):
+class TestFSDPHybridShard(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return the groups of ranks 0 and 1, or 2 and 3, and of ranks 0 and 2, or 1 and 3."""
         return _init_intra_and_inter_node_groups(dist.group.WORLD, 2)

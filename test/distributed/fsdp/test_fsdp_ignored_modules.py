@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     skip_without_accelerator,
@@ -53,7 +53,11 @@ class Nested(nn.Module):
         return self.last(self.block(x))
 
 
-class TestFSDPIgnoredModules(TwoRankTest):
+class TestFSDPIgnoredModules(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _ignoring(self, modules: list[nn.Module], by: str) -> dict[str, Any]:
         if by == "ignored_modules":
             return {"ignored_modules": modules}

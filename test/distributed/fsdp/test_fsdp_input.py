@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import distributed as dist
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -62,7 +62,11 @@ def as_list(first, second):
     return ([first, second],), {}
 
 
-class TestInput(TwoRankTest):
+class TestInput(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _inputs(self, step):
         torch.manual_seed(100 * step + self.rank)
         return [torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)]

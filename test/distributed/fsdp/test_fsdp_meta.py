@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -44,7 +44,11 @@ def on_meta() -> nn.Sequential:
         return nn.Sequential(Counted(1.0), nn.Sequential(Counted(2.0), Counted(3.0)))
 
 
-class TestFSDPWithMetaDevice(TwoRankTest):
+class TestFSDPWithMetaDevice(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _counted(self, model: nn.Module) -> list[Counted]:
         return [module for module in model.modules() if isinstance(module, Counted)]
 

@@ -27,8 +27,8 @@ from torch_ext.testing._internal.common_fsdp import (
     REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPTest,
     TransformerWithSharedParams,
-    TwoRankTest,
     get_devtype,
     get_full_params,
     patch_reduce_scatter,
@@ -89,7 +89,11 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
         yield types
 
 
-class MixedPrecisionTest(TwoRankTest):
+class MixedPrecisionTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _fsdp(self, module: nn.Module, precision: MixedPrecision | None = None, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(module.to(self.device), device_id=self.device, mixed_precision=precision, **fsdp_kwargs)
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import distributed as dist
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -36,7 +36,11 @@ class Model(nn.Module):
         return self.outer(sum(self.inner(x + use) for use in range(self.num_inner)))
 
 
-class TestMultiForward(TwoRankTest):
+class TestMultiForward(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _dist_train(self, model, num_root):
         """Train with ``num_root`` forwards of the model for each backward; return the gradient of the input."""
         optim = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -8,14 +8,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
-    ThreeUnits,
-    TwoRankTest,
-    WatchedUnits,
-    fsdp_on_device,
-    world_mesh,
-)
+from torch_ext.testing._internal.common_fsdp import FSDPTest, ThreeUnits, WatchedUnits, fsdp_on_device, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -31,7 +24,7 @@ def watched_units(device: torch.device, **options: object) -> WatchedUnits:
     return WatchedUnits(device, shard)
 
 
-class TestForwardOverlapWorldSizeOne(TwoRankTest):
+class TestForwardOverlapWorldSizeOne(FSDPTest):
     @property
     def world_size(self) -> int:
         return 1
@@ -44,7 +37,11 @@ class TestForwardOverlapWorldSizeOne(TwoRankTest):
         self.assertEqual([name for name in watched.order.names if "gather" in name], [], "what a rank alone gathers")
 
 
-class TestForwardOverlapWorldSizeTwo(TwoRankTest):
+class TestForwardOverlapWorldSizeTwo(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_overlap(self):
         """A unit is gathered, and before that cast or copied from the host, while the one before it is computed."""
@@ -105,17 +102,16 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
         for backward_prefetch, (second, first) in kinds.items():
             watched = watched_units(self.device, backward_prefetch=backward_prefetch)
             watched.run_steps(2)
-            with self.telling(str(backward_prefetch)):
-                watched.check(
-                    self,
-                    f"""\
+            watched.check(
+                self,
+                f"""\
 1 backward: {second}
 1 backward: {first}
 1 backward: gather second comes before 1 backward: computed second
 1 backward: gather first comes before 1 backward: computed first
 1 backward: reduce second overlaps 1 backward: computed first
 1 backward: reduce second comes before 1 backward: reduce first""",
-                )
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_and_optimizer_are_ordered(self):
@@ -139,17 +135,20 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
         for limited, relation in ((True, "comes before"), (False, "overlaps")):
             watched = watched_units(self.device, limit_all_gathers=limited)
             watched.run_steps(1)
-            with self.telling(f"limit_all_gathers={limited}"):
-                watched.check(
-                    self,
-                    f"""\
+            watched.check(
+                self,
+                f"""\
 0 forward: computed first overlaps 0 forward: gather second
 0 forward: computed first {relation} 0 backward: gather second
 0 forward: computed second overlaps 0 backward: gather second""",
-                )
+            )
 
 
-class TestHybridOverlap(FourRankTest):
+class TestHybridOverlap(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_reduce_overlap(self):
         """A unit's shards are all-reduced while the next unit is reduced, and the optimizer waits for both."""

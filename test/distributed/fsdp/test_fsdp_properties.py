@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     build_tree,
     first_ranks_mesh,
     get_full_params,
@@ -57,7 +57,11 @@ def is_one_element(module):
     return module._handle is not None and module._handle.flat_param._unpadded_unsharded_size.numel() == 1
 
 
-class PropertiesTest(FourRankTest):
+class PropertiesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
+    FSDPTest,
     StepLog,
     ThreeUnits,
-    TwoRankTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -27,7 +27,11 @@ if not dist.is_available():
 HALF = torch.float16
 
 
-class TestPureFP16(TwoRankTest):
+class TestPureFP16(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_pure_fp16_training(self):
         """Gradients are those of an unsharded model in float16, but for their rounding."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -29,7 +29,11 @@ if not dist.is_available():
 INFINITE = float("inf")
 
 
-class TestShardGradScaler(TwoRankTest):
+class TestShardGradScaler(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _scaler(self, **options: Any) -> ShardedGradScaler:
         return ShardedGradScaler(device=self.device.type, **{"init_scale": 8.0, **options})
 
@@ -148,7 +152,11 @@ class TestShardGradScaler(TwoRankTest):
             scaler.unscale_(optim)
 
 
-class TestShardedGradScalerParityWithDDP(TwoRankTest):
+class TestShardedGradScalerParityWithDDP(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_sharded_grad_scaler_found_inf(self):
         """A rank whose gradients are all finite learns of an overflow before it steps."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    FourRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_devtype,
@@ -40,8 +40,12 @@ PLACEMENTS = {
 }
 
 
-class TestTPFSDPIntegration(FourRankTest):
+class TestTPFSDPIntegration(FSDPTest):
     """Two data-parallel ranks of two tensor-parallel ones."""
+
+    @property
+    def world_size(self):
+        return 4
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))

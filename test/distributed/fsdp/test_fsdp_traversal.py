@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states_with_modules
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -17,7 +17,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestTraversal(TwoRankTest):
+class TestTraversal(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _linear(self) -> FSDP:
         return fsdp_on_device(nn.Linear(2, 2))
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device, get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -19,7 +19,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestUnevenParamShard(TwoRankTest):
+class TestUnevenParamShard(FSDPTest):
     @property
     def world_size(self) -> int:
         return 3

@@ -26,9 +26,9 @@ from torch_ext.testing._internal.common_fsdp import (
     Chain,
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
-    TwoRankTest,
     chain_rows,
     get_full_params,
     own_slices,
@@ -75,8 +75,12 @@ class UnshardsItsWrapper(nn.Module):
         unshard_once(wrapper)
 
 
-class TestUnshardParamsBase(TwoRankTest):
+class TestUnshardParamsBase(FSDPTest):
     """What the cases with and without sharding have in common."""
+
+    @property
+    def world_size(self):
+        return 2
 
     def _fsdp(self, module: nn.Module, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(module, device_id=self.device, **fsdp_kwargs)

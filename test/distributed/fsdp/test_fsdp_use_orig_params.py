@@ -19,7 +19,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
+    FSDPTest,
     chain_rows,
     fsdp_on_device,
     get_full_params,
@@ -43,7 +43,11 @@ def plain_name(name: str) -> str:
     return clean_tensor_name(name).removeprefix("0.")
 
 
-class OriginalParametersTest(TwoRankTest):
+class OriginalParametersTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _pair(self, **fsdp_kwargs: Any) -> tuple[Chain, FSDP]:
         """Return an unsharded model, and an equal one in one flat parameter, below a root that has none.
 

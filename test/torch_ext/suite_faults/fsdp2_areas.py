@@ -33,14 +33,14 @@ MISTAKES = {
         "if src_tensor.requires_grad != dst_tensor.requires_grad:",
         "if not src_tensor.requires_grad and dst_tensor.requires_grad:",
         _FROZEN + "test_requires_grad_changed_between_steps",
-        "step 2: .*(gradient|elements reduced)",
+        "step 2: .*(gradient|elements reduced)|only the [a-z]+ parameter has a gradient",
     ),
     "fully_shard_frozen_types_counted": of_group(
         "_init_mp_dtypes",
         "p for p in self.fsdp_params if p.sharded_param.requires_grad",
         "p for p in self.fsdp_params",
         _FROZEN + "test_frozen_parameters_may_have_another_type",
-        "a frozen parameter in bfloat16",
+        "test_frozen_parameters_may_have_another_type(.|\\n)*_step",
     ),
     "fully_shard_frozen_parameters_trainable": of_param(
         "_init_sharded_param",
@@ -98,7 +98,7 @@ MISTAKES = {
         "torch.clamp(clip_coef, max=1.0)",
         "clip_coef",
         _CLIP + "2.test_clip_grad_norm_1d",
-        r"clipped to 2\.0 times the norm 1",
+        r"Tensor-likes are not close(.|\n)*weight.grad",
     ),
     "overflow_of_a_shard_unknown_to_others": fault(
         "torch.distributed.tensor._dispatch:found_inf_reduce_handler",

@@ -38,8 +38,6 @@ __all__ = [
     "FSDPTestContinuous",
     "FSDPTestMixin",
     "FSDPTestMultiThread",
-    "FourRankTest",
-    "TwoRankTest",
 ]
 
 frames.hide(re.escape(__file__), "_run")
@@ -157,6 +155,11 @@ class FSDPTestMixin(SubtestMixin):
             if "recompile" in str(error):
                 skip_rank("backend_unavailable")
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank. Ranks share devices if there are too few."""
+        return device.rank_device(self.rank)
 
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
         self.assertEqual(fsdp_model.cpu_offload, cpu_offload)
@@ -301,6 +304,12 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
     def init_method(self) -> str:
         return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
 
+    def shared_folder(self) -> str:
+        """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""
+        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        return folder[0]
+
     def _notes_file(self) -> str:
         return f"{self.file_name}.notes"
 
@@ -345,43 +354,3 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     def _notes_file(self) -> str:
         return f"{self.rdvz_file}.notes"
-
-
-class TwoRankTest(FSDPTest):
-    """An ``FSDPTest`` with two ranks, on any device and however many there are."""
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank. Ranks share devices if there are too few."""
-        return device.rank_device(self.rank)
-
-    @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
-        """Put ``what`` in front of the message of an assertion that fails in the body."""
-        try:
-            yield
-        except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from None
-
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
-        """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
-        with self.telling(what):
-            self.assertEqual(found, expected, **tolerance)
-
-
-class FourRankTest(TwoRankTest):
-    """An ``FSDPTest`` with four ranks: enough for two shards of two replicas, and for empty shards."""
-
-    @property
-    def world_size(self) -> int:
-        return 4
-
-    def shared_folder(self) -> str:
-        """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""
-        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
-        dist.broadcast_object_list(folder)
-        return folder[0]

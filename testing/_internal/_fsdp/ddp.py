@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torch_ext.compat.fsdp import TorchDispatchMode
-from torch_ext.testing._internal._fsdp.cases import TwoRankTest
+from torch_ext.testing._internal._fsdp.cases import FSDPTest
 from torch_ext.testing._internal._fsdp.device import is_accelerator
 
 __all__ = ["Collective", "CollectiveLog", "DDPTest"]
@@ -46,7 +46,7 @@ class CollectiveLog(TorchDispatchMode):
         return sum(call.name == name for call in self.calls)
 
 
-class DDPTest(TwoRankTest):
+class DDPTest(FSDPTest):
     """Two ranks, each with its own data. With two, sums have one order and halving is exact, so comparisons are too."""
 
     @property

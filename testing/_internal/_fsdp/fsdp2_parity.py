@@ -6,8 +6,8 @@ FSDP.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_ext.testing._internal._fsdp.cases import FourRankTest
 from torch_ext.testing._internal._fsdp.extensions.values import inner_tensors
 from torch_ext.testing._internal._fsdp.models.mlp import MLP
 
 __all__ = [
-    "FullyShardParityTest",
     "average_gradients",
     "check_sharded_parity",
+    "check_train_parity",
     "effective_reduce_dtype",
     "full_tensor",
     "fully_shard_children",
@@ -171,75 +170,45 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-class FullyShardParityTest(FourRankTest):
-    """Four ranks, each with its own data, train a sharded model and an unsharded replica side by side."""
+def check_train_parity(
+    cls: Any,
+    reference: nn.Module,
+    sharded: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    check: Callable[[nn.Module, nn.Module], None] | None = None,
+    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
+    **tolerance: float,
+) -> None:
+    """Train both models; compare losses, gradients and parameters in each step, and check that parameters change.
 
-    def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
-        """Return this rank's input for ``step``, shape ``(count, width)``. It differs by rank and step."""
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(count, width, generator=generator).to(self.device)
+    Collective.
 
-    def replica(self, model: nn.Module) -> nn.Module:
-        """Return a copy of ``model`` on this rank's device. Call it before you shard ``model``."""
-        return copy.deepcopy(model).to(self.device)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # Not foreach, so that parameters on different meshes may share an optimizer.
-        return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False)
-
-    def check_train_parity(
-        self,
-        reference: nn.Module,
-        sharded: nn.Module,
-        width: int,
-        *,
-        steps: int = 2,
-        check: Callable[[nn.Module, nn.Module], None] | None = None,
-        loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
-        **tolerance: float,
-    ) -> None:
-        """Train both models, compare loss, gradients and parameters in each step, and check that parameters change.
-
-        Collective.
-
-        Args:
-            reference: the unsharded model, a :meth:`replica` of ``sharded``.
-            sharded: the model to which ``fully_shard`` was applied.
-            width: last dimension of the input.
-            steps: number of optimizer steps.
-            check: compares gradients and parameters after each backward and at the end; :meth:`check_shards` by
-                default. loss_of: computes the loss from a model and its input; by default the sum of the squared
-                output. tolerance: ``atol`` and ``rtol`` for losses.
-        """
-        compare = check or self.check_shards
-        optimizers = [self.optimizer(model) for model in (reference, sharded)]
-        before = [parameter.detach().clone() for parameter in reference.parameters()]
-        for step in range(steps):
-            losses = [(loss_of or _squares)(model, self.rows(width, step)) for model in (reference, sharded)]
-            for loss in losses:
-                loss.backward()
-            average_gradients(reference)
-            self.check_equal(f"loss of step {step}", losses[1], losses[0], **tolerance)
-            compare(reference, sharded)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    Args:
+        cls: the test case, for its assertions.
+        reference: the unsharded model, a copy of ``sharded`` from before ``fully_shard``.
+        sharded: the model to which ``fully_shard`` was applied.
+        inputs: this rank's input of each step.
+        check: compares gradients and parameters after each backward and at the end; :func:`check_sharded_parity` by
+            default.
+        loss_of: computes the loss from a model and its input; by default the sum of the squared output.
+        tolerance: ``atol`` and ``rtol`` for losses.
+    """
+    models = (reference, sharded)
+    compare = check or functools.partial(check_sharded_parity, cls)
+    # Not foreach, so that parameters on different meshes may share an optimizer.
+    options = {"lr": _LEARNING_RATE, "momentum": 0.9, "foreach": False}
+    optimizers = [torch.optim.SGD(model.parameters(), **options) for model in models]
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    for step, rows in enumerate(inputs):
+        losses = [loss_of(model, rows) if loss_of else model(rows).square().sum() for model in models]
+        for loss in losses:
+            loss.backward()
+        average_gradients(reference)
+        cls.assertEqual(losses[1], losses[0], f"loss of step {step}", **tolerance)
         compare(reference, sharded)
-        self.assertNotEqual(before, [parameter.detach() for parameter in reference.parameters()])
-
-    def check_shards(self, reference: nn.Module, sharded: nn.Module, **kwargs: Any) -> None:
-        """Compare parameters and gradients shard by shard, with their placements."""
-        check_sharded_parity(self, reference, sharded, **kwargs)
-
-    def check_full_tensors(self, reference: nn.Module, sharded: nn.Module) -> None:
-        """Compare full parameters and gradients, where :meth:`check_shards` cannot compare placements. Collective."""
-        pairs = zip(reference.named_parameters(), sharded.named_parameters(), strict=True)
-        for (name, expected), (_, found) in pairs:
-            self.check_equal(name, full_tensor(found), expected.detach())
-            self.check_equal(f"{name} has a gradient", found.grad is None, expected.grad is None)
-            if expected.grad is not None and found.grad is not None:
-                self.check_equal(f"{name}.grad", full_tensor(found.grad), expected.grad)
-
-
-def _squares(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return model(rows).square().sum()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(reference, sharded)
+    cls.assertNotEqual(before, [parameter.detach() for parameter in reference.parameters()])

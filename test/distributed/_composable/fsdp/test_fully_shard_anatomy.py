@@ -12,13 +12,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
-    StepLog,
-    ThreeUnits,
-    layout_over_ranks,
-    world_mesh,
-)
+from torch_ext.testing._internal.common_fsdp import FSDPTest, StepLog, ThreeUnits, layout_over_ranks, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -26,7 +20,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FourRankTest):
+class AnatomyTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)

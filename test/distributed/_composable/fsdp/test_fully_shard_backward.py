@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Settings of FSDP2's backward, recomputation in it, conversion between steps, and three ranks, which divide little."""
 
+import copy
 import sys
 
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     average_gradients,
+    check_sharded_parity,
+    check_train_parity,
     full_tensor,
     fully_shard_children,
     patch_reduce_scatter,
@@ -42,7 +45,18 @@ class Branches(nn.Module):
         return sum(getattr(self, name)(x) for name in self.use)
 
 
-class TestFullyShardBackward(FullyShardParityTest):
+class BackwardTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+
+class TestFullyShardBackward(BackwardTest):
     @property
     def world_size(self):
         return 2
@@ -62,7 +76,7 @@ class TestFullyShardBackward(FullyShardParityTest):
         for gathers in (True, False):
             torch.manual_seed(0)
             model = nn.Sequential(Shifted(), nn.Linear(4, 4, bias=False))
-            reference = self.replica(model)
+            reference = copy.deepcopy(model).to(self.device)
             fully_shard_children(model.to(self.device), mesh=world_mesh(2))
             model[0].set_unshard_in_backward(gathers)
             log = StepLog(ThreeUnits())
@@ -73,14 +87,14 @@ class TestFullyShardBackward(FullyShardParityTest):
             gathered = sum("all-gather" in line for line in log.lines)
             self.assertEqual(gathered, 1 + gathers, f"{gathers}: all-gathers in backward")
             average_gradients(reference)
-            self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_unused_params(self):
         """Parameters that this rank does not use are reduced as zeros, so that ranks may use different ones."""
         model = Branches()
         model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device))
         model.set_reduce_scatter_unused_params(True)
         own = ("one", "two")[self.rank]
@@ -115,23 +129,19 @@ class TestFullyShardBackward(FullyShardParityTest):
     def test_checkpointed_module_with_several_forwards(self):
         """Each recomputation finds its parameters gathered, though an earlier backward has freed them."""
         model = sequential_mlps(2)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         for mlp in model:
             fully_shard(mlp.in_proj)
             fully_shard(mlp)
             checkpoint(mlp)
         fully_shard(model)
-        with self.telling("two forwards before a backward"):
-            try:
-                for step in range(2):
-                    for each in (reference, model):
-                        each.zero_grad()
-                        sum(each(self.rows(5, 2 * step + run)).square().sum() for run in range(2)).backward()
-                    average_gradients(reference)
-                    self.check_shards(reference, model)
-            except RuntimeError as error:
-                raise AssertionError(f"recomputation failed: {error}") from error
+        for step in range(2):
+            for each in (reference, model):
+                each.zero_grad()
+                sum(each(self.rows(5, 2 * step + run)).square().sum() for run in range(2)).backward()
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_is_gathered_once_in_backward(self):
@@ -162,7 +172,7 @@ class TestFullyShardBackward(FullyShardParityTest):
     def test_conversion_of_a_gathered_module(self):
         """``to()`` and its like reshard first: they change shards, which the next forward gathers."""
         model = sequential_mlps(1)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), reshard_after_forward=False)
         model(self.rows(5))  # leaves parameters gathered
         model.to(self.device)
@@ -173,11 +183,10 @@ class TestFullyShardBackward(FullyShardParityTest):
             each._apply(lambda tensor: tensor * 2)  # what every conversion goes through
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
-        with self.telling("converted while gathered"):
-            self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
 
 
-class TestFullyShardThreeRanks(FullyShardParityTest):
+class TestFullyShardThreeRanks(BackwardTest):
     @property
     def world_size(self):
         return 3
@@ -187,7 +196,7 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
         """First dimensions of 1, 2, 3, 4, 6 and 7: fewer than ranks, as many, and with one row too many."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(*sizes) for sizes in ((5, 6), (6, 7), (7, 4), (4, 3), (3, 2), (2, 1))))
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
         reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
 
@@ -196,7 +205,7 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
             return reduce_scatter(*args, **kwargs)
 
         with patch_reduce_scatter(noting):
-            self.check_train_parity(reference, model, 5, steps=2)
+            check_train_parity(self, reference, model, [self.rows(5, step) for step in range(2)])
         padded = [rows * (columns + 1) for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))]
         self.assertEqual(taken, padded * 2, "elements reduced")
 
@@ -205,7 +214,7 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
         """Gradients are divided before the sum and after it, by factors whose product is three."""
         torch.manual_seed(0)
         model = nn.Linear(4, 5)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
         fully_shard(model.to(self.device), mp_policy=policy)
         for each in (reference, model):

@@ -4,6 +4,7 @@
 ``test_fully_shard_anatomy`` shows the order of a plain step. The tests here cover the settings that change it.
 """
 
+import copy
 import functools
 import sys
 
@@ -18,9 +19,10 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     ThreeUnits,
     average_gradients,
+    check_sharded_parity,
     effective_reduce_dtype,
     patch_all_gather,
     patch_foreach_all_gather,
@@ -41,7 +43,16 @@ if not dist.is_available():
 c10d_ops = torch.ops.c10d
 
 
-class CommTest(FullyShardParityTest):
+class CommTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     def three_units(self, mesh=None, **options):
         model = ThreeUnits().to(self.device)
         for module in (model.first, model.second, model):
@@ -91,7 +102,7 @@ class TestFullyShardCollectiveOps(CommTest):
         """Unshard restores each full parameter, and reshard restores each shard."""
         torch.manual_seed(0)
         model = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)])
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device))
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         model.unshard()
@@ -104,7 +115,7 @@ class TestFullyShardCollectiveOps(CommTest):
         """Each rank receives the average of its rows. The padding of short shards is sent as zeros."""
         torch.manual_seed(0)
         model = nn.Linear(3, 5, bias=False).to(self.device)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         original, sent = getattr(dist, REDUCE_SCATTER), []
 
         def reduce_scatter(*args, **kwargs):
@@ -120,7 +131,7 @@ class TestFullyShardCollectiveOps(CommTest):
         self.assertEqual(sent[0].view(8, 3)[:5], reference.weight.grad)
         self.assertEqual(sent[0].view(8, 3)[5:], torch.zeros(3, 3, device=self.device))
         average_gradients(reference)
-        self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reduce_scatter_output_is_a_shard(self):
@@ -186,7 +197,7 @@ class TestFullyShardCollectiveOps(CommTest):
             skip_without_accelerator("gloo has no PREMUL_SUM, with which FSDP divides by a factor of its own")
         for factor in (1.0, 3.0, 4.0):
             model = ThreeUnits()
-            reference = self.replica(model)
+            reference = copy.deepcopy(model).to(self.device)
             fully_shard(model.to(self.device), mesh=world_mesh(4))
             model.set_force_sum_reduction_for_comms(force_sum)
             model.set_gradient_divide_factor(factor)
@@ -195,13 +206,13 @@ class TestFullyShardCollectiveOps(CommTest):
             average_gradients(reference)
             for parameter in reference.parameters():
                 parameter.grad.mul_(self.world_size / factor)
-            self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_all_reduce_hook(self):
         """The hook gets each group's reduced gradients once, and parameters get what it writes."""
         model = ThreeUnits()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), mesh=world_mesh(4))
         numels = []
 
@@ -215,7 +226,7 @@ class TestFullyShardCollectiveOps(CommTest):
         average_gradients(reference)
         for parameter in reference.parameters():
             parameter.grad.mul_(2)
-        self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
         self.assertEqual(numels, [4 + 12 + 60])
 
 

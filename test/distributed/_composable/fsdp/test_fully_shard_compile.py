@@ -6,6 +6,7 @@ Inductor generates C++ for the host and the simulated accelerator, and Triton wh
 stop after AOTAutograd, which runs the same graphs op by op.
 """
 
+import copy
 import sys
 
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    FullyShardParityTest,
+    FSDPTest,
+    check_train_parity,
     compile_backend,
     compiled_fsdp_test,
 )
@@ -31,7 +33,12 @@ if not dist.is_available():
 WIDTH = 5
 
 
-class TestFullyShardCompileCompute(FullyShardParityTest):
+class TestFullyShardCompileCompute(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -39,7 +46,7 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
     def _models(self):
         torch.manual_seed(0)
         model = nn.Sequential(MLP(WIDTH), nn.Linear(WIDTH, WIDTH))
-        return self.replica(model), model.to(self.device)
+        return copy.deepcopy(model).to(self.device), model.to(self.device)
 
     def _count_graphs(self):
         """Return how many graphs Dynamo captured and AOTAutograd traced since the last call."""
@@ -70,9 +77,9 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         reference, model = self._models()
         fully_shard(model[0])
         fully_shard(model)
-        self.check_train_parity(reference, model, WIDTH, steps=1)
+        check_train_parity(self, reference, model, [self.rows(WIDTH)])
         first = counters["stats"]["unique_graphs"]
-        self.check_train_parity(reference, model, WIDTH, steps=2)
+        check_train_parity(self, reference, model, [self.rows(WIDTH, step) for step in range(2)])
         self.assertEqual(counters["stats"]["unique_graphs"], first, "recompiled after the first step")
         self.graphs.append(self._count_graphs())
 
@@ -88,7 +95,7 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         fully_shard(model)
         compiled = [module._compiled_call_impl is not None for module in (model[0], model[1], model)]
         self.assertIn(compiled, ([False] * 3, [True, False, False]))
-        self.check_train_parity(reference, model, WIDTH, steps=1)
+        check_train_parity(self, reference, model, [self.rows(WIDTH)])
         self.graphs.append(self._count_graphs())
 
 

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """What FSDP2's users may put in place of its communication: collectives, buffers, groups and how many are in flight."""
 
+import copy
 import sys
 import unittest
 
@@ -12,8 +13,9 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     ThreeUnits,
+    check_train_parity,
     patch_all_gather,
     patch_reduce_scatter,
     world_mesh,
@@ -54,7 +56,12 @@ class CountedReduceScatter(Counted):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class CustomCommsTest(FullyShardParityTest):
+class CustomCommsTest(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -66,7 +73,9 @@ class CustomCommsTest(FullyShardParityTest):
         return model
 
     def check_parity(self, model):
-        self.check_train_parity(self.replica(ThreeUnits()), model, 4)
+        check_train_parity(
+            self, copy.deepcopy(ThreeUnits()).to(self.device), model, [self.rows(4, step) for step in range(2)]
+        )
 
 
 class TestFullyShardCustomCollectives(CustomCommsTest):
@@ -121,9 +130,9 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
             if not backend.supports_tensor_alloc(torch.device(self.device)):
                 allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
                 self.assertEqual((allocated.dtype, allocated.device.type), (torch.float64, self.device.type), "type")
-            reference = self.replica(ThreeUnits())
+            reference = copy.deepcopy(ThreeUnits()).to(self.device)
             reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-            self.check_train_parity(reference, model, 4)
+            check_train_parity(self, reference, model, [self.rows(4, step) for step in range(2)])
 
 
 class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, full_tensor, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -21,7 +21,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardGradientScaler(FullyShardParityTest):
+class TestFullyShardGradientScaler(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _model(self, layout):
         torch.manual_seed(0)
         model = MLP(4, device=self.device)

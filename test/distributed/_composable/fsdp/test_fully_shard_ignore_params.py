@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """``ignored_params``: neither sharded, nor moved, nor reduced, and the modules that own nothing else are left alone."""
 
+import copy
 import sys
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     average_gradients,
     check_sharded_parity,
     sequential_mlps,
@@ -25,7 +26,12 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardIgnoreParams(FullyShardParityTest):
+class TestFullyShardIgnoreParams(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -38,7 +44,7 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
     def test_ddp_A_fsdp_B_ddp_C(self):
         """The outer layers are replicated by DDP, which ignores the inner one, which FSDP2 shards."""
         model = sequential_mlps(3)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard(model[1])
         DDP._set_params_and_buffers_to_ignore_for_model(
@@ -46,7 +52,7 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
         )
         self._backward(DDP(model), reference)
         average_gradients(reference)
-        self.check_shards(reference[1], model[1])
+        check_sharded_parity(self, reference[1], model[1])
         for index in (0, 2):
             for name, parameter in model[index].named_parameters():
                 expected = reference[index].get_parameter(name).grad
@@ -56,7 +62,7 @@ class TestFullyShardIgnoreParams(FullyShardParityTest):
     def test_part_of_a_module(self):
         """An ignored weight stays a plain tensor with its own gradient, and its bias is sharded."""
         model = sequential_mlps(2)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         weight = model[0].in_proj.weight
         fully_shard(model, ignored_params={weight})

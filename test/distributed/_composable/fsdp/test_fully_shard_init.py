@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    FullyShardParityTest,
+    FSDPTest,
     full_tensor,
     sequential_mlps,
     skip_without_accelerator,
@@ -26,7 +26,12 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class InitTest(FullyShardParityTest):
+class InitTest(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2

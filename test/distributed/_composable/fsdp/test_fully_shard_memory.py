@@ -15,10 +15,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    TwoRankTest,
-    skip_without_accelerator,
-)
+from torch_ext.testing._internal.common_fsdp import FSDPTest, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -35,7 +32,11 @@ SLACK = LAYER_BYTES // 4
 PATIENCE_S = 5.0
 
 
-class TestFullyShardMemory(TwoRankTest):
+class TestFullyShardMemory(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, **options: Any) -> nn.Sequential:
         skip_without_accelerator("the plain host does not account for the memory of tensors")
         torch.manual_seed(0)

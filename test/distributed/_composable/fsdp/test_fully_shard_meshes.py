@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """FSDP2 over more than one mesh: single parameters on their own, and one for all kinds of parallelism."""
 
+import copy
 import sys
 import unittest
 
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, full_tensor, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -43,7 +44,18 @@ class Experts(nn.Module):
         return torch.relu(self.dense(x)) @ self.experts
 
 
-class TestFullyShardPerParamMesh(FullyShardParityTest):
+class MeshesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+
+class TestFullyShardPerParamMesh(MeshesTest):
     """Dense parameters are sharded over all four ranks, experts' over two, whose gradients alone they average."""
 
     def _meshes(self):
@@ -63,14 +75,16 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
 
     def _test_train_parity(self, reshard_after_forward):
         model = Experts()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         mesh, info = self._meshes()
         self._sharded(model, info, reshard_after_forward=reshard_after_forward)
         shapes = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
         rows = (2, 2, 2, 0)[self.rank]
         expected = {"experts": (3, 4), "dense.weight": (rows, 4), "dense.bias": (rows,)}
         self.assertEqual(shapes, expected, "shapes of shards")
-        optimizers = [self.optimizer(each) for each in (reference, model)]
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9, foreach=False) for each in (reference, model)
+        ]
         for step in range(2):
             for each in (reference, model):
                 each(self.rows(4, step)).square().sum().backward()
@@ -110,7 +124,7 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
             )
 
 
-class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
+class TestFullyShardMeshOfAllDimensions(MeshesTest):
     """Parameters are on a mesh of data and tensor parallel ranks, and FSDP is told which dimensions are its own."""
 
     def _trained(self, dims, names, placements):
@@ -149,16 +163,14 @@ class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
     def test_tensor_parallelism(self):
         """The same dimension of the weight may be sharded twice."""
         for placement, shape in ((Shard(0), (2, 4)), (Replicate(), (4, 4))):
-            with self.telling(f"{placement}"):
-                self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
+            self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_several_dimensions_of_data_parallelism(self):
         """FSDP shards over two dimensions as over one of their product, and averages over replicas."""
         for names, shape in ((("shard_a", "shard_b", "tensor"), (2, 4)), (("replicate", "shard", "tensor"), (4, 4))):
-            with self.telling(f"{names}"):
-                self._check((2, 2, 1), names, [Replicate()] * 3, shape)
+            self._check((2, 2, 1), names, [Replicate()] * 3, shape)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -18,7 +18,7 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
     REDUCE_SCATTER,
-    TwoRankTest,
+    FSDPTest,
     effective_reduce_dtype,
     patch_reduce_scatter,
 )
@@ -31,7 +31,11 @@ if not dist.is_available():
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
-class MixedPrecisionCase(TwoRankTest):
+class MixedPrecisionCase(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _inputs(self, step: int = 0) -> torch.Tensor:
         torch.manual_seed(10 * step + self.rank)
         return torch.randn(4, 8, device=self.device)

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Several modules in one call of FSDP2's ``fully_shard``: one group, gathered and reduced as one."""
 
+import copy
 import sys
 
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     average_gradients,
+    check_sharded_parity,
+    check_train_parity,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -55,7 +58,12 @@ class Trunk(nn.Module):
         return self.head(hidden) if self.runs_head else hidden
 
 
-class TestFullyShardModuleGroups(FullyShardParityTest):
+class TestFullyShardModuleGroups(FSDPTest):
+    def rows(self, width, step=0, count=3):
+        """Return this rank's input for ``step``, shape ``(count, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(count, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -135,15 +143,18 @@ backward:
         self.run_subtests({"reshard_after_forward": [True, False]}, self._test_train_parity)
 
     def _test_train_parity(self, reshard_after_forward):
-        self.check_train_parity(
-            self.replica(ThreeUnits()), self.grouped(reshard_after_forward=reshard_after_forward), 4
+        check_train_parity(
+            self,
+            copy.deepcopy(ThreeUnits()).to(self.device),
+            self.grouped(reshard_after_forward=reshard_after_forward),
+            [self.rows(4, step) for step in range(2)],
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_parity_with_tied_parameters(self):
         """A parameter of two modules of a group is one parameter, with the gradients of both uses."""
         model = Tied()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.embedding, model.head])
         fully_shard(model)
@@ -152,7 +163,7 @@ backward:
         def loss_of(each, rows):
             return F.cross_entropy(each(rows[:, 0].abs().mul(10).long() % 6), rows[:, 1].abs().mul(10).long() % 6)
 
-        self.check_train_parity(reference, model, 2, loss_of=loss_of)
+        check_train_parity(self, reference, model, [self.rows(2, step) for step in range(2)], loss_of=loss_of)
         self.assertIs(model.embedding.weight, model.head.weight)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -174,7 +185,7 @@ backward:
     def test_loss_in_chunks(self):
         """The head of a group runs alone, chunk by chunk, each with a backward of its own; the trunk's comes last."""
         model = Trunk()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.norm, model.head])
         fully_shard(model)
@@ -187,8 +198,7 @@ backward:
                     each.head(chunk).square().sum().backward()
                 hidden.backward(detached.grad)
             average_gradients(reference)
-            with self.telling(f"step {step}"):
-                self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
             self.assertEqual(self.kinds(model.norm, model.head), ["sharded"] * 2, "after backward")
         found = []
         model.norm.register_forward_hook(lambda *_: found.extend(self.kinds(model.head)))
@@ -200,7 +210,7 @@ backward:
     def test_only_some_modules_of_a_group_run(self):
         """A step without the head leaves the head without a gradient, and the next step with it is whole."""
         model = Trunk()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.norm, model.head])
         fully_shard(model)
@@ -213,8 +223,7 @@ backward:
                     self.assertEqual(kinds, ["sharded"] * 2, f"step {step}: after forward")
                 (each.head(out) if uses_head else out).pow(4).sum().backward()
             average_gradients(reference)
-            with self.telling(f"step {step}"):
-                self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
 
 if __name__ == "__main__":

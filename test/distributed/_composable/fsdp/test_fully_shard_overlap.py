@@ -9,9 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     ThreeUnits,
-    TwoRankTest,
     WatchedUnits,
     check_races,
     skip_without_accelerator,
@@ -24,7 +23,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardOverlap(TwoRankTest):
+class TestFullyShardOverlap(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _watched(self, **options):
         def shard(model):
             for unit in (model.first, model.second, model):
@@ -126,7 +129,7 @@ class TestFullyShardOverlap(TwoRankTest):
         )
 
 
-class TestFullyShardStreams(FourRankTest):
+class TestFullyShardStreams(FSDPTest):
     """Steps under the race checker: a wait that is missing fails, whatever the timing."""
 
     LAYOUTS = {
@@ -137,6 +140,10 @@ class TestFullyShardStreams(FourRankTest):
         "hybrid in low precision": {"mesh_shape": (2, 2), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
     }
+
+    @property
+    def world_size(self):
+        return 4
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_no_races_in_training(self):

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     BlockSpec,
-    FourRankTest,
+    FSDPTest,
     LayerSpec,
     build_tree,
     first_ranks_mesh,
@@ -59,7 +59,11 @@ def full_params(model):
     return [param.full_tensor() for param in model.parameters()]
 
 
-class PropertiesTest(FourRankTest):
+class PropertiesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    FullyShardParityTest,
+    FSDPTest,
     full_tensor,
     get_devtype,
     skip_without_accelerator,
@@ -48,7 +48,16 @@ def make_model(seed=0):
     return nn.Sequential(MLP(WIDTH, dim_multiplier=3, with_buffer=True), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
 
-class StateDictTest(FullyShardParityTest):
+class StateDictTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     def shard(self, model, mesh=None, **options):
         mesh = mesh or world_mesh(4)
         fully_shard(model[0], mesh=mesh, **options)
