@@ -26,13 +26,12 @@ from torch_ext.testing._internal._fsdp.models.chain import *
 from torch_ext.testing._internal._fsdp.models.experts import *
 from torch_ext.testing._internal._fsdp.models.mlp import *
 from torch_ext.testing._internal._fsdp.models.nested import *
-from torch_ext.testing._internal._fsdp.models.state_dict import *
+from torch_ext.testing._internal._fsdp.models.skip import *
 from torch_ext.testing._internal._fsdp.models.transformer import *
 from torch_ext.testing._internal._fsdp.models.trees import *
 from torch_ext.testing._internal._fsdp.optim_state import *
 from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
-from torch_ext.testing._internal._fsdp.state_dict import *
 from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *

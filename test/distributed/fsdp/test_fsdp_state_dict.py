@@ -7,6 +7,8 @@ Combinations that FSDP does not support are skipped: the test run counts them an
 
 import io
 import sys
+import unittest
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -23,7 +25,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import (
     CPUOffload,
+    FullStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -31,39 +36,25 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX, clean_tensor_name
 from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from torch.nn import Module, TransformerDecoderLayer, TransformerEncoderLayer
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    BUFFER_SHAPE,  # noqa: F401  # upstream defines it here
-    INNER_SHAPE,  # noqa: F401  # upstream defines it here
-    OUTER_SHAPE,  # noqa: F401  # upstream defines it here
-    STATE_DICT_MAPPING,
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPStateDictTest,
+    FSDPTest,
     SkipModel,
     TransformerWithSharedParams,
     _assert_module_states,
+    _broadcast_state_dict,
     _get_state_dict,
     _zero_model,
     compute_device,
     fsdp_on_device,
     get_devtype,
     get_full_params,
-    identity,
-    partly_managed_model,
-    skip_offload_of_full_state,
-    skip_unsupported_state_dict,
-    train_on_random_batches,
-)
-from torch_ext.testing._internal.common_fsdp import (
-    FP16_MIXED_PRECISION as HALF,
-)
-from torch_ext.testing._internal.common_fsdp import (
-    SharedParametersModel as TestDummyModel,
-)
-from torch_ext.testing._internal.common_fsdp import (
-    StateDictModel as Model,
+    skip_parameter_offload,
+    skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -75,13 +66,24 @@ if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
+INNER_SHAPE = [4, 4]
+OUTER_SHAPE = [4, 5]
+BUFFER_SHAPE = [5, 5]
 NON_ROOT_FSDP_PREFIX = "non_fsdp_lin"
 
 _UNFLATTENED_STATE_DICT_IMPLS = ["state_dict", "sharded_state_dict"]
 _FLATTENED_STATE_DICT_IMPLS = ["local_state_dict"]
 _SUPPORTED_STATE_DICT_IMPLS = _UNFLATTENED_STATE_DICT_IMPLS + _FLATTENED_STATE_DICT_IMPLS
 
+STATE_DICT_MAPPING = {
+    "state_dict": StateDictType.FULL_STATE_DICT,
+    "local_state_dict": StateDictType.LOCAL_STATE_DICT,
+    "sharded_state_dict": StateDictType.SHARDED_STATE_DICT,
+}
+
 HOST = torch.device("cpu")
+HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
+SINGLE = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
 OFFLOADS = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 LAYER_POLICY = ModuleWrapPolicy({TransformerEncoderLayer, TransformerDecoderLayer})
 
@@ -94,7 +96,230 @@ def _checkpoint_linears(model: Module) -> None:
     )
 
 
-class TestFSDPStateDict(FSDPStateDictTest):
+def linear() -> nn.Linear:
+    return nn.Linear(10, 10, bias=False, device=compute_device())
+
+
+def identity(module: Module) -> Module:
+    return module
+
+
+class Model(Module):
+    """An inner layer, applied twice, and an outer one. With ``wrap_fsdp`` the inner layer is wrapped.
+
+    Shapes: ``(*, 4)`` in, ``(*, 5)`` out.
+    """
+
+    def __init__(
+        self, wrap_fsdp, register_buffers=False, ignore_inner=False, mixed_precision=False, process_group=None
+    ):
+        super().__init__()
+        self.inner = nn.Linear(*INNER_SHAPE)
+        self.outer = nn.Linear(*OUTER_SHAPE)
+        if register_buffers:
+            for layer in (self.inner, self.outer):
+                layer.register_buffer("buffer", torch.randn(BUFFER_SHAPE))
+                layer.register_buffer("non_persistent_buffer", torch.randn(BUFFER_SHAPE), persistent=False)
+        if wrap_fsdp:
+            self.inner = fsdp_on_device(
+                self.inner,
+                ignored_modules=[self.inner] if ignore_inner else [],
+                mixed_precision=HALF if mixed_precision else None,
+                process_group=process_group,
+            )
+
+    def forward(self, x):
+        return self.outer(self.inner(x) + self.inner(x))
+
+
+class TestDummyModel(Module):
+    """Has a layer and a parameter that are each used under two names. Always the same weights."""
+
+    __test__ = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.net2 = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.net3 = self.net2
+        self.random_parameter = nn.Parameter(torch.randn(10))
+        self.shared_parameter = self.random_parameter
+
+    def forward(self, x):
+        return self.net3(self.net2(self.net1(x)))
+
+    def get_input(self):
+        return torch.rand(8, 8, device=get_devtype())
+
+
+class FSDPContainer(Module):
+    """An unwrapped layer, then two modules that may be wrapped."""
+
+    def __init__(self, fsdp_1: Module, fsdp_2: Module):
+        super().__init__()
+        self.non_fsdp_lin = linear()
+        self.fsdp_1 = fsdp_1
+        self.fsdp_2 = fsdp_2
+
+    def forward(self, x):
+        return self.fsdp_2(self.fsdp_1(self.non_fsdp_lin(x)))
+
+
+def partly_managed_model(double_nest: bool, wrap_fsdp: bool = True) -> Module:
+    """Return a ``SkipModel`` whose ``linear_skip`` is not managed by FSDP."""
+    with enable_wrap(wrapper_cls=FSDP) if wrap_fsdp else nullcontext():
+        model = SkipModel(double_nest=double_nest)
+        skipped = model.linear_skip
+        del model.linear_skip
+        wrapped = wrap(model, device_id=compute_device())
+        model.linear_skip = skipped
+    return wrapped
+
+
+def skip_offload_of_full_state() -> None:
+    """Skip the running subtest where the device uses the host's memory.
+
+    FSDP frees the unsharded storage, which the state dict still views if the "copy" to the host is not a copy.
+    """
+    skip_without_accelerator("a full state dict offloaded to the host needs memory apart from the host's")
+
+
+def skip_unsupported_state_dict(state_dict_type, rank0_and_offload, use_orig_params=False, cpu_offload=None) -> None:
+    """Skip the running subtest, with the reason, if FSDP does not support the combination."""
+    if rank0_and_offload and state_dict_type != "state_dict":
+        raise unittest.SkipTest("rank0_only is an option of full state dicts only")
+    if rank0_and_offload:
+        skip_offload_of_full_state()
+    if use_orig_params and state_dict_type == "local_state_dict":
+        raise unittest.SkipTest("a local state dict does not load with use_orig_params=True and a sharded strategy")
+    skip_parameter_offload(cpu_offload)
+
+
+def train_on_random_batches(model: Module, *batch_shape: int, steps: int) -> list[torch.Tensor]:
+    """Train on random batches of ``batch_shape``, the same on all ranks, and return the loss of each step."""
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.rand(*batch_shape, device=compute_device(), requires_grad=True)).sum()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class TestFSDPStateDict(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _broadcast_state_dict(self, model, state_dict):
+        return _broadcast_state_dict(self.rank, state_dict)
+
+    def _state_compare(
+        self,
+        model,
+        model_new,
+        assert_fn,
+        state_generator="parameters",
+    ):
+        base, new = (list(getattr(which, state_generator)()) for which in (model, model_new))
+        self.assertEqual(len(base), len(new))
+        assert_fn(base, new)
+
+    def _compare_models(
+        self,
+        model,
+        model_new,
+        assert_fn,
+        check_fp16=False,
+        check_buffers=True,
+    ):
+        """Compare all unsharded parameters, and all buffers if there are any."""
+        self.assertIn(assert_fn, (self.assertEqual, self.assertNotEqual))
+        with FSDP.summon_full_params(model), FSDP.summon_full_params(model_new):
+            self._state_compare(model, model_new, assert_fn)
+            has_buffers = any(True for which in (model, model_new) for _ in which.buffers())
+            if check_buffers and has_buffers:
+                self._state_compare(model, model_new, assert_fn, state_generator="buffers")
+            if check_fp16:
+                self.assertEqual({param.dtype for param in model_new.parameters()}, {torch.float16})
+
+    def _get_simple_nested_model(self, *fsdp_args, wrap=True, checkpoint_wrap=False, **fsdp_kwargs):
+        if not wrap:
+            return nn.Sequential(linear(), linear())
+        checkpoint = checkpoint_wrapper if checkpoint_wrap else identity
+        inner = fsdp_on_device(checkpoint(linear()), *fsdp_args, **fsdp_kwargs)
+        return fsdp_on_device(checkpoint(nn.Sequential(inner, checkpoint(linear()))), *fsdp_args, **fsdp_kwargs)
+
+    def _get_simple_model(self, *fsdp_args, checkpoint_wrap=False, **fsdp_kwargs):
+        layer = checkpoint_wrapper(linear()) if checkpoint_wrap else linear()
+        return fsdp_on_device(layer, *fsdp_args, **fsdp_kwargs)
+
+    def _get_multibuffer_nested_model(self, *fsdp_args, wrap=True, checkpoint_wrap=False, **fsdp_kwargs):
+        """Return two layers with a batch norm between them, which stays in full precision."""
+        layers = [linear(), nn.BatchNorm1d(10, device=compute_device()), linear()]
+        if not wrap:
+            return nn.Sequential(*layers)
+        precision = fsdp_kwargs.pop("mixed_precision", None)
+        if checkpoint_wrap:
+            layers = [checkpoint_wrapper(layer) for layer in layers]
+        first = fsdp_on_device(layers[0], *fsdp_args, mixed_precision=precision, **fsdp_kwargs)
+        norm = fsdp_on_device(layers[1], *fsdp_args, mixed_precision=SINGLE if precision else None, **fsdp_kwargs)
+        sequence = nn.Sequential(first, norm, layers[2])
+        return fsdp_on_device(checkpoint_wrapper(sequence) if checkpoint_wrap else sequence, *fsdp_args, **fsdp_kwargs)
+
+    def _get_non_fsdp_root_module(self, *fsdp_args, wrap=True, **fsdp_kwargs):
+        nested = partial(self._get_simple_nested_model, *fsdp_args, wrap=wrap, **fsdp_kwargs)
+        return FSDPContainer(nested(), nested())
+
+    def _get_state_dict_mgr(self, model, state_dict_type, state_dict_rank0_and_offload):
+        """Set the type of ``model``'s state dicts. If asked, they go to the host, and full ones to rank 0 only."""
+        configs = {
+            "state_dict": partial(FullStateDictConfig, rank0_only=state_dict_rank0_and_offload),
+            "local_state_dict": LocalStateDictConfig,
+            "sharded_state_dict": ShardedStateDictConfig,
+        }
+        config = configs[state_dict_type](offload_to_cpu=state_dict_rank0_and_offload)
+        return FSDP.state_dict_type(model, STATE_DICT_MAPPING[state_dict_type], config)
+
+    def _validate_state_dict_contents(
+        self,
+        model,
+        fsdp_state_dict,
+        state_dict_rank0_and_offload,
+        ignore_keys=(),
+    ):
+        """Check that a full state dict for rank 0 is on the host there, and has no entries of FSDP on other ranks."""
+        if not state_dict_rank0_and_offload:
+            self.assertNotEqual(fsdp_state_dict, {})
+        elif self.rank == 0:
+            managed = {name: state for name, state in fsdp_state_dict.items() if name not in set(ignore_keys)}
+            self.assertNotEqual(managed, {})
+            for name, state in managed.items():
+                self.assertEqual(state.device, HOST, f"{name} is on {state.device}, expected the host")
+        else:
+            # A root that is not wrapped has its own parameters on every rank.
+            self.assertEqual(sorted(fsdp_state_dict), [] if isinstance(model, FSDP) else sorted(ignore_keys))
+
+    def _initialize_model(self, wrap_fsdp, wrap_ddp=True, register_buffers=False):
+        torch.manual_seed(0)
+        model = Model(wrap_fsdp, register_buffers=register_buffers).to(compute_device())
+        if wrap_fsdp:
+            return fsdp_on_device(model)
+        return DDP(model) if wrap_ddp else model
+
+    @staticmethod
+    def _state_dict(model, state_dict_type):
+        with FSDP.state_dict_type(model, STATE_DICT_MAPPING[state_dict_type]):
+            return model.state_dict()
+
+    @staticmethod
+    def _load_state_dict(model, state_dict_type, state_dict):
+        with FSDP.state_dict_type(model, STATE_DICT_MAPPING[state_dict_type]):
+            return model.load_state_dict(state_dict, strict=True)
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", _UNFLATTENED_STATE_DICT_IMPLS)
     @parametrize("checkpoint_wrap", ["source", "dest", "both", "source_after_wrap", "both_after_wrap"])
@@ -631,7 +856,7 @@ def _by_plain_name(model: Module) -> dict[str, torch.Tensor]:
     return {clean_tensor_name(name): param for name, param in model.named_parameters()}
 
 
-class TestFSDPStateDict4GPUs(FSDPStateDictTest):
+class TestFSDPStateDict4GPUs(FSDPTest):
     @property
     def world_size(self):
         return 4
@@ -641,15 +866,15 @@ class TestFSDPStateDict4GPUs(FSDPStateDictTest):
         """Flat parameters of four ranks, resharded to two ranks, give the same model."""
         model = fsdp_on_device(Model(wrap_fsdp=True))
         train_on_random_batches(model, 4, 4, steps=1)
-        state_dict = self._state_dict(model, "local_state_dict")
+        state_dict = TestFSDPStateDict._state_dict(model, "local_state_dict")
         pair = dist.new_group(ranks=[0, 1])
         resharded = {name: self._for_two_ranks(state, pair) for name, state in state_dict.items()}
-        full_of_four = self._state_dict(model, "state_dict")
+        full_of_four = TestFSDPStateDict._state_dict(model, "state_dict")
         if self.rank < 2:
             of_two = fsdp_on_device(Model(wrap_fsdp=True, process_group=pair), process_group=pair)
             _zero_model(of_two)
-            self._load_state_dict(of_two, "local_state_dict", resharded)
-            self.assertEqual(full_of_four, self._state_dict(of_two, "state_dict"))
+            TestFSDPStateDict._load_state_dict(of_two, "local_state_dict", resharded)
+            self.assertEqual(full_of_four, TestFSDPStateDict._state_dict(of_two, "state_dict"))
             self.assertEqual(of_two._handle.world_size, 2)
 
     def _for_two_ranks(self, state: ShardedTensor, pair: Any) -> ShardedTensor | None:

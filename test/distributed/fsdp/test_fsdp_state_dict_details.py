@@ -4,6 +4,7 @@
 import sys
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,14 +23,11 @@ from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FSDPStateDictTest,
+    FSDPTest,
     _zero_model,
     compute_device,
     fsdp_on_device,
-    train_on_random_batches,
-)
-from torch_ext.testing._internal.common_fsdp import (
-    StateDictModel as Model,
+    get_full_params,
 )
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -38,8 +36,31 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFSDPStateDictDetails(FSDPStateDictTest):
+def linear() -> nn.Linear:
+    return nn.Linear(10, 10, bias=False, device=compute_device())
+
+
+def nested(**fsdp_kwargs: Any) -> FSDP:
+    inner = fsdp_on_device(linear(), **fsdp_kwargs)
+    return fsdp_on_device(nn.Sequential(inner, linear()), **fsdp_kwargs)
+
+
+def save(model: FSDP, state_dict_type: StateDictType) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, state_dict_type):
+        return model.state_dict()
+
+
+def load(model: FSDP, state_dict_type: StateDictType, state_dict: dict[str, Any]) -> None:
+    with FSDP.state_dict_type(model, state_dict_type):
+        model.load_state_dict(state_dict)
+
+
+class TestFSDPStateDictDetails(FSDPTest):
     """Guarantees besides the round trips."""
+
+    @property
+    def world_size(self):
+        return 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offload_to_cpu_of_shards(self):
@@ -48,14 +69,15 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
         The shards of a local state dict cannot be offloaded: their parameter requires grad, which ``ShardedTensor.cpu``
         of torch 2.13 takes for a mismatch.
         """
-        model, model_new = self._initialize_model(True), fsdp_on_device(Model(True))
-        with self._get_state_dict_mgr(model, "sharded_state_dict", True):
+        model, model_new = nested(), nested()
+        config = ShardedStateDictConfig(offload_to_cpu=True)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
             state_dict = model.state_dict()
         devices = {local.tensor.device for state in state_dict.values() for local in state.local_shards()}
         self.assertEqual(devices, {torch.device("cpu")})
         _zero_model(model_new)
-        self._load_state_dict(model_new, "sharded_state_dict", state_dict)
-        self._compare_models(model, model_new, self.assertEqual)
+        load(model_new, StateDictType.SHARDED_STATE_DICT, state_dict)
+        self.assertEqual(get_full_params(model_new), get_full_params(model))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_state_dict_types(self):
@@ -99,7 +121,7 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
             FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded, optim)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("state_dict_type", ["state_dict", "sharded_state_dict"])
+    @parametrize("state_dict_type", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
     def test_forward_after_load_uses_what_was_loaded(self, state_dict_type):
         self.run_subtests(
             {
@@ -112,27 +134,32 @@ class TestFSDPStateDictDetails(FSDPStateDictTest):
 
     def _test_forward_after_load_uses_what_was_loaded(self, state_dict_type, strategy, use_orig_params):
         """Some strategies keep the unsharded parameter after forward; loading must invalidate it."""
-        create = partial(self._get_simple_nested_model, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        create = partial(nested, sharding_strategy=strategy, use_orig_params=use_orig_params)
         model, model_new = create(), create()
         batch = torch.rand(2, 10, device=compute_device())
         with torch.no_grad():
             self.assertNotEqual(model(batch), model_new(batch))
-            self._load_state_dict(model_new, state_dict_type, self._state_dict(model, state_dict_type))
+            load(model_new, state_dict_type, save(model, state_dict_type))
             self.assertEqual(model(batch), model_new(batch))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_dict_does_not_change_with_the_model(self):
         """A full state dict is a copy, so more training does not change it."""
-        model = self._get_simple_nested_model()
-        state_dict = self._state_dict(model, "state_dict")
+        model = nested()
+        state_dict = save(model, StateDictType.FULL_STATE_DICT)
         before = deepcopy(state_dict)
-        train_on_random_batches(model, 1, 10, steps=1)
+        model(torch.rand(1, 10, device=compute_device())).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         self.assertEqual(before, state_dict)
-        self.assertNotEqual(before, self._state_dict(model, "state_dict"))
+        self.assertNotEqual(before, save(model, StateDictType.FULL_STATE_DICT))
 
 
-class TestFSDPStateDictRefusals(FSDPStateDictTest):
+class TestFSDPStateDictRefusals(FSDPTest):
     """How FSDP handles the combinations that the round trips skip."""
+
+    @property
+    def world_size(self):
+        return 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("config", [LocalStateDictConfig, ShardedStateDictConfig])
@@ -142,17 +169,17 @@ class TestFSDPStateDictRefusals(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_with_orig_params_does_not_load(self):
-        model = self._get_simple_model(use_orig_params=True)
-        state_dict = self._state_dict(model, "local_state_dict")
+        model = fsdp_on_device(linear(), use_orig_params=True)
+        state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
         with self.assertRaisesRegex(RuntimeError, f'Unexpected key\\(s\\) in state_dict: "{FLAT_PARAM}"'):
-            self._load_state_dict(model, "local_state_dict", state_dict)
+            load(model, StateDictType.LOCAL_STATE_DICT, state_dict)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_of_no_shard_is_a_full_one(self):
-        model = self._get_simple_model(sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = fsdp_on_device(linear(), sharding_strategy=ShardingStrategy.NO_SHARD)
         with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
-            state_dict = self._state_dict(model, "local_state_dict")
-        self.assertEqual(state_dict, self._state_dict(model, "state_dict"))
+            state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
+        self.assertEqual(state_dict, save(model, StateDictType.FULL_STATE_DICT))
 
 
 instantiate_parametrized_tests(TestFSDPStateDictDetails)
