@@ -15,12 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    CollectiveLog,
-    DDPTest,
-    check_races,
-    skip_without_accelerator,
-)
+from torch_ext.testing._internal.common_fsdp import CollectiveLog, FSDPTest, check_races, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -68,6 +63,17 @@ def rows_of(output):
     if isinstance(output, dict):
         return output["rows"]
     return output[1][0] if isinstance(output, tuple) else output[1]
+
+
+class DDPTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def rows(self, step=0):
+        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, 4, generator=generator).to(self.device)
 
 
 class TestDDPUnusedParameters(DDPTest):

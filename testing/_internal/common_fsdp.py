@@ -29,7 +29,6 @@ from torch_ext.testing._internal._fsdp.models.nested import *
 from torch_ext.testing._internal._fsdp.models.skip import *
 from torch_ext.testing._internal._fsdp.models.transformer import *
 from torch_ext.testing._internal._fsdp.models.trees import *
-from torch_ext.testing._internal._fsdp.optim_state import *
 from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
 from torch_ext.testing._internal._fsdp.step_log import *

@@ -23,7 +23,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     StepLog,
     ThreeUnits,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_without_accelerator,
@@ -64,7 +63,7 @@ class TestFSDPCheckpoint(FSDPTest):
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses, gradients = [], []
         for step in range(3):
-            rows = chain_rows(self.device, self.world_size, rank, step).requires_grad_()
+            rows = Chain.rows(self.device, self.world_size, rank, step).requires_grad_()
             loss = model(rows).square().mean()
             loss.backward()
             optim.step()
@@ -195,7 +194,7 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = model(chain_rows(self.device, self.world_size, self.rank))
+            output = model(Chain.rows(self.device, self.world_size, self.rank))
         output.sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return len(saved), [param.detach() for param in get_full_params(model)]

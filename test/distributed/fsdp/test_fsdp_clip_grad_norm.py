@@ -18,7 +18,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
@@ -63,8 +62,8 @@ class TestClipGradNorm(FSDPTest):
         return Chain(device=self.device), fsdp_on_device(module, ignored_states=unmanaged, **fsdp_kwargs)
 
     def _backward(self, reference: nn.Module, model: FSDP, layout: tuple[str, ...]) -> None:
-        reference(chain_rows(self.device, self.world_size)).square().mean().backward()
-        model(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        reference(Chain.rows(self.device, self.world_size)).square().mean().backward()
+        model(Chain.rows(self.device, self.world_size, self.rank)).square().mean().backward()
         for name, managed in zip(Chain.LAYERS, layout, strict=True):
             if managed == UNMANAGED:  # nobody else reduces these
                 for param in getattr(model.module, name).parameters():
@@ -129,7 +128,7 @@ class TestClipGradNorm(FSDPTest):
     def test_non_root(self):
         """Only the root knows all gradients."""
         _, model = self._pair(LAYOUTS[0])
-        model(chain_rows(self.device, self.world_size, self.rank)).sum().backward()
+        model(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
         with self.assertRaises((RuntimeError, AttributeError)) as refused:
             model.module.a.clip_grad_norm_(max_norm=1.0)
         self.assertIn("should only be called on the root FSDP instance", str(refused.exception))
@@ -155,7 +154,7 @@ class TestClipGradNorm(FSDPTest):
                 setattr(module, name, layer)
             model = fsdp_on_device(module, use_orig_params=use_orig_params)
             # Squares of these gradients overflow float16, and so would the norm of the second kind.
-            model(chain_rows(self.device, self.world_size, self.rank)).float().mul(2000).sum().backward()
+            model(Chain.rows(self.device, self.world_size, self.rank)).float().mul(2000).sum().backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]
             total = sum(grad.double().square().sum() for grad in grads)
             dist.all_reduce(total)

@@ -15,7 +15,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
@@ -73,7 +72,7 @@ class TestCommunicationHooks(FSDPTest):
         return wrap(module)
 
     def _backward(self, model: nn.Module, rank: int | None, step: int = 0) -> None:
-        model(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+        model(Chain.rows(self.device, self.world_size, rank, step)).square().mean().backward()
 
     def _check_training(self, model: FSDP, **tolerance: float) -> None:
         """Train as without hooks, with gradients that accumulate under ``no_sync`` and after it."""

@@ -12,14 +12,7 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    chain_rows,
-    fsdp_on_device,
-    get_full_params,
-    world_mesh,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, get_full_params, world_mesh
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -46,14 +39,14 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
             ShardedOptimStateDictConfig(offload_to_cpu=offload_to_cpu),
         )
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        model(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        model(Chain.rows(self.device, self.world_size, self.rank)).square().mean().backward()
         optim.step()
         return model, optim
 
     def _reference(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Chain(device=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        model(chain_rows(self.device, self.world_size)).square().mean().backward()
+        model(Chain.rows(self.device, self.world_size)).square().mean().backward()
         optim.step()
         return model, optim
 
@@ -103,7 +96,7 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
         self.assertEqual(get_full_params(other), get_full_params(model), "loaded parameters")
         for each, its_optim in ((model, optim), (other, other_optim)):
             its_optim.zero_grad()
-            each(chain_rows(self.device, self.world_size, self.rank, 1)).square().mean().backward()
+            each(Chain.rows(self.device, self.world_size, self.rank, 1)).square().mean().backward()
             its_optim.step()
         self.assertEqual(get_full_params(other), get_full_params(model), "parameters after the next step")
 

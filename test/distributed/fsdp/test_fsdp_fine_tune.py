@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
@@ -74,7 +74,7 @@ class TestFSDPFineTune(FSDPTest):
         return fsdp_on_device(layers, **fsdp_kwargs)
 
     def _rows(self, **kwargs: Any) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, self.rank, **kwargs)
+        return Chain.rows(self.device, self.world_size, self.rank, **kwargs)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_reshard_hooks(self):
@@ -180,7 +180,7 @@ class TestFSDPFineTune(FSDPTest):
         for module, rank in ((reference, None), (model, self.rank)):
             optim = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.1)
             for step in range(3):
-                module(module(chain_rows(self.device, self.world_size, rank, step))).square().mean().backward()
+                module(module(Chain.rows(self.device, self.world_size, rank, step))).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
         self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training")
@@ -208,7 +208,7 @@ class TestFSDPFineTune(FSDPTest):
         trained = [param for param in module.parameters() if param.requires_grad]
         optim = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         for step in range(3):
-            module(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+            module(Chain.rows(self.device, self.world_size, rank, step)).square().mean().backward()
             optim.step()
             optim.zero_grad()
 

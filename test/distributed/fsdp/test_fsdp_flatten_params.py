@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, chain_rows, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -80,7 +80,7 @@ class TestFlattenParams(FSDPTest):
         """A wrapper of a module without parameters has no handle, and runs it."""
         model = fsdp_on_device(nn.Sequential())
         self.assertIsNone(model._handle)
-        rows = chain_rows(self.device, 2, 0)
+        rows = Chain.rows(self.device, 2, 0)
         self.assertEqual(model(rows), rows, "output")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -96,7 +96,7 @@ class TestFlattenParams(FSDPTest):
         self._check_output(model, reference)
 
     def _check_output(self, model: nn.Module, reference: nn.Module) -> None:
-        rows = chain_rows(self.device, 2, self.rank)
+        rows = Chain.rows(self.device, 2, self.rank)
         self.assertEqual(model(rows), reference(rows), "output", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -141,7 +141,7 @@ class TestFlattenParams(FSDPTest):
             expected = dict(reference.named_parameters())
             handle = self._handle(model.parameters(), model, use_orig_params=use_orig_params)
             handle._use_unsharded_views(as_params=use_orig_params)
-            rows = chain_rows(self.device, 2, self.rank)[:, :width]
+            rows = Chain.rows(self.device, 2, self.rank)[:, :width]
             outputs = [each(rows) for each in (model, reference)]
             self.assertEqual(*outputs, "output", atol=0, rtol=0)
             views = dict(zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True))

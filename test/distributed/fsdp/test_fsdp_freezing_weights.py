@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, chain_rows, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -97,7 +97,7 @@ class TestFreezingWeights(FSDPTest):
         trunk = (model.module if isinstance(model, FSDP) else model).trunk
         for step in range(3):
             optim.zero_grad()
-            model(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+            model(Chain.rows(self.device, self.world_size, rank, step)).square().mean().backward()
             if freezing == "grad_to_none":
                 for param in trunk.parameters():
                     param.grad = None

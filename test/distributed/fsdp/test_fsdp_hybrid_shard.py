@@ -16,7 +16,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_without_accelerator,
@@ -65,7 +64,7 @@ class TestFSDPHybridShard(FSDPTest):
         for module, rank in ((reference, None), (model, self.rank)):
             optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             for step in range(3):
-                module(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+                module(Chain.rows(self.device, self.world_size, rank, step)).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
         self.assertEqual(get_full_params(model), list(reference.parameters()), "parameters after training")

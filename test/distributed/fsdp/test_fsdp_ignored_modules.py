@@ -14,13 +14,7 @@ from torch.distributed.fsdp._common_utils import _get_module_fsdp_state, clean_t
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    chain_rows,
-    fsdp_on_device,
-    skip_without_accelerator,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -104,9 +98,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         model = Chain(device=self.device)
         sharded = fsdp_on_device(model, use_orig_params=True, **self._ignoring([model.b], ignored_by))
         own, reference = Chain(device=self.device), Chain(device=self.device)
-        own(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
-        reference(chain_rows(self.device, self.world_size)).square().mean().backward()
-        sharded(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        own(Chain.rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        reference(Chain.rows(self.device, self.world_size)).square().mean().backward()
+        sharded(Chain.rows(self.device, self.world_size, self.rank)).square().mean().backward()
         found = {"weight": model.b.weight.grad, "bias": model.b.bias.grad}
         expected = {"weight": own.b.weight.grad, "bias": own.b.bias.grad}
         self.assertEqual(found, expected, "gradients of the ignored layer")
@@ -130,7 +124,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             else:
                 sharded = fsdp_on_device(model, mixed_precision=low, **ignoring)
                 block = model.block
-            sharded(chain_rows(self.device, self.world_size, self.rank)).float().sum().backward()
+            sharded(Chain.rows(self.device, self.world_size, self.rank)).float().sum().backward()
             types = [block[0].scale.dtype, block[1].scale.dtype, block[1].linear.weight.dtype, model.last.scale.dtype]
             expected = [torch.float16, torch.float32, torch.float32, torch.float16]
             self.assertEqual(types, expected, "types of a buffer, an ignored one, an ignored parameter, a buffer")
@@ -175,7 +169,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.ReLU()).to(self.device)
             ignored = [model[1]] if self.rank == rank else [model[2]]
             sharded = fsdp_on_device(model, ignored_modules=ignored)
-            sharded(chain_rows(self.device, self.world_size, self.rank)).sum().backward()
+            sharded(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
             self.assertEqual(sharded._ignored_modules, set(ignored))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -13,7 +13,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     StepLog,
     ThreeUnits,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
@@ -52,7 +51,7 @@ class TestPureFP16(FSDPTest):
         model = model if half_before else model.half()
         for each, rank in ((reference, None), (model, self.rank)):
             optim = torch.optim.SGD(each.parameters(), lr=0.5)
-            output = each(chain_rows(self.device, self.world_size, rank).half())
+            output = each(Chain.rows(self.device, self.world_size, rank).half())
             self.assertEqual(output.dtype, HALF, "type of the output")
             output.square().mean().backward()
             optim.step()

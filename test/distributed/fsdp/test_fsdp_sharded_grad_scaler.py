@@ -15,7 +15,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
@@ -42,7 +41,7 @@ class TestShardGradScaler(FSDPTest):
 
     def _step(self, scaler: ShardedGradScaler, model: FSDP, optims: list[Any], overflow: Any = None) -> None:
         """Step each optimizer. ``overflow`` is a rank and which optimizer is given an infinite gradient there."""
-        loss = model(chain_rows(self.device, self.world_size, self.rank)).square().mean()
+        loss = model(Chain.rows(self.device, self.world_size, self.rank)).square().mean()
         scaler.scale(loss).backward()
         if overflow is not None and overflow[0] == self.rank:
             held = [p for group in optims[overflow[1]].param_groups for p in group["params"] if p.grad is not None]
@@ -139,7 +138,7 @@ class TestShardGradScaler(FSDPTest):
         model = self._model()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = self._scaler()
-        scaler.scale(model(chain_rows(self.device, 2, self.rank)).sum()).backward()
+        scaler.scale(model(Chain.rows(self.device, 2, self.rank)).sum()).backward()
         gradient = next(param.grad.clone() for param in model.parameters() if param.grad is not None)
         scaler.unscale_(optim)
         self.assertEqual(

@@ -17,7 +17,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_devtype,
     skip_without_accelerator,
@@ -68,7 +67,7 @@ class TestTPFSDPIntegration(FSDPTest):
         return {name: tensor.full_tensor() for name, tensor in state.items()}
 
     def _step(self, model: nn.Module, rank: int | None, step: int) -> torch.Tensor:
-        rows = chain_rows(self.device, 2, rank, step).requires_grad_()
+        rows = Chain.rows(self.device, 2, rank, step).requires_grad_()
         model(rows).square().mean().backward()
         return rows.grad
 

@@ -29,7 +29,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
-    chain_rows,
     get_full_params,
     own_slices,
     skip_parameter_offload,
@@ -476,7 +475,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     def _test_with_grads_on_some_ranks(self, holder: int, writeback: bool):
         model = self._fsdp(Chain(device=self.device), use_orig_params=True)
-        model(chain_rows(self.device, self.world_size, self.rank)).sum().backward()
+        model(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
         with FSDP.summon_full_params(model, with_grads=True):
             all_of_them = {clean_tensor_name(name): param.grad.clone() for name, param in model.named_parameters()}
         for name, param in model.named_parameters():

@@ -20,7 +20,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    chain_rows,
     fsdp_on_device,
     get_full_params,
     shards_of,
@@ -58,10 +57,10 @@ class OriginalParametersTest(FSDPTest):
         return Chain(device=self.device), fsdp_on_device(nn.Sequential(inner), **fsdp_kwargs)
 
     def _rows(self, step: int = 0) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, self.rank, step)
+        return Chain.rows(self.device, self.world_size, self.rank, step)
 
     def _all_rows(self, step: int = 0) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, step=step)
+        return Chain.rows(self.device, self.world_size, step=step)
 
     def _backward(self, reference: nn.Module, model: nn.Module, step: int = 0) -> None:
         reference(self._all_rows(step)).square().mean().backward()

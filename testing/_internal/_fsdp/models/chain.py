@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn as nn
 
-__all__ = ["Chain", "chain_rows", "own_slices", "shards_of"]
+__all__ = ["Chain", "own_slices", "shards_of"]
 
 ROWS_PER_RANK = 2
 # 16 bytes, in elements of four bytes.
@@ -49,15 +49,15 @@ class Chain(nn.Module):
         output: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
         return output
 
+    @staticmethod
+    def rows(device: torch.device, world_size: int, rank: int | None = None, step: int = 0) -> torch.Tensor:
+        """Return the rows of ``rank`` in a step, or those of all ranks. Shape: ``(2, 3)`` or ``(2 * world_size, 3)``.
 
-def chain_rows(device: torch.device, world_size: int, rank: int | None = None, step: int = 0) -> torch.Tensor:
-    """Return the rows of ``rank`` in a step, or those of all ranks. Shape: ``(2, 3)`` or ``(2 * world_size, 3)``.
-
-    The mean over all ranks of a loss that is a mean over rows is the loss of all rows.
-    """
-    generator = torch.Generator().manual_seed(100 + step)
-    rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(device)
-    return rows if rank is None else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
+        The mean over all ranks of a loss that is a mean over rows is the loss of all rows.
+        """
+        generator = torch.Generator().manual_seed(100 + step)
+        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(device)
+        return rows if rank is None else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
 
 
 def own_slices(numels: Mapping[str, int], rank: int, world_size: int) -> dict[str, slice]:
