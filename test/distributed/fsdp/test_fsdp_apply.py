@@ -15,7 +15,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
-    fsdp_on_device,
     get_full_params,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -59,7 +58,7 @@ class TestApply(FSDPTest):
                 self.process_group, mode, DEVICEInitMode.DEVICE_BEFORE, kwargs, deterministic=True
             )
 
-        fsdp = fsdp_on_device(build(FSDPInitMode.RECURSIVE), use_orig_params=use_orig_params)
+        fsdp = FSDP(build(FSDPInitMode.RECURSIVE), device_id=self.device, use_orig_params=use_orig_params)
         self._check_apply(fsdp, build(FSDPInitMode.NO_FSDP))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -73,7 +72,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_in_summon_raises_error(self):
-        fsdp = fsdp_on_device(nn.Linear(3, 3))
+        fsdp = FSDP(nn.Linear(3, 3), device_id=self.device)
         with FSDP.summon_full_params(fsdp):
             with self.assertRaisesRegex(ValueError, "expected to be in states .*IDLE.* but current state is"):
                 fsdp.apply(lambda module: None)
@@ -81,10 +80,10 @@ class TestApply(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_to_a_part_makes_it_no_root(self):
         """A part may be initialized alone, and then trained in the whole."""
-        inner = fsdp_on_device(nn.Linear(3, 3))
+        inner = FSDP(nn.Linear(3, 3), device_id=self.device)
         inner.apply(lambda module: None)
         self.assertIsNone(inner._is_root, "apply decided which module is the root")
-        model = fsdp_on_device(nn.Sequential(inner, nn.Linear(3, 3)))
+        model = FSDP(nn.Sequential(inner, nn.Linear(3, 3)), device_id=self.device)
         model(torch.ones(1, 3, device=self.device)).sum().backward()
         self.assertEqual((model._is_root, inner._is_root), (True, False))
 

@@ -4,6 +4,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -23,7 +24,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     StepLog,
     ThreeUnits,
-    fsdp_on_device,
     get_full_params,
     skip_without_accelerator,
 )
@@ -99,7 +99,7 @@ class TestFSDPCheckpoint(FSDPTest):
         self, order: str, wrapper: Callable[[nn.Module], nn.Module], **fsdp_kwargs: object
     ) -> None:
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp_on_device(module, **fsdp_kwargs)
+            return FSDP(module, device_id=self.device, **fsdp_kwargs)
 
         if order == "of a wrapper":
             model = wrap(Chain(lambda layer: wrapper(wrap(layer)), self.device))
@@ -112,8 +112,8 @@ class TestFSDPCheckpoint(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_reentrant", [False, True])
     def test_basic_checkpoint_end_to_end(self, use_reentrant):
-        for wrap in (fsdp_on_device, lambda module: module):
-            self._check_parity(fsdp_on_device(Checkpointed(use_reentrant, wrap, self.device)))
+        for wrap in (partial(FSDP, device_id=self.device), lambda module: module):
+            self._check_parity(FSDP(Checkpointed(use_reentrant, wrap, self.device), device_id=self.device))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_what_runs_again(self):
@@ -121,8 +121,8 @@ class TestFSDPCheckpoint(FSDPTest):
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for name in model.UNITS[:2]:
-            setattr(model, name, fsdp_on_device(NO_REENTRANT(getattr(model, name))))
-        sharded = fsdp_on_device(model, backward_prefetch=None)
+            setattr(model, name, FSDP(NO_REENTRANT(getattr(model, name)), device_id=self.device))
+        sharded = FSDP(model, device_id=self.device, backward_prefetch=None)
         rows = torch.ones(2, 4, device=self.device)
         with log.of("step"):
             sharded(rows).sum().backward()
@@ -160,12 +160,14 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
             kind = REENTRANT if use_reentrant else NO_REENTRANT
             parts = [kind(layer) if wrap else layer for layer in layers]
             # A reentrant backward ends with each checkpoint, and FSDP reduces then: one for each flat parameter.
-            return nn.Sequential(*map(fsdp_on_device, parts) if use_reentrant else parts)
+            return nn.Sequential(*map(partial(FSDP, device_id=self.device), parts) if use_reentrant else parts)
 
         results = []
         for wrap in (False, True):
             torch.manual_seed(0)
-            results.append(self._step(fsdp_on_device(nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)))))
+            results.append(
+                self._step(FSDP(nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)), device_id=self.device))
+            )
         self.assertEqual(results[1][1], results[0][1], "parameters after a step")
         self.assertLess(results[1][0], results[0][0], "tensors saved for backward")
 
@@ -176,7 +178,7 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
         held = {}
         for name, wrap in (("offloaded", offload_wrapper), ("kept", lambda module: module)):
             layers = [nn.Linear(4, 4, device=self.device) for _ in range(3)]
-            model = fsdp_on_device(wrap(nn.Sequential(*layers)), use_orig_params=True)
+            model = FSDP(wrap(nn.Sequential(*layers)), device_id=self.device, use_orig_params=True)
             rows = torch.ones(4096, 4, device=self.device, requires_grad=True)
             model(rows).sum().backward()
             before = torch.accelerator.memory_allocated()

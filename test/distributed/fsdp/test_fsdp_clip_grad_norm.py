@@ -15,13 +15,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    fsdp_on_device,
-    get_full_params,
-    skip_parameter_offload,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params, skip_parameter_offload
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -58,8 +52,8 @@ class TestClipGradNorm(FSDPTest):
                 unmanaged.append(layer)
             else:
                 strategy = ShardingStrategy.FULL_SHARD if managed == SHARDED else ShardingStrategy.NO_SHARD
-                setattr(module, name, fsdp_on_device(layer, sharding_strategy=strategy, **fsdp_kwargs))
-        return Chain(device=self.device), fsdp_on_device(module, ignored_states=unmanaged, **fsdp_kwargs)
+                setattr(module, name, FSDP(layer, device_id=self.device, sharding_strategy=strategy, **fsdp_kwargs))
+        return Chain(device=self.device), FSDP(module, device_id=self.device, ignored_states=unmanaged, **fsdp_kwargs)
 
     def _backward(self, reference: nn.Module, model: FSDP, layout: tuple[str, ...]) -> None:
         reference(Chain.rows(self.device, self.world_size)).square().mean().backward()
@@ -148,11 +142,14 @@ class TestClipGradNorm(FSDPTest):
             module = Chain(device=self.device)
             for name in Chain.LAYERS:
                 precision = single if mixed and name == "b" else low
-                layer = fsdp_on_device(
-                    getattr(module, name), mixed_precision=precision, use_orig_params=use_orig_params
+                layer = FSDP(
+                    getattr(module, name),
+                    device_id=self.device,
+                    mixed_precision=precision,
+                    use_orig_params=use_orig_params,
                 )
                 setattr(module, name, layer)
-            model = fsdp_on_device(module, use_orig_params=use_orig_params)
+            model = FSDP(module, device_id=self.device, use_orig_params=use_orig_params)
             # Squares of these gradients overflow float16, and so would the norm of the second kind.
             model(Chain.rows(self.device, self.world_size, self.rank)).float().mul(2000).sum().backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]

@@ -15,7 +15,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
     skip_without_accelerator,
@@ -65,7 +64,7 @@ class TestCommunicationHooks(FSDPTest):
 
     def _model(self, sharding_strategy: ShardingStrategy, **fsdp_kwargs: Any) -> FSDP:
         def wrap(module: nn.Module) -> FSDP:
-            return fsdp_on_device(module, sharding_strategy=sharding_strategy, **fsdp_kwargs)
+            return FSDP(module, device_id=self.device, sharding_strategy=sharding_strategy, **fsdp_kwargs)
 
         module = Chain(device=self.device)
         module.b = wrap(module.b)  # a and c are the root's own
@@ -217,7 +216,9 @@ class TestCommunicationHooksHybrid(FSDPTest):
     def test_registering_hook_hybrid_strategy(self):
         for sharding_strategy in HYBRID:
             module = Chain(device=self.device)
-            model = fsdp_on_device(module, sharding_strategy=sharding_strategy, device_mesh=world_mesh(2, 2))
+            model = FSDP(
+                module, device_id=self.device, sharding_strategy=sharding_strategy, device_mesh=world_mesh(2, 2)
+            )
             with self.assertRaisesRegex(AssertionError, "^Communication hook is not supported for hybrid strategies"):
                 model.register_comm_hook(None, Recorder().sharded)
 

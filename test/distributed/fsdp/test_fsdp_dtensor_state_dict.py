@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, get_full_params, world_mesh
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params, world_mesh
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -30,8 +30,8 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
     def _trained(self, offload_to_cpu: bool = False, seed: int = 0) -> tuple[FSDP, torch.optim.Optimizer]:
         """Return a model over a mesh after a step, with the type of its state dicts set."""
         mesh = world_mesh(self.world_size)
-        module = Chain(lambda layer: fsdp_on_device(layer, device_mesh=mesh), self.device, seed)
-        model = fsdp_on_device(module, device_mesh=mesh)
+        module = Chain(lambda layer: FSDP(layer, device_id=self.device, device_mesh=mesh), self.device, seed)
+        model = FSDP(module, device_id=self.device, device_mesh=mesh)
         FSDP.set_state_dict_type(
             model,
             SHARDED,

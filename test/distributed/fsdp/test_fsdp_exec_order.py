@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import FSDPTest, compute_device
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -25,7 +25,9 @@ class Branches(nn.Module):
     def __init__(self, strategy: ShardingStrategy) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(fsdp_on_device(nn.Linear(4, 4), sharding_strategy=strategy) for _ in range(3))
+        self.layers = nn.ModuleList(
+            FSDP(nn.Linear(4, 4), device_id=compute_device(), sharding_strategy=strategy) for _ in range(3)
+        )
         self.order = [0, 1, 2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,7 @@ class TestFSDPExecOrder(FSDPTest):
 
     def _model(self, sharding_strategy: ShardingStrategy) -> FSDP:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        return fsdp_on_device(Branches(sharding_strategy), sharding_strategy=sharding_strategy)
+        return FSDP(Branches(sharding_strategy), device_id=self.device, sharding_strategy=sharding_strategy)
 
     def _step(self, model: FSDP) -> list[str]:
         """Run a step and return its warnings about the order."""

@@ -16,13 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    fsdp_on_device,
-    get_full_params,
-    skip_parameter_offload,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params, skip_parameter_offload
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -70,8 +64,8 @@ class TestFSDPFineTune(FSDPTest):
 
     def _sharded(self, layers: nn.Sequential, **fsdp_kwargs: Any) -> FSDP:
         for index, layer in enumerate(layers):
-            layers[index] = fsdp_on_device(layer, **fsdp_kwargs)
-        return fsdp_on_device(layers, **fsdp_kwargs)
+            layers[index] = FSDP(layer, device_id=self.device, **fsdp_kwargs)
+        return FSDP(layers, device_id=self.device, **fsdp_kwargs)
 
     def _rows(self, **kwargs: Any) -> torch.Tensor:
         return Chain.rows(self.device, self.world_size, self.rank, **kwargs)
@@ -140,8 +134,8 @@ class TestFSDPFineTune(FSDPTest):
         self.run_subtests({"first": [0, 1]}, self._test_reshard_waits_for_all_inputs)
 
     def _test_reshard_waits_for_all_inputs(self, first: int) -> None:
-        frozen = fsdp_on_device(TwoInputs().requires_grad_(False))
-        model = fsdp_on_device(nn.ModuleList([frozen]))
+        frozen = FSDP(TwoInputs().requires_grad_(False), device_id=self.device)
+        model = FSDP(nn.ModuleList([frozen]), device_id=self.device)
         with FSDP.summon_full_params(model):
             reference = TwoInputs().to(self.device)
             reference.load_state_dict({name: p.detach().clone() for name, p in frozen.module.named_parameters()})

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -78,7 +79,7 @@ class TestFlattenParams(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_empty_module(self):
         """A wrapper of a module without parameters has no handle, and runs it."""
-        model = fsdp_on_device(nn.Sequential())
+        model = FSDP(nn.Sequential(), device_id=self.device)
         self.assertIsNone(model._handle)
         rows = Chain.rows(self.device, 2, 0)
         self.assertEqual(model(rows), rows, "output")

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -77,7 +77,9 @@ class TestFreezingWeights(FSDPTest):
             return module
 
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp_on_device(module, use_orig_params=use_orig_params, forward_prefetch=forward_prefetch)
+            return FSDP(
+                module, device_id=self.device, use_orig_params=use_orig_params, forward_prefetch=forward_prefetch
+            )
 
         reference = self._network(freezing, wrap_trunk=unwrapped, wrap_layers=unwrapped, wrap=unwrapped, **how)
         layers = wrap if nested else unwrapped

@@ -16,7 +16,6 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    fsdp_on_device,
     get_full_params,
     skip_without_accelerator,
     world_mesh,
@@ -60,7 +59,11 @@ class TestFSDPHybridShard(FSDPTest):
 
     def _check_parity(self, **options: Any) -> None:
         reference = Chain(device=self.device)
-        model = fsdp_on_device(Chain(lambda layer: fsdp_on_device(layer, **options), self.device), **options)
+        model = FSDP(
+            Chain(lambda layer: FSDP(layer, device_id=self.device, **options), self.device),
+            device_id=self.device,
+            **options,
+        )
         for module, rank in ((reference, None), (model, self.rank)):
             optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             for step in range(3):
@@ -73,8 +76,9 @@ class TestFSDPHybridShard(FSDPTest):
     def test_fsdp_hybrid_shard_basic_setup(self):
         """Wrapped by a policy, all modules use the groups of the root, and hold one half each."""
         groups = self._groups()
-        model = fsdp_on_device(
+        model = FSDP(
             Chain(device=self.device),
+            device_id=self.device,
             process_group=groups,
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -92,8 +96,12 @@ class TestFSDPHybridShard(FSDPTest):
         skip_without_accelerator("sync_module_states needs parameters on an accelerator")
         module = Chain(device=self.device, seed=self.rank)
         module.register_buffer("number", torch.full((2,), float(self.rank), device=self.device))
-        model = fsdp_on_device(
-            module, device_mesh=world_mesh(2, 2), sharding_strategy=sharding_strategy, sync_module_states=True
+        model = FSDP(
+            module,
+            device_id=self.device,
+            device_mesh=world_mesh(2, 2),
+            sharding_strategy=sharding_strategy,
+            sync_module_states=True,
         )
         expected = list(Chain(device=self.device).parameters())
         self.assertEqual(get_full_params(model), expected, "synchronized parameters")
@@ -103,18 +111,30 @@ class TestFSDPHybridShard(FSDPTest):
     def test_raises_manual_wrap_hybrid_shard_when_none_policy(self):
         for sharding_strategy in HYBRID:
             with self.assertRaisesRegex(ValueError, "requires explicit specification of process group or device_mesh"):
-                fsdp_on_device(Chain(device=self.device), sharding_strategy=sharding_strategy)
+                FSDP(Chain(device=self.device), device_id=self.device, sharding_strategy=sharding_strategy)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_invalid_pg_specification_raises(self):
         strategy = ShardingStrategy.HYBRID_SHARD
         with self.assertRaisesRegex(ValueError, "Expected process_group to be passed in as either None or"):
-            fsdp_on_device(Chain(device=self.device), process_group=dist.group.WORLD, sharding_strategy=strategy)
+            FSDP(
+                Chain(device=self.device),
+                device_id=self.device,
+                process_group=dist.group.WORLD,
+                sharding_strategy=strategy,
+            )
         with self.assertRaises((ValueError, IndexError)) as refused:
-            fsdp_on_device(Chain(device=self.device), device_mesh=world_mesh(4), sharding_strategy=strategy)
+            FSDP(
+                Chain(device=self.device), device_id=self.device, device_mesh=world_mesh(4), sharding_strategy=strategy
+            )
         self.assertIn("Expected device_mesh to have ndim=2", str(refused.exception))
         with self.assertRaisesRegex(ValueError, "Cannot pass both process_group and device_mesh"):
-            fsdp_on_device(Chain(device=self.device), process_group=self._groups(), device_mesh=world_mesh(2, 2))
+            FSDP(
+                Chain(device=self.device),
+                device_id=self.device,
+                process_group=self._groups(),
+                device_mesh=world_mesh(2, 2),
+            )
 
 
 instantiate_parametrized_tests(TestFSDPHybridShard)

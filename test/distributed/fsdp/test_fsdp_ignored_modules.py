@@ -14,7 +14,7 @@ from torch.distributed.fsdp._common_utils import _get_module_fsdp_state, clean_t
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, fsdp_on_device, skip_without_accelerator
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -77,10 +77,10 @@ class TestFSDPIgnoredModules(FSDPTest):
             model = Nested().to(self.device)
             ignoring = self._ignoring([model.get_submodule(ignored)], ignored_by)
             if wrapped and ignored.startswith(wrapped):
-                model.block, ignoring = fsdp_on_device(model.block, **ignoring), {}
+                model.block, ignoring = FSDP(model.block, device_id=self.device, **ignoring), {}
             elif wrapped:
-                model.block = fsdp_on_device(model.block)
-            sharded = fsdp_on_device(model, **ignoring)
+                model.block = FSDP(model.block, device_id=self.device)
+            sharded = FSDP(model, device_id=self.device, **ignoring)
             what = f"parameters that are not sharded with {ignored} ignored below {wrapped or 'the root'}"
             self.assertEqual(self._plain(sharded), expected, what)
             total = torch.tensor(sum(m._flat_param.numel() for m in FSDP.fsdp_modules(sharded) if m._has_params))
@@ -96,7 +96,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     def test_ignored_parameters_are_trained_apart(self, ignored_by):
         """Ignored gradients are each rank's own; the others are averaged."""
         model = Chain(device=self.device)
-        sharded = fsdp_on_device(model, use_orig_params=True, **self._ignoring([model.b], ignored_by))
+        sharded = FSDP(model, device_id=self.device, use_orig_params=True, **self._ignoring([model.b], ignored_by))
         own, reference = Chain(device=self.device), Chain(device=self.device)
         own(Chain.rows(self.device, self.world_size, self.rank)).square().mean().backward()
         reference(Chain.rows(self.device, self.world_size)).square().mean().backward()
@@ -118,11 +118,11 @@ class TestFSDPIgnoredModules(FSDPTest):
             model = Nested().to(self.device)
             ignoring = self._ignoring([model.block[1]], ignored_by)
             if below:
-                model.block = fsdp_on_device(model.block, mixed_precision=low, **ignoring)
-                sharded = fsdp_on_device(model, mixed_precision=low)
+                model.block = FSDP(model.block, device_id=self.device, mixed_precision=low, **ignoring)
+                sharded = FSDP(model, device_id=self.device, mixed_precision=low)
                 block = model.block.module
             else:
-                sharded = fsdp_on_device(model, mixed_precision=low, **ignoring)
+                sharded = FSDP(model, device_id=self.device, mixed_precision=low, **ignoring)
                 block = model.block
             sharded(Chain.rows(self.device, self.world_size, self.rank)).float().sum().backward()
             types = [block[0].scale.dtype, block[1].scale.dtype, block[1].linear.weight.dtype, model.last.scale.dtype]
@@ -130,7 +130,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             self.assertEqual(types, expected, "types of a buffer, an ignored one, an ignored parameter, a buffer")
         model = Nested()
         ignoring = self._ignoring([model.block[1]], ignored_by)
-        fsdp_on_device(model, **ignoring)
+        FSDP(model, device_id=self.device, **ignoring)
         found = {name: tensor.device.type for name, tensor in model.block[1].state_dict().items()}
         self.assertEqual(found, dict.fromkeys(found, "cpu"), "devices of what is ignored")
         self.assertEqual(model.block[0].scale.device, self.device, "device of a buffer that is not ignored")
@@ -141,7 +141,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         skip_without_accelerator("sync_module_states needs parameters on an accelerator")
         model = Chain(device=self.device, seed=self.rank)
         before = model.b.weight.detach().clone()
-        sharded = fsdp_on_device(model, ignored_states=[model.b], sync_module_states=True)
+        sharded = FSDP(model, device_id=self.device, ignored_states=[model.b], sync_module_states=True)
         self.assertEqual(model.b.weight.detach(), before, "ignored parameters")
         with FSDP.summon_full_params(sharded):
             self.assertEqual(model.a.weight, Chain(device=self.device).a.weight, "synchronized parameters")
@@ -154,7 +154,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Scaled}),
         ):
             model = Nested().to(self.device)
-            sharded = fsdp_on_device(model, ignored_states=[model.block[1]], auto_wrap_policy=policy)
+            sharded = FSDP(model, device_id=self.device, ignored_states=[model.block[1]], auto_wrap_policy=policy)
             wrapped = [clean_tensor_name(name) for name, m in sharded.named_modules() if isinstance(m, FSDP) and name]
             self.assertEqual(wrapped, ["block.0", "last"], "wrapped modules")
             self.assertEqual(
@@ -168,7 +168,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         for rank in (0, 1):
             model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.ReLU()).to(self.device)
             ignored = [model[1]] if self.rank == rank else [model[2]]
-            sharded = fsdp_on_device(model, ignored_modules=ignored)
+            sharded = FSDP(model, device_id=self.device, ignored_modules=ignored)
             sharded(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
             self.assertEqual(sharded._ignored_modules, set(ignored))
 
@@ -177,33 +177,33 @@ class TestFSDPIgnoredModules(FSDPTest):
         """What is ignored but elsewhere changes nothing for the module that is wrapped."""
         for by in ("ignored_modules", "modules", "parameters"):
             model = Nested().to(self.device)
-            model.block = fsdp_on_device(model.block, **self._ignoring([model.block[0], model.last], by))
-            model.last = fsdp_on_device(model.last, **self._ignoring([model.block.module[0]], by))
+            model.block = FSDP(model.block, device_id=self.device, **self._ignoring([model.block[0], model.last], by))
+            model.last = FSDP(model.last, device_id=self.device, **self._ignoring([model.block.module[0]], by))
             expected = {"block.0.linear.weight", "block.0.linear.bias"}
             self.assertEqual(self._plain(model), expected, f"parameters not sharded, ignored by {by}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_invalid(self):
         model = Nested().to(self.device)
-        wrapped = fsdp_on_device(Nested().to(self.device))
+        wrapped = FSDP(Nested().to(self.device), device_id=self.device)
         for ignored, error, says in (
             ([wrapped], ValueError, "`ignored_modules` should not include FSDP modules"),
             ([torch.zeros(1)], ValueError, r"ignored_modules expects nn.Module list elements but got types \[<class"),
         ):
             with self.assertRaisesRegex(error, says):
-                fsdp_on_device(model, ignored_modules=ignored)
+                FSDP(model, device_id=self.device, ignored_modules=ignored)
         with self.assertWarnsRegex(UserWarning, "Trying to ignore the top-level module passed into the FSDP"):
-            fsdp_on_device(model, ignored_modules=[model])
+            FSDP(model, device_id=self.device, ignored_modules=[model])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_states_check(self):
         model = Nested().to(self.device)
         with self.assertRaisesRegex(ValueError, "Cannot pass both ignored_modules and ignored_states at the"):
-            fsdp_on_device(model, ignored_modules=[model.block], ignored_states=[model.block])
+            FSDP(model, device_id=self.device, ignored_modules=[model.block], ignored_states=[model.block])
         mixed = [model.last, *model.block.parameters()]
         for ignored in (mixed, mixed[::-1]):
             with self.assertRaises((ValueError, TypeError)) as refused:
-                fsdp_on_device(model, ignored_states=ignored)
+                FSDP(model, device_id=self.device, ignored_states=ignored)
             self.assertIn("ignored_states expects all nn.Parameter or all nn.Module list", str(refused.exception))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -66,10 +66,10 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     def _wrap(self, model: nn.Module, auto_wrap: bool, nested: bool, **options: Any) -> FSDP:
         if auto_wrap:
-            return fsdp_on_device(model, auto_wrap_policy=ModuleWrapPolicy({Counted}), **options)
+            return FSDP(model, device_id=self.device, auto_wrap_policy=ModuleWrapPolicy({Counted}), **options)
         if nested:
-            model[1] = fsdp_on_device(model[1], **options)
-        return fsdp_on_device(model, **options)
+            model[1] = FSDP(model[1], device_id=self.device, **options)
+        return FSDP(model, device_id=self.device, **options)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("auto_wrap", [False, True])
@@ -104,7 +104,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
         """An ignored module stays on the meta device."""
         model = on_meta()
         ignored = model[1][1]
-        wrapped = fsdp_on_device(model, ignored_states=[ignored])
+        wrapped = FSDP(model, device_id=self.device, ignored_states=[ignored])
         types = {each.device.type for each in ignored.state_dict().values()}
         self.assertEqual(types, {"meta"}, "modules that stay on the meta device")
         self.assertEqual([module.resets for module in self._counted(wrapped)], [1, 1, 0])
@@ -113,7 +113,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     def test_meta_device_with_mixed_precision(self):
         """Parameters are made in full precision, and computed with in the lower one."""
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16)
-        model = fsdp_on_device(on_meta(), mixed_precision=precision)
+        model = FSDP(on_meta(), device_id=self.device, mixed_precision=precision)
         self._check(model, [1, 1, 1], [1.0, 2.0, 3.0])
         self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32}, "types of parameters")
         self.assertEqual({module.shift.dtype for module in self._counted(model)}, {torch.float16}, "types of buffers")
@@ -121,13 +121,13 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_bad_arg_meta(self):
         with self.assertRaisesRegex(ValueError, "Expected 42 to be callable but got <class 'int'>"):
-            fsdp_on_device(on_meta(), param_init_fn=42)
+            FSDP(on_meta(), device_id=self.device, param_init_fn=42)
         with torch.device("meta"):
             cannot = nn.Sequential(nn.Linear(2, 2))
             cannot.register_parameter("own", nn.Parameter(torch.empty(2)))
         with self.assertWarnsRegex(UserWarning, r"Unable to call `reset_parameters\(\)` for module on meta"):
             with self.assertRaisesRegex(AttributeError, "reset_parameters"):
-                fsdp_on_device(cannot)
+                FSDP(cannot, device_id=self.device)
 
 
 instantiate_parametrized_tests(TestFSDPWithMetaDevice)

@@ -44,7 +44,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     TransformerWithSharedParams,
     compute_device,
-    fsdp_on_device,
     get_devtype,
     get_full_params,
     skip_without_accelerator,
@@ -82,7 +81,7 @@ class _ModelClass(Enum):
 
 def _sharding(group: dist.ProcessGroup | None, fsdp_kwargs: dict[str, Any]) -> Callable[..., FSDP]:
     def fsdp(module: nn.Module, **more: Any) -> FSDP:
-        return fsdp_on_device(module, process_group=group, **fsdp_kwargs, **more)
+        return FSDP(module, device_id=compute_device(), process_group=group, **fsdp_kwargs, **more)
 
     return fsdp
 
@@ -617,7 +616,7 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = fsdp_on_device(OptimStateModel(), use_orig_params=True)
+        self.dense = FSDP(OptimStateModel(), device_id=compute_device(), use_orig_params=True)
         self.add_module(self._own, nn.Sequential(nn.Linear(8, 8, device=compute_device()), nn.ReLU()))
 
     @property
@@ -748,7 +747,10 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.unused, self.lin = fsdp_on_device(nn.Linear(5, 5)), fsdp_on_device(nn.Linear(5, 5))
+                self.unused, self.lin = (
+                    FSDP(nn.Linear(5, 5), device_id=compute_device()),
+                    FSDP(nn.Linear(5, 5), device_id=compute_device()),
+                )
 
             def forward(self, x):
                 return self.lin(x)
@@ -756,7 +758,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
             def get_input(self):
                 return torch.randn(2, 5, device=compute_device())
 
-        model = fsdp_on_device(Model())
+        model = FSDP(Model(), device_id=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         before = deepcopy(optim.state_dict())
@@ -804,7 +806,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optim_state_without_param_groups(self):
         """State can be saved and loaded without parameter groups."""
-        model = fsdp_on_device(OptimStateModel())
+        model = FSDP(OptimStateModel(), device_id=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -822,7 +824,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_with_empty_optimizer_state(self):
-        model = fsdp_on_device(OptimStateModel())
+        model = FSDP(OptimStateModel(), device_id=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         osd = FSDP.optim_state_dict(model, optim)
         self.assertEqual(osd["state"], {})
@@ -832,7 +834,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_interface_arguments(self):
         """``optim_state_dict``, ``load_directly``, and what each configuration returns on which rank and device."""
-        model = fsdp_on_device(OptimStateModel())
+        model = FSDP(OptimStateModel(), device_id=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -879,7 +881,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     def _test_state_dict_with_none_tensor_state(self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]):
         """State that is ``None`` or not a tensor is saved and loaded unchanged."""
-        model = fsdp_on_device(OptimStateModel(), use_orig_params=use_orig_params)
+        model = FSDP(OptimStateModel(), device_id=self.device, use_orig_params=use_orig_params)
         optim = optim_class(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
@@ -900,8 +902,11 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         self.run_subtests({"use_orig_params": [False, True]}, self._test_with_no_shard)
 
     def _test_with_no_shard(self, use_orig_params: bool):
-        model = fsdp_on_device(
-            OptimStateModel(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=use_orig_params
+        model = FSDP(
+            OptimStateModel(),
+            device_id=self.device,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=use_orig_params,
         )
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
@@ -915,7 +920,7 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_grad(self):
         """Parameters that are frozen and unfrozen in turn have state after their first gradient, and keep it."""
-        model = fsdp_on_device(OptimStateModel(no_grad=True), use_orig_params=True)
+        model = FSDP(OptimStateModel(no_grad=True), device_id=self.device, use_orig_params=True)
         on_device = FullOptimStateDictConfig(offload_to_cpu=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -6,9 +6,10 @@ import sys
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, ThreeUnits, WatchedUnits, fsdp_on_device, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, ThreeUnits, WatchedUnits, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -18,8 +19,8 @@ if not dist.is_available():
 
 def watched_units(device: torch.device, **options: object) -> WatchedUnits:
     def shard(model: ThreeUnits) -> torch.nn.Module:
-        model.first, model.second = (fsdp_on_device(unit, **options) for unit in (model.first, model.second))
-        return fsdp_on_device(model, **options)
+        model.first, model.second = (FSDP(unit, device_id=device, **options) for unit in (model.first, model.second))
+        return FSDP(model, device_id=device, **options)
 
     return WatchedUnits(device, shard)
 

@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -13,7 +14,6 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     StepLog,
     ThreeUnits,
-    fsdp_on_device,
     get_full_params,
     skip_parameter_offload,
 )
@@ -47,7 +47,9 @@ class TestPureFP16(FSDPTest):
     def _test_pure_fp16_training(self, half_before: bool, cpu_offload: CPUOffload, **fsdp_kwargs: object) -> None:
         skip_parameter_offload(cpu_offload)
         reference, module = Chain(device=self.device).half(), Chain(device=self.device)
-        model = fsdp_on_device(module.half() if half_before else module, cpu_offload=cpu_offload, **fsdp_kwargs)
+        model = FSDP(
+            module.half() if half_before else module, device_id=self.device, cpu_offload=cpu_offload, **fsdp_kwargs
+        )
         model = model if half_before else model.half()
         for each, rank in ((reference, None), (model, self.rank)):
             optim = torch.optim.SGD(each.parameters(), lr=0.5)
@@ -68,7 +70,7 @@ class TestPureFP16(FSDPTest):
     def _test_fp16_dtypes(self, half_before: bool, use_orig_params: bool) -> None:
         units = ThreeUnits().to(self.device)
         log = StepLog(units)
-        model = fsdp_on_device(units.half() if half_before else units, use_orig_params=use_orig_params)
+        model = FSDP(units.half() if half_before else units, device_id=self.device, use_orig_params=use_orig_params)
         model = model if half_before else model.half()
         with log.of("step"):
             model(torch.ones(2, 4, device=self.device, dtype=HALF)).sum().backward()

@@ -12,13 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    fsdp_on_device,
-    get_full_params,
-    skip_parameter_offload,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params, skip_parameter_offload
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -37,7 +31,7 @@ class TestShardGradScaler(FSDPTest):
         return ShardedGradScaler(device=self.device.type, **{"init_scale": 8.0, **options})
 
     def _model(self, **fsdp_kwargs: Any) -> FSDP:
-        return fsdp_on_device(Chain(device=self.device), **fsdp_kwargs)
+        return FSDP(Chain(device=self.device), device_id=self.device, **fsdp_kwargs)
 
     def _step(self, scaler: ShardedGradScaler, model: FSDP, optims: list[Any], overflow: Any = None) -> None:
         """Step each optimizer. ``overflow`` is a rank and which optimizer is given an infinite gradient there."""
@@ -99,8 +93,8 @@ class TestShardGradScaler(FSDPTest):
                 self._test_two_optimizers(use_orig_params, overflow)
 
     def _test_two_optimizers(self, use_orig_params: bool, overflow: tuple[int, int]) -> None:
-        module = Chain(lambda layer: fsdp_on_device(layer, use_orig_params=use_orig_params), self.device)
-        model = fsdp_on_device(module, use_orig_params=use_orig_params)
+        module = Chain(lambda layer: FSDP(layer, device_id=self.device, use_orig_params=use_orig_params), self.device)
+        model = FSDP(module, device_id=self.device, use_orig_params=use_orig_params)
         parts = [nn.ModuleList([module.a, module.b]), nn.ModuleList([module.c])]
         optims = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
         scaler = self._scaler(growth_interval=1)
@@ -159,7 +153,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_sharded_grad_scaler_found_inf(self):
         """A rank whose gradients are all finite learns of an overflow before it steps."""
-        model = fsdp_on_device(nn.Linear(4, 4, device=self.device), use_orig_params=True)
+        model = FSDP(nn.Linear(4, 4, device=self.device), device_id=self.device, use_orig_params=True)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = ShardedGradScaler(device=self.device.type, init_scale=2.0)
         for culprit in (0, 1):

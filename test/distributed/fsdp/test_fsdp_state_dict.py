@@ -50,7 +50,6 @@ from torch_ext.testing._internal.common_fsdp import (
     _get_state_dict,
     _zero_model,
     compute_device,
-    fsdp_on_device,
     get_devtype,
     get_full_params,
     skip_parameter_offload,
@@ -121,8 +120,9 @@ class Model(Module):
                 layer.register_buffer("buffer", torch.randn(BUFFER_SHAPE))
                 layer.register_buffer("non_persistent_buffer", torch.randn(BUFFER_SHAPE), persistent=False)
         if wrap_fsdp:
-            self.inner = fsdp_on_device(
+            self.inner = FSDP(
                 self.inner,
+                device_id=compute_device(),
                 ignored_modules=[self.inner] if ignore_inner else [],
                 mixed_precision=HALF if mixed_precision else None,
                 process_group=process_group,
@@ -250,12 +250,14 @@ class TestFSDPStateDict(FSDPTest):
         if not wrap:
             return nn.Sequential(linear(), linear())
         checkpoint = checkpoint_wrapper if checkpoint_wrap else identity
-        inner = fsdp_on_device(checkpoint(linear()), *fsdp_args, **fsdp_kwargs)
-        return fsdp_on_device(checkpoint(nn.Sequential(inner, checkpoint(linear()))), *fsdp_args, **fsdp_kwargs)
+        inner = FSDP(checkpoint(linear()), *fsdp_args, device_id=self.device, **fsdp_kwargs)
+        return FSDP(
+            checkpoint(nn.Sequential(inner, checkpoint(linear()))), *fsdp_args, device_id=self.device, **fsdp_kwargs
+        )
 
     def _get_simple_model(self, *fsdp_args, checkpoint_wrap=False, **fsdp_kwargs):
         layer = checkpoint_wrapper(linear()) if checkpoint_wrap else linear()
-        return fsdp_on_device(layer, *fsdp_args, **fsdp_kwargs)
+        return FSDP(layer, *fsdp_args, device_id=self.device, **fsdp_kwargs)
 
     def _get_multibuffer_nested_model(self, *fsdp_args, wrap=True, checkpoint_wrap=False, **fsdp_kwargs):
         """Return two layers with a batch norm between them, which stays in full precision."""
@@ -265,10 +267,17 @@ class TestFSDPStateDict(FSDPTest):
         precision = fsdp_kwargs.pop("mixed_precision", None)
         if checkpoint_wrap:
             layers = [checkpoint_wrapper(layer) for layer in layers]
-        first = fsdp_on_device(layers[0], *fsdp_args, mixed_precision=precision, **fsdp_kwargs)
-        norm = fsdp_on_device(layers[1], *fsdp_args, mixed_precision=SINGLE if precision else None, **fsdp_kwargs)
+        first = FSDP(layers[0], *fsdp_args, device_id=self.device, mixed_precision=precision, **fsdp_kwargs)
+        norm = FSDP(
+            layers[1], *fsdp_args, device_id=self.device, mixed_precision=SINGLE if precision else None, **fsdp_kwargs
+        )
         sequence = nn.Sequential(first, norm, layers[2])
-        return fsdp_on_device(checkpoint_wrapper(sequence) if checkpoint_wrap else sequence, *fsdp_args, **fsdp_kwargs)
+        return FSDP(
+            checkpoint_wrapper(sequence) if checkpoint_wrap else sequence,
+            *fsdp_args,
+            device_id=self.device,
+            **fsdp_kwargs,
+        )
 
     def _get_non_fsdp_root_module(self, *fsdp_args, wrap=True, **fsdp_kwargs):
         nested = partial(self._get_simple_nested_model, *fsdp_args, wrap=wrap, **fsdp_kwargs)
@@ -307,7 +316,7 @@ class TestFSDPStateDict(FSDPTest):
         torch.manual_seed(0)
         model = Model(wrap_fsdp, register_buffers=register_buffers).to(compute_device())
         if wrap_fsdp:
-            return fsdp_on_device(model)
+            return FSDP(model, device_id=self.device)
         return DDP(model) if wrap_ddp else model
 
     @staticmethod
@@ -372,8 +381,8 @@ class TestFSDPStateDict(FSDPTest):
         for model, checkpoint in zip(models, (identity, checkpoint_wrapper), strict=True):
             for layers in (model.transformer.encoder.layers, model.transformer.decoder.layers):
                 for index, layer in enumerate(layers):
-                    layers[index] = fsdp_on_device(checkpoint(layer))
-            model.transformer = fsdp_on_device(model.transformer)
+                    layers[index] = FSDP(checkpoint(layer), device_id=self.device)
+            model.transformer = FSDP(model.transformer, device_id=self.device)
         state_dicts = []
         for model in models:
             with self._get_state_dict_mgr(model, state_dict_type, rank0_only_and_offload):
@@ -427,7 +436,7 @@ class TestFSDPStateDict(FSDPTest):
         if self.rank == 0:
             restored.load_state_dict(state_dict, strict=True)
         _assert_module_states(restored, process_group=self.process_group, assert_fn=self.assertNotEqual)
-        restored = fsdp_on_device(restored, auto_wrap_policy=LAYER_POLICY, sync_module_states=True)
+        restored = FSDP(restored, device_id=self.device, auto_wrap_policy=LAYER_POLICY, sync_module_states=True)
         with FSDP.summon_full_params(restored):
             _assert_module_states(restored, process_group=self.process_group, assert_fn=self.assertEqual)
         self._compare_models(model, restored, self.assertEqual)
@@ -521,7 +530,7 @@ class TestFSDPStateDict(FSDPTest):
     def _check_persistence_of_buffers(self, state_dict_type, rank0_and_offload, fsdp_kwargs):
         """A persistent buffer is saved in its own type, not the one in which it is used. Others are not saved."""
         model, model_new = (
-            fsdp_on_device(Model(wrap_fsdp=False, register_buffers=True), **fsdp_kwargs) for _ in range(2)
+            FSDP(Model(wrap_fsdp=False, register_buffers=True), device_id=self.device, **fsdp_kwargs) for _ in range(2)
         )
         original = {clean_tensor_name(name): buffer.clone() for name, buffer in model.named_buffers()}
         for which in (model, model_new):
@@ -584,7 +593,7 @@ class TestFSDPStateDict(FSDPTest):
         train_on_random_batches(model, 64, 4, steps=3)
         if not wrap_fsdp:
             return list(model.parameters())
-        blank_model = fsdp_on_device(Model(True).to(compute_device()))
+        blank_model = FSDP(Model(True).to(compute_device()), device_id=self.device)
         _zero_model(blank_model)
         state_dict = self._state_dict(model, state_dict_type)
         if move_to_cpu:
@@ -675,7 +684,7 @@ class TestFSDPStateDict(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_wrong_state_dict_config(self):
-        model = fsdp_on_device(Model(wrap_fsdp=True))
+        model = FSDP(Model(wrap_fsdp=True), device_id=self.device)
         with (
             self.assertRaisesRegex(RuntimeError, "Expected state_dict_config of type"),
             model.state_dict_type(model, StateDictType.FULL_STATE_DICT, LocalStateDictConfig()),
@@ -704,8 +713,11 @@ class TestFSDPStateDict(FSDPTest):
         # A buffer that is not ignored and has another type is cast back, which makes a copy.
         if ignore_inner or not mixed_precision:
             as_they_are["inner.buffer"] = model.inner.buffer
-        fsdp_model = fsdp_on_device(
-            model, ignored_modules=[model.outer], mixed_precision=HALF if mixed_precision else None
+        fsdp_model = FSDP(
+            model,
+            device_id=self.device,
+            ignored_modules=[model.outer],
+            mixed_precision=HALF if mixed_precision else None,
         )
         start = "foo." if prefix else ""
 
@@ -748,7 +760,7 @@ class TestFSDPStateDict(FSDPTest):
             def forward(self, x):
                 return self.my_parameter
 
-        model = fsdp_on_device(Model())
+        model = FSDP(Model(), device_id=self.device)
         with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             model(None).backward()
             state_dict = deepcopy(model.state_dict())
@@ -783,7 +795,7 @@ class TestFSDPStateDict(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_shared_module_and_shared_parameter(self):
         plain = TestDummyModel().to(compute_device())
-        state_dict = self._state_dict(fsdp_on_device(TestDummyModel()), "state_dict")
+        state_dict = self._state_dict(FSDP(TestDummyModel(), device_id=self.device), "state_dict")
         for first, second in (
             ("random_parameter", "shared_parameter"),
             ("net2.0.bias", "net3.0.bias"),
@@ -864,14 +876,14 @@ class TestFSDPStateDict4GPUs(FSDPTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_local_state_dict_reshard(self):
         """Flat parameters of four ranks, resharded to two ranks, give the same model."""
-        model = fsdp_on_device(Model(wrap_fsdp=True))
+        model = FSDP(Model(wrap_fsdp=True), device_id=self.device)
         train_on_random_batches(model, 4, 4, steps=1)
         state_dict = TestFSDPStateDict._state_dict(model, "local_state_dict")
         pair = dist.new_group(ranks=[0, 1])
         resharded = {name: self._for_two_ranks(state, pair) for name, state in state_dict.items()}
         full_of_four = TestFSDPStateDict._state_dict(model, "state_dict")
         if self.rank < 2:
-            of_two = fsdp_on_device(Model(wrap_fsdp=True, process_group=pair), process_group=pair)
+            of_two = FSDP(Model(wrap_fsdp=True, process_group=pair), device_id=self.device, process_group=pair)
             _zero_model(of_two)
             TestFSDPStateDict._load_state_dict(of_two, "local_state_dict", resharded)
             self.assertEqual(full_of_four, TestFSDPStateDict._state_dict(of_two, "state_dict"))

@@ -22,13 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    FSDPTest,
-    _zero_model,
-    compute_device,
-    fsdp_on_device,
-    get_full_params,
-)
+from torch_ext.testing._internal.common_fsdp import FSDPTest, _zero_model, compute_device, get_full_params
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -41,8 +35,8 @@ def linear() -> nn.Linear:
 
 
 def nested(**fsdp_kwargs: Any) -> FSDP:
-    inner = fsdp_on_device(linear(), **fsdp_kwargs)
-    return fsdp_on_device(nn.Sequential(inner, linear()), **fsdp_kwargs)
+    inner = FSDP(linear(), device_id=compute_device(), **fsdp_kwargs)
+    return FSDP(nn.Sequential(inner, linear()), device_id=compute_device(), **fsdp_kwargs)
 
 
 def save(model: FSDP, state_dict_type: StateDictType) -> dict[str, Any]:
@@ -85,7 +79,9 @@ class TestFSDPStateDictDetails(FSDPTest):
         full = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
         sharded = ShardedStateDictConfig(offload_to_cpu=True)
         optim = FullOptimStateDictConfig(rank0_only=True)
-        model = fsdp_on_device(nn.Sequential(fsdp_on_device(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        model = FSDP(
+            nn.Sequential(FSDP(nn.Linear(2, 2), device_id=self.device), nn.Linear(2, 2)), device_id=self.device
+        )
         modules = {"the root": model, "the module below": model.module[0]}
 
         def settings() -> dict[str, list[object]]:
@@ -169,14 +165,14 @@ class TestFSDPStateDictRefusals(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_with_orig_params_does_not_load(self):
-        model = fsdp_on_device(linear(), use_orig_params=True)
+        model = FSDP(linear(), device_id=self.device, use_orig_params=True)
         state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
         with self.assertRaisesRegex(RuntimeError, f'Unexpected key\\(s\\) in state_dict: "{FLAT_PARAM}"'):
             load(model, StateDictType.LOCAL_STATE_DICT, state_dict)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_of_no_shard_is_a_full_one(self):
-        model = fsdp_on_device(linear(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = FSDP(linear(), device_id=self.device, sharding_strategy=ShardingStrategy.NO_SHARD)
         with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
             state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
         self.assertEqual(state_dict, save(model, StateDictType.FULL_STATE_DICT))

@@ -14,13 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    fsdp_on_device,
-    get_devtype,
-    skip_without_accelerator,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_devtype, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -54,8 +48,12 @@ class TestTPFSDPIntegration(FSDPTest):
         model = parallelize_module(Chain(device=self.device, seed=seed), mesh["tp"], PLAN)
         if each:
             for name in Chain.LAYERS:
-                setattr(model, name, fsdp_on_device(getattr(model, name), device_mesh=mesh["dp"], **fsdp_kwargs))
-        return fsdp_on_device(model, device_mesh=mesh["dp"], **fsdp_kwargs)
+                setattr(
+                    model,
+                    name,
+                    FSDP(getattr(model, name), device_id=self.device, device_mesh=mesh["dp"], **fsdp_kwargs),
+                )
+        return FSDP(model, device_id=self.device, device_mesh=mesh["dp"], **fsdp_kwargs)
 
     def _whole(self, model: FSDP) -> dict[str, torch.Tensor]:
         """Return the parameters of a sharded state dict, whole. Checks how each was sharded."""

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states_with_modules
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import FSDPTest
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -23,12 +23,12 @@ class TestTraversal(FSDPTest):
         return 2
 
     def _linear(self) -> FSDP:
-        return fsdp_on_device(nn.Linear(2, 2))
+        return FSDP(nn.Linear(2, 2), device_id=self.device)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fsdp_modules(self):
         shared, deep, last = self._linear(), self._linear(), self._linear()
-        middle = fsdp_on_device(nn.Sequential(deep, nn.Linear(2, 2)))
+        middle = FSDP(nn.Sequential(deep, nn.Linear(2, 2)), device_id=self.device)
         tree = nn.Sequential(nn.Sequential(shared, middle), nn.ReLU(), shared, last)
         names = {id(shared): "shared", id(deep): "deep", id(middle): "middle", id(last): "last"}
 
@@ -47,7 +47,7 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_roots_are_known_after_the_first_use(self):
-        model = fsdp_on_device(nn.Sequential(self._linear(), self._linear()))
+        model = FSDP(nn.Sequential(self._linear(), self._linear()), device_id=self.device)
         tree = nn.Sequential(model, self._linear())
         for root in (model, tree[1]):
             self.assertTrue(root.check_is_root())

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -31,7 +31,7 @@ class TestUnevenParamShard(FSDPTest):
         linear = nn.Linear(numel, 1, bias=False)
         with torch.no_grad():
             linear.weight.copy_(self._weight(numel))
-        return fsdp_on_device(linear, **fsdp_kwargs)
+        return FSDP(linear, device_id=self.device, **fsdp_kwargs)
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_one_iteration(self):

@@ -17,14 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    Chain,
-    FSDPTest,
-    fsdp_on_device,
-    get_full_params,
-    shards_of,
-    skip_parameter_offload,
-)
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params, shards_of, skip_parameter_offload
 from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
@@ -53,8 +46,8 @@ class OriginalParametersTest(FSDPTest):
         The parameters of a root stay unsharded after a forward, until there is a backward.
         """
         fsdp_kwargs["use_orig_params"] = True
-        inner = fsdp_on_device(Chain(device=self.device), **fsdp_kwargs)
-        return Chain(device=self.device), fsdp_on_device(nn.Sequential(inner), **fsdp_kwargs)
+        inner = FSDP(Chain(device=self.device), device_id=self.device, **fsdp_kwargs)
+        return Chain(device=self.device), FSDP(nn.Sequential(inner), device_id=self.device, **fsdp_kwargs)
 
     def _rows(self, step: int = 0) -> torch.Tensor:
         return Chain.rows(self.device, self.world_size, self.rank, step)
@@ -347,7 +340,7 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
         module = Chain(device=self.device)
         module.c = nn.Linear(4, 3, device=self.device)
         module.c.weight = module.b.weight
-        model = fsdp_on_device(nn.ModuleDict({"b": module.b, "c": module.c}), use_orig_params=True)
+        model = FSDP(nn.ModuleDict({"b": module.b, "c": module.c}), device_id=self.device, use_orig_params=True)
         model.module["c"].weight = nn.Parameter(model.module["c"].weight.detach().clone())
         with self.assertRaisesRegex(NotImplementedError, "Changing shared parameters is not supported yet"):
             with FSDP.summon_full_params(model):
@@ -423,12 +416,12 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
         module = Chain(device=self.device)
         module.b.requires_grad_(False)
         with self.assertRaisesRegex(ValueError, "Must flatten tensors with uniform `requires_grad` when"):
-            fsdp_on_device(module, use_orig_params=False)
-        model = fsdp_on_device(Chain(device=self.device).requires_grad_(False), use_orig_params=True)
+            FSDP(module, device_id=self.device, use_orig_params=False)
+        model = FSDP(Chain(device=self.device).requires_grad_(False), device_id=self.device, use_orig_params=True)
         self.assertEqual([param.requires_grad for param in model.parameters()], 6 * [False])
         module = Chain(device=self.device)
         module.b.requires_grad_(False)
-        model = fsdp_on_device(module, use_orig_params=True)
+        model = FSDP(module, device_id=self.device, use_orig_params=True)
         trained = {name for name, param in self._params(model).items() if param.requires_grad}
         self.assertEqual(trained, {name for name in NAMES if not name.startswith("b.")})
 

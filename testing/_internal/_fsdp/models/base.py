@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.device import compute_device
 
 __all__ = [
     "CUDAInitMode",
@@ -25,7 +24,6 @@ __all__ = [
     "_maybe_cuda",
     "_maybe_wrap_fsdp",
     "_move_to_device",
-    "fsdp_on_device",
 ]
 
 
@@ -86,11 +84,6 @@ _maybe_cuda = _move_to_device
 
 def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
     return FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
-
-
-def fsdp_on_device(module: nn.Module, *args: Any, **kwargs: Any) -> FSDP:
-    """Wrap ``module`` with FSDP1, which moves it to the calling rank's device. The arguments are FSDP's."""
-    return FSDP(module, *args, **{"device_id": compute_device(), **kwargs})
 
 
 def init_by_mode(
