@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -54,7 +54,7 @@ class TestSavePlan(PlannerTest):
         (tensor, number, deep), (twin, text) = found["nested"]["list"], found["nested"]["tuple"]
         threes = torch.full((2,), 3.0, device=self.device)
         self.assertEqual((tensor, number), (threes, 3), "within the list")
-        self.assertEqual(full_tensor(deep["deep"]), full_tensor(self.sharded(0.0)), "shards within the list")
+        self.assertEqual(deep["deep"].full_tensor(), self.sharded(0.0).full_tensor(), "shards within the list")
         self.assertEqual((twin, text), (threes, "saved"), "within the tuple")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -92,7 +92,7 @@ class TestSavePlan(PlannerTest):
             found = {name: torch.zeros_like(each) for name, each in state.items()}
             dcp.load(found, checkpoint_id=folder)
             for name, each in state.items():
-                self.assertEqual(full_tensor(found[name]), full_tensor(each), f"saved {name}", atol=0, rtol=0)
+                self.assertEqual(found[name].full_tensor(), each.full_tensor(), f"saved {name}", atol=0, rtol=0)
 
         save_and_check({"sharded": self.sharded(0.0)}, True)
         save_and_check({"sharded": self.sharded(50.0)}, False)
@@ -112,7 +112,7 @@ class TestLoadPlan(PlannerTest):
         with self.assertRaisesRegex(CheckpointException, "Missing key in checkpoint state_dict: new"):
             dcp.load(state, checkpoint_id=folder)
         dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-        self.assertEqual(full_tensor(state["saved"]), full_tensor(self.sharded(0.0)), "saved", atol=0, rtol=0)
+        self.assertEqual(state["saved"].full_tensor(), self.sharded(0.0).full_tensor(), "saved", atol=0, rtol=0)
         self.assertEqual(state["new"], torch.full((2,), 7.0, device=self.device), "new")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -27,18 +27,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    FSDPTest,
-    first_ranks_mesh,
-    full_tensor,
-    skip_without_accelerator,
-    world_mesh,
-)
+from torch_ext.testing._internal.common_fsdp import FSDPTest, first_ranks_mesh, skip_without_accelerator, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
+
+
+def full_tensor(tensor):
+    """Return the whole of a parameter, detached, or of a state, which may be no DTensor. Collective for a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class TestStateDict(FSDPTest):

@@ -24,7 +24,6 @@ __all__ = [
     "check_sharded_parity",
     "check_train_parity",
     "effective_reduce_dtype",
-    "full_tensor",
     "fully_shard_children",
     "reduce_scatter_with_assert",
     "sequential_mlps",
@@ -163,11 +162,6 @@ def average_gradients(model: nn.Module) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(dist.get_world_size())
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, unsharded and detached. Collective for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def check_train_parity(

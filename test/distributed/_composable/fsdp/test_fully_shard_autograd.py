@@ -18,7 +18,6 @@ from torch_ext.testing._internal.common_fsdp import (
     average_gradients,
     check_sharded_parity,
     check_train_parity,
-    full_tensor,
     fully_shard_children,
     sequential_mlps,
 )
@@ -147,7 +146,7 @@ class TestFullyShardAutograd(AutogradTest):
             each(self.rows(5)).square().sum().mul(100).backward()
         average_gradients(reference)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (reference, model)]
-        self.assertEqual(full_tensor(norms[1]), norms[0])
+        self.assertEqual(norms[1].full_tensor(), norms[0])
         self.assertGreater(norms[0].item(), 0.5, "there was nothing to clip")
         check_sharded_parity(self, reference, model)
 
@@ -190,7 +189,7 @@ class TestFullyShardPostAccGradHook(AutogradTest):
         seen = {}
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda each, name=name: seen.update({name: full_tensor(each.grad)})
+                lambda each, name=name: seen.update({name: each.grad.full_tensor()})
             )
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()

@@ -19,7 +19,6 @@ from torch_ext.testing._internal.common_fsdp import (
     average_gradients,
     check_sharded_parity,
     check_train_parity,
-    full_tensor,
     fully_shard_children,
     patch_reduce_scatter,
     sequential_mlps,
@@ -117,7 +116,7 @@ class TestFullyShardBackward(BackwardTest):
                 parameter = reference.get_parameter(name)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(gradient)
-                found = full_tensor(model.get_parameter(name).grad)
+                found = model.get_parameter(name).grad.full_tensor()
                 self.assertEqual(found, gradient / self.world_size, f"gradient of {name}")
         model.set_reduce_scatter_unused_params(False)
         model.zero_grad()
@@ -221,7 +220,7 @@ class TestFullyShardThreeRanks(BackwardTest):
             each(self.rows(4)).square().sum().backward()
         average_gradients(reference)
         for name, parameter in reference.named_parameters():
-            found = full_tensor(model.get_parameter(name).grad)
+            found = model.get_parameter(name).grad.full_tensor()
             # Three roundings to eleven bits.
             self.assertEqual(found, parameter.grad, f"gradient of {name}", rtol=2e-3, atol=2e-2)
 

@@ -16,7 +16,6 @@ from torch_ext.testing._internal.common_fsdp import (
     MLPStack,
     average_gradients,
     check_sharded_parity,
-    full_tensor,
     fully_shard_children,
     sequential_mlps,
     world_mesh,
@@ -56,7 +55,7 @@ class ClipGradNormTest(FSDPTest):
                     for parameter, gradient in zip(each.parameters(), gradients, strict=True):
                         parameter.grad.copy_(gradient)
                 found = nn.utils.clip_grad_norm_(model.parameters(), norm.item() * factor, norm_type)
-                self.assertEqual(full_tensor(found), norm, f"norm {norm_type}")
+                self.assertEqual(found.full_tensor(), norm, f"norm {norm_type}")
                 for parameter, gradient in zip(reference.parameters(), before, strict=True):
                     parameter.grad.copy_(gradient * min(1.0, factor))
                 (check or self._check_shards)(reference, model)
@@ -66,7 +65,7 @@ class ClipGradNormTest(FSDPTest):
 
     def _check_full_gradients(self, reference, model):
         for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
-            self.assertEqual(full_tensor(part.grad), whole.grad, name)
+            self.assertEqual(part.grad.full_tensor(), whole.grad, name)
 
 
 class TestClipGradNormWorldSize2(ClipGradNormTest):
@@ -91,7 +90,7 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (reference, model)]
-        self.assertEqual(full_tensor(norms[1]), norms[0], "norm")
+        self.assertEqual(norms[1].full_tensor(), norms[0], "norm")
         check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -1,7 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """``torch.amp.GradScaler`` over sharded gradients: an overflow on one rank is one of all."""
 
-import copy
 import sys
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -51,19 +50,19 @@ class TestFullyShardGradientScaler(FSDPTest):
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(-model(torch.ones(2, 4, device=self.device)).sum()).backward()
-            gradients = [full_tensor(each.grad) / scaler.get_scale() for each in model.parameters()]
+            gradients = [each.grad.full_tensor() / scaler.get_scale() for each in model.parameters()]
             # The loss falls as outputs grow, so that ReLU goes on passing gradients.
             self.assertTrue(all(bool(gradient.any()) for gradient in gradients), f"step {step}")
-            before = [full_tensor(each).clone() for each in model.parameters()]
+            before = [each.full_tensor().clone() for each in model.parameters()]
             if step == 1 and self.rank in overflowing:
                 model.in_proj.weight.grad.to_local()[0, 0] = float("inf")
             scaler.unscale_(optimizer)
             if step != 1:
-                found = [full_tensor(each.grad) for each in model.parameters()]
+                found = [each.grad.full_tensor() for each in model.parameters()]
                 self.assertEqual(found, gradients, f"step {step}: gradients without their scale")
             scaler.step(optimizer)
             scaler.update()
-            after = [full_tensor(each) for each in model.parameters()]
+            after = [each.full_tensor() for each in model.parameters()]
             expected = before if step == 1 else [old - 0.1 * each for old, each in zip(before, gradients, strict=True)]
             self.assertEqual(after, expected, f"step {step}: parameters")
             scales.append(scaler.get_scale())
@@ -80,11 +79,11 @@ class TestFullyShardGradientScaler(FSDPTest):
         scaler.scale(model(torch.ones(2, 4, device=self.device)).sum()).backward()
         if self.rank == 2:
             model[0].weight.grad.to_local()[0, 0] = float("nan")
-        before = [copy.deepcopy(full_tensor(layer.weight)) for layer in model]
+        before = [layer.weight.full_tensor().detach().clone() for layer in model]
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        changed = [not full_tensor(layer.weight).equal(old) for layer, old in zip(model, before, strict=True)]
+        changed = [not layer.weight.full_tensor().equal(old) for layer, old in zip(model, before, strict=True)]
         self.assertEqual(changed, [False, True], "layers that were trained")
         self.assertEqual(scaler.get_scale(), 1.0, "scale")
 

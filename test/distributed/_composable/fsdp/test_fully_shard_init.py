@@ -12,13 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    MLP,
-    FSDPTest,
-    full_tensor,
-    sequential_mlps,
-    skip_without_accelerator,
-)
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, sequential_mlps, skip_without_accelerator
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -222,7 +216,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         weight = model.weight.detach().clone()
         fully_shard(model, shard_placement_fn=lambda each: Shard(1) if each.ndim == 2 else None)
         self.assertEqual((model.weight.placements, model.bias.placements), ((Shard(1),), (Shard(0),)), "placements")
-        self.assertEqual(full_tensor(model.weight), weight, "weight")
+        self.assertEqual(model.weight.full_tensor(), weight, "weight")
         model(self.rows(4)).sum().backward()
         self.assertEqual(model.weight.grad.placements, (Shard(1),), "placement of the gradient")
 

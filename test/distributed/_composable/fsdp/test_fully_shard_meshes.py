@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -93,12 +93,12 @@ class TestFullyShardPerParamMesh(MeshesTest):
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad.div_(dist.get_world_size(group))
                 found = model.get_parameter(name).grad
-                self.assertEqual(full_tensor(found), parameter.grad, f"step {step}: gradient of {name}")
+                self.assertEqual(found.full_tensor(), parameter.grad, f"step {step}: gradient of {name}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for name, parameter in reference.named_parameters():
-            self.assertEqual(full_tensor(model.get_parameter(name)), parameter.detach(), name)
+            self.assertEqual(model.get_parameter(name).full_tensor(), parameter.detach(), name)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -154,8 +154,8 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
 
     def _check(self, dims, names, placements, shape):
         reference, model = self._trained(dims, names, placements)
-        self.assertEqual(full_tensor(model.weight.grad), reference.weight.grad, "gradient")
-        self.assertEqual(full_tensor(model.weight), reference.weight.detach(), "weight")
+        self.assertEqual(model.weight.grad.full_tensor(), reference.weight.grad, "gradient")
+        self.assertEqual(model.weight.full_tensor(), reference.weight.detach(), "weight")
         self.assertEqual(tuple(model.weight.to_local().shape), shape, "shape of the shard")
 
     @NEEDS_MESHES

@@ -26,14 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    MLP,
-    FSDPTest,
-    full_tensor,
-    get_devtype,
-    skip_without_accelerator,
-    world_mesh,
-)
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, get_devtype, skip_without_accelerator, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -69,7 +62,7 @@ class StateDictTest(FSDPTest):
     def check_is(self, model, seed):
         """Check on every rank that the full parameters are those of ``make_model(seed)``."""
         expected = make_model(seed).state_dict()
-        found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
+        found = {name: tensor.full_tensor().cpu() for name, tensor in model.state_dict().items()}
         self.assertEqual(list(found), list(expected))
         for name, tensor in expected.items():
             self.assertEqual(found[name], tensor, name, atol=0, rtol=0)
@@ -94,7 +87,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
             self.assertEqual(state[name].to_local().data_ptr(), parameter.to_local().data_ptr(), name)
         self.check_is(model, 0)
         other = self.sharded(1, mesh)
-        self.assertNotEqual(full_tensor(other[2].weight), full_tensor(model[2].weight))
+        self.assertNotEqual(other[2].weight.full_tensor(), model[2].weight.full_tensor())
         other.load_state_dict(state)
         self.check_is(other, 0)
 
@@ -165,7 +158,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         for model in (source, target):
             if model is target:
                 model.load_state_dict(source.state_dict())
-            found = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
+            found = {name: tensor.full_tensor().cpu() for name, tensor in model.state_dict().items()}
             self.assertEqual(found, expected, atol=0, rtol=0)
         self.assertEqual(source.state_dict()["in_proj.weight"].device_mesh.ndim, 2)
 

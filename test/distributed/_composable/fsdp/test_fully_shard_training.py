@@ -27,7 +27,6 @@ from torch_ext.testing._internal.common_fsdp import (
     check_races,
     check_sharded_parity,
     check_train_parity,
-    full_tensor,
     fully_shard_children,
     sequential_mlps,
     skip_without_accelerator,
@@ -332,7 +331,7 @@ class TestFullyShardHSDPTraining(TrainingTest):
             optimizer.zero_grad()
         local = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
         self.assertNotEqual(
-            full_tensor(model[0].in_proj.weight), sequential_mlps()[0].in_proj.weight.detach().to(self.device)
+            model[0].in_proj.weight.full_tensor(), sequential_mlps()[0].in_proj.weight.detach().to(self.device)
         )
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, local.cpu())
@@ -350,10 +349,10 @@ class TestFullyShardNDTraining(TrainingTest):
 
     def _check_full_tensors(self, reference, model):
         for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
-            self.assertEqual(full_tensor(part), whole.detach(), name)
+            self.assertEqual(part.full_tensor(), whole.detach(), name)
             self.assertEqual(part.grad is None, whole.grad is None, f"{name} has a gradient")
             if whole.grad is not None:
-                self.assertEqual(full_tensor(part.grad), whole.grad, f"{name}.grad")
+                self.assertEqual(part.grad.full_tensor(), whole.grad, f"{name}.grad")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_2d_with_tensor_parallel(self):
