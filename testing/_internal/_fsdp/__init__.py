@@ -2,9 +2,8 @@
 
 ::
 
-    state_dict, optim_state, fsdp2_parity           bases and models of single suites
-      -> cases, compiled, step_log, streams,        base classes; a test compiled; a step logged; what overlaps;
-         watched_units, extensions                  tensor subclasses
+    fsdp2_parity, cases, compiled, ddp, step_log,   FSDP2 against a replica; base classes; a test compiled; collectives
+      streams, watched_units, extensions            and a step logged; what overlaps; tensor subclasses
         -> fsdp1_parity, subtests                   FSDP1 against DDP; grids whose points may skip
           -> models, state                          modules to wrap; their parameters and buffers
             -> patches                              contexts that replace what FSDP calls

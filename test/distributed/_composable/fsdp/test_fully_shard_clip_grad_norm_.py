@@ -29,6 +29,11 @@ if not dist.is_available():
 NORMS = [1, 2, 2.5, float("inf")]
 
 
+def check_full_gradients(case, reference, model):
+    for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
+        case.assertEqual(part.grad.full_tensor(), whole.grad, name)
+
+
 class ClipGradNormTest(FSDPTest):
     @property
     def world_size(self):
@@ -39,7 +44,7 @@ class ClipGradNormTest(FSDPTest):
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
-    def _check_clipping(self, reference, model, width, check=None, norms=NORMS):
+    def _check_clipping(self, reference, model, width, check=check_sharded_parity, norms=NORMS):
         """Clip by each norm, to half of it and to twice, which changes nothing."""
         for each in (reference, model):
             each(self.rows(width)).square().sum().backward()
@@ -58,14 +63,7 @@ class ClipGradNormTest(FSDPTest):
                 self.assertEqual(found.full_tensor(), norm, f"norm {norm_type}")
                 for parameter, gradient in zip(reference.parameters(), before, strict=True):
                     parameter.grad.copy_(gradient * min(1.0, factor))
-                (check or self._check_shards)(reference, model)
-
-    def _check_shards(self, reference, model):
-        check_sharded_parity(self, reference, model)
-
-    def _check_full_gradients(self, reference, model):
-        for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
-            self.assertEqual(part.grad.full_tensor(), whole.grad, name)
+                check(self, reference, model)
 
 
 class TestClipGradNormWorldSize2(ClipGradNormTest):
@@ -141,7 +139,7 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
             return shared
 
         self.rows = rows
-        self._check_clipping(reference, model, 4, self._check_full_gradients, norms=[2.5, float("inf")])
+        self._check_clipping(reference, model, 4, check_full_gradients, norms=[2.5, float("inf")])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """What FSDP2's users may put in place of its communication: collectives, buffers, groups and how many are in flight."""
 
-import copy
 import sys
 import unittest
 
@@ -73,9 +72,7 @@ class CustomCommsTest(FSDPTest):
         return model
 
     def check_parity(self, model):
-        check_train_parity(
-            self, copy.deepcopy(ThreeUnits()).to(self.device), model, [self.rows(4, step) for step in range(2)]
-        )
+        check_train_parity(self, ThreeUnits().to(self.device), model, [self.rows(4, step) for step in range(2)])
 
 
 class TestFullyShardCustomCollectives(CustomCommsTest):
@@ -130,7 +127,7 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
             if not backend.supports_tensor_alloc(torch.device(self.device)):
                 allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
                 self.assertEqual((allocated.dtype, allocated.device.type), (torch.float64, self.device.type), "type")
-            reference = copy.deepcopy(ThreeUnits()).to(self.device)
+            reference = ThreeUnits().to(self.device)
             reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
             check_train_parity(self, reference, model, [self.rows(4, step) for step in range(2)])
 

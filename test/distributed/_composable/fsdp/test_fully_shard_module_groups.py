@@ -145,7 +145,7 @@ backward:
     def _test_train_parity(self, reshard_after_forward):
         check_train_parity(
             self,
-            copy.deepcopy(ThreeUnits()).to(self.device),
+            ThreeUnits().to(self.device),
             self.grouped(reshard_after_forward=reshard_after_forward),
             [self.rows(4, step) for step in range(2)],
         )
