@@ -143,7 +143,8 @@ class TestParityWithDDP(FSDPCoreTest):
             },
             self._parity,
             model_class=MixtureOfExperts,
-            ref_init_fn=DummyDDP,  # the model itself reduces the gradients of shared layers
+            # The model itself reduces the gradients of shared layers.
+            ref_init_fn=DummyDDP,
             save_model=False,
         )
 

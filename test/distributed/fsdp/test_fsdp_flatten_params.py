@@ -149,7 +149,8 @@ class TestFlattenParams(FSDPTest):
             for name, view in views.items():
                 self.assertEqual(view.stride(), expected[name].stride(), f"strides of {name}")
                 self.assertEqual(view, expected[name], f"value of {name}", atol=0, rtol=0)
-            if not use_orig_params:  # as original parameters they are leaves, whose gradients FSDP itself flattens
+            # Original parameters are leaves, whose gradients FSDP itself flattens.
+            if not use_orig_params:
                 for output in outputs:
                     output.square().sum().backward()
                 grads = dict(zip(views, handle._get_unflat_views(handle.flat_param.grad), strict=True))

@@ -67,7 +67,8 @@ class TestFreezingWeights(FSDPTest):
             self._test_freezing_weights,
             nested=with_nested_trunk,
             freezing=freezing_method,
-            forward_prefetch=with_nested_trunk,  # with one unit below the root there is little to prefetch
+            # With one unit below the root there is little to prefetch.
+            forward_prefetch=with_nested_trunk,
         )
 
     def _test_freezing_weights(

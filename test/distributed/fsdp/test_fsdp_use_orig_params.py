@@ -401,7 +401,8 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
             if thawed:
                 self._backward(reference, model, step)
             else:
-                with torch.no_grad():  # with autograd, FSDP1 (torch 2.13) expects a backward before the thaw
+                # With autograd, FSDP1 (torch 2.13) expects a backward before the thaw.
+                with torch.no_grad():
                     model(self._rows(step))
             for optim in optims:
                 optim.step()

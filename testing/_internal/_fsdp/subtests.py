@@ -78,7 +78,8 @@ class SubtestTally:
     def summary(self) -> str:
         """Return one line that counts and explains what was skipped; empty if nothing was.
 
-        >>> SubtestTally(ran=1, skipped=Counter({"offload needs an accelerator": 2})).summary()
+        >>> reasons = Counter({"offload needs an accelerator": 2})
+        >>> SubtestTally(ran=1, skipped=reasons).summary()
         '2 of 3 subtests skipped: 2 x offload needs an accelerator'
         """
         skipped = self.skipped.total()

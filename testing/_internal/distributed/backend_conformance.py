@@ -76,7 +76,8 @@ class BackendConformance:
     backend_name: ClassVar[str]
     sizes: ClassVar[tuple[int, ...]] = (0, 1, 13, 1 << 20)
     types: ClassVar[tuple[torch.dtype, ...]] = (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.uint8, torch.int8, torch.int32, torch.int64,
     )  # fmt: skip
     lacks: ClassVar[Mapping[str, str]] = {}
     avoids: ClassVar[Mapping[str, str]] = {}
@@ -426,7 +427,8 @@ def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     """Reduce over dimension 0, one row after the other."""
     dtype = rows.dtype
     folds: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        OPS.SUM: torch.add, OPS.AVG: torch.add, OPS.PRODUCT: torch.mul, OPS.MIN: torch.minimum, OPS.MAX: torch.maximum,
+        OPS.SUM: torch.add, OPS.AVG: torch.add, OPS.PRODUCT: torch.mul,
+        OPS.MIN: torch.minimum, OPS.MAX: torch.maximum,
         OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor,
     }  # fmt: skip
     total = rows[0].clone()

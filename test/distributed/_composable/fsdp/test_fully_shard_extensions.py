@@ -539,8 +539,10 @@ class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCom
             self.run_subtests({"dim": [8, 3]}, self._test_hsdp_parity)
 
     def _test_hsdp_parity(self, dim):
-        parity = TestFullyShardAllGatherExtensionsMultiProcess._test_all_gather_extensions_train_parity
-        parity(self, reshard_after_forward=True, dim=dim, mesh=self._mesh(), steps=3)
+        suite = TestFullyShardAllGatherExtensionsMultiProcess
+        suite._test_all_gather_extensions_train_parity(
+            self, reshard_after_forward=True, dim=dim, mesh=self._mesh(), steps=3
+        )
 
 
 class TestTwoTensorContract(FSDPExtensionContract, FSDPTest):

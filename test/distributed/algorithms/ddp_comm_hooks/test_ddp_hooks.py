@@ -224,7 +224,8 @@ class DistributedDataParallelCommHookTest(FSDPTest):
             (error,) = state.error_dict.values()
         # What all steps sent and what is still owed add up to all that there was.
         dist.all_reduce(error)
-        behind = 3 + 18 + 6  # elements of the parameters that come before it in the bucket, the last parameter first
+        # Elements of the parameters that come before it in the bucket, the last parameter first.
+        behind = 3 + 18 + 6
         still_owed = (error / self.world_size)[behind : behind + 24].view(6, 4)
         self.assertEqual(received + still_owed, owed, "sent and still owed", atol=1e-4, rtol=1e-4)
 

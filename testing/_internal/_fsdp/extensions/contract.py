@@ -213,9 +213,15 @@ class FSDPExtensionContract(_FSDPTest):
         whole = dict(reference.named_parameters())
         for module, name, parameter in _parameters(model):
             HookCheck(
-                name=name, local=parameter._local_tensor, whole=whole[name].detach(), module=module,
-                mesh=_shard_mesh(parameter), policy=policy, values=self.values, tolerances=tolerances,
-            ).run()  # fmt: skip
+                name=name,
+                local=parameter._local_tensor,
+                whole=whole[name].detach(),
+                module=module,
+                mesh=_shard_mesh(parameter),
+                policy=policy,
+                values=self.values,
+                tolerances=tolerances,
+            ).run()
 
     def _check_parity(
         self,

@@ -15,7 +15,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Functions that return uninitialized memory.
 _EMPTY = {
-    torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided
+    torch.empty, torch.empty_like, torch.empty_strided,
+    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
 }  # fmt: skip
 
 

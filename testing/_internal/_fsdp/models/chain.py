@@ -65,8 +65,10 @@ def own_slices(numels: Mapping[str, int], rank: int, world_size: int) -> dict[st
 
     Each begins at a multiple of four elements, as FSDP1 aligns original parameters of four bytes an element.
 
-    >>> own_slices({"a": 3, "b": 4}, 0, 2), own_slices({"a": 6, "b": 4}, 1, 2)
-    ({'a': slice(0, 3, None), 'b': slice(0, 0, None)}, {'a': slice(6, 6, None), 'b': slice(0, 4, None)})
+    >>> own_slices({"a": 3, "b": 4}, 0, 2)
+    {'a': slice(0, 3, None), 'b': slice(0, 0, None)}
+    >>> own_slices({"a": 6, "b": 4}, 1, 2)
+    {'a': slice(6, 6, None), 'b': slice(0, 4, None)}
     """
     starts, end = {}, 0
     for name, numel in numels.items():

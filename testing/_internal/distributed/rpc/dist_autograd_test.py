@@ -170,10 +170,10 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(dist_autograd.current_context()._known_worker_ids(), {rpc.get_worker_info(self.peer()).id})
             for distance in (1, 2):
                 self.assertTrue(rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)))
-        for distance in (1, 2):
+        for peer in (self.peer(1), self.peer(2)):
             poll_until(
-                lambda: not rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)),  # noqa: B023
-                f"{self.peer(distance)} still has the context",
+                lambda peer=peer: not rpc.rpc_sync(peer, knows_context, args=(context_id,)),
+                f"{peer} still has the context",
             )
 
     @dist_init

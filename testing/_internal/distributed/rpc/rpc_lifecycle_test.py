@@ -146,9 +146,10 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         futures = []
         if self.rank == 0:
             # Worker 1 finishes its own part at once, but must still do what it was asked to do.
+            # Each hop occupies a thread of its worker while it waits for the next.
             futures = [
                 rpc.rpc_async(worker_name(1), remote.relay, args=(remote.my_name, (), 5, self.world_size))
-                for _ in range(4)  # each hop occupies a thread of its worker while it waits for the next
+                for _ in range(4)
             ]
         rpc.shutdown()
         self.assertEqual([future.value() for future in futures], [worker_name(0)] * len(futures))
