@@ -191,8 +191,9 @@ def check_train_parity(
     models = (reference, sharded)
     compare = check or functools.partial(check_sharded_parity, cls)
     # Not foreach, so that parameters on different meshes may share an optimizer.
-    options = {"lr": _LEARNING_RATE, "momentum": 0.9, "foreach": False}
-    optimizers = [torch.optim.SGD(model.parameters(), **options) for model in models]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False) for model in models
+    ]
     before = [parameter.detach().clone() for parameter in reference.parameters()]
     for step, rows in enumerate(inputs):
         losses = [loss_of(model, rows) if loss_of else model(rows).square().sum() for model in models]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ def knows_context(context_id: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _has_forgotten(worker: str, context_id: int) -> bool:
+    return not rpc.rpc_sync(worker, knows_context, args=(context_id,))
 
 
 class FailingBackward(torch.autograd.Function):
@@ -171,10 +176,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             for distance in (1, 2):
                 self.assertTrue(rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)))
         for peer in (self.peer(1), self.peer(2)):
-            poll_until(
-                lambda peer=peer: not rpc.rpc_sync(peer, knows_context, args=(context_id,)),
-                f"{peer} still has the context",
-            )
+            poll_until(partial(_has_forgotten, peer, context_id), f"{peer} still has the context")
 
     @dist_init
     def test_call_without_tensors_that_need_gradients_records_nothing(self) -> None:
