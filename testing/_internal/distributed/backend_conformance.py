@@ -429,7 +429,8 @@ def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     folds: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         OPS.SUM: torch.add, OPS.AVG: torch.add, OPS.PRODUCT: torch.mul,
         OPS.MIN: torch.minimum, OPS.MAX: torch.maximum,
-        OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor,
+        OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or,
+        OPS.BXOR: torch.bitwise_xor,
     }  # fmt: skip
     total = rows[0].clone()
     for row in rows[1:]:

@@ -41,6 +41,12 @@ def make_model(seed=0):
     return nn.Sequential(MLP(WIDTH, dim_multiplier=3, with_buffer=True), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
 
+def full_state(model):
+    """Return the whole state of ``model`` on the host. Buffers are no DTensors. Collective."""
+    state = model.state_dict().items()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).cpu() for name, each in state}
+
+
 class StateDictTest(FSDPTest):
     @property
     def world_size(self):
@@ -62,7 +68,7 @@ class StateDictTest(FSDPTest):
     def check_is(self, model, seed):
         """Check on every rank that the full parameters are those of ``make_model(seed)``."""
         expected = make_model(seed).state_dict()
-        found = {name: tensor.full_tensor().cpu() for name, tensor in model.state_dict().items()}
+        found = full_state(model)
         self.assertEqual(list(found), list(expected))
         for name, tensor in expected.items():
             self.assertEqual(found[name], tensor, name, atol=0, rtol=0)
@@ -158,7 +164,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
         for model in (source, target):
             if model is target:
                 model.load_state_dict(source.state_dict())
-            found = {name: tensor.full_tensor().cpu() for name, tensor in model.state_dict().items()}
+            found = full_state(model)
             self.assertEqual(found, expected, atol=0, rtol=0)
         self.assertEqual(source.state_dict()["in_proj.weight"].device_mesh.ndim, 2)
 
