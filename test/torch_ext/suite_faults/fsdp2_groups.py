@@ -58,7 +58,7 @@ MISTAKES = {
         "if state is self or not state._modules_to_run_forward:",
         "if True:",
         _SOME,
-        "AssertionError",
+        "in check_sharded_parity",
     ),
     "fully_shard_partial_group_remembers_who_ran": fault(
         f"{STATE}._root_post_backward_final_callback",
