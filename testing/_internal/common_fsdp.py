@@ -1,10 +1,12 @@
-"""FSDP test helpers for every device: models, patches, parity checks and base classes, under upstream's names.
+"""FSDP test helpers for every device: models, patches, parity checks and base classes,
+under upstream's names.
 
-Each import below exports what the module lists in ``__all__``. To add a helper, write it in a module of ``_fsdp`` and
-add its name to that module's ``__all__``.
+Each import below exports what the module lists in ``__all__``. To add a helper, write
+it in a module of ``_fsdp`` and add its name to that module's ``__all__``.
 
-``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` come from :mod:`torch_ext.accelerator` each time they are
-read, never at import. A test file may assign them here; all helpers follow.
+``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` come from
+:mod:`torch_ext.accelerator` each time they are read, never at import. A test file may
+assign them here; all helpers follow.
 """
 
 # ruff: noqa: F403  # see above: __all__ of each module is the one list of its names

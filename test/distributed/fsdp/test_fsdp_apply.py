@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""``FSDP.apply`` shows whole parameters to the function, module by module, and keeps what it writes."""
+"""``FSDP.apply`` shows whole parameters to the function, module by module, and keeps
+what it writes.
+"""
 
 import sys
 
@@ -38,34 +40,54 @@ class TestApply(FSDPTest):
                 sharded = module not in reference_modules
                 seen[sharded].append(module.weight.shape)
                 with torch.no_grad():
-                    module.weight.copy_(torch.arange(module.weight.numel()).view(module.weight.shape))
+                    module.weight.copy_(
+                        torch.arange(module.weight.numel()).view(module.weight.shape)
+                    )
                     module.bias.fill_(float(module.weight.numel()))
 
         reference_modules = set(plain.modules())
         plain.apply(fill)
         self.assertIs(fsdp.apply(fill), fsdp)
-        self.assertEqual(sorted(seen[True]), sorted(seen[False]), "shapes that the function saw")
-        self.assertEqual(get_full_params(fsdp), list(plain.parameters()), "parameters after apply")
+        self.assertEqual(
+            sorted(seen[True]), sorted(seen[False]), "shapes that the function saw"
+        )
+        self.assertEqual(
+            get_full_params(fsdp), list(plain.parameters()), "parameters after apply"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_module_apply(self):
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_nested_module_apply)
+        self.run_subtests(
+            {"use_orig_params": [False, True]}, self._test_nested_module_apply
+        )
 
     def _test_nested_module_apply(self, use_orig_params: bool) -> None:
         def build(mode: FSDPInitMode) -> nn.Module:
             kwargs = {"use_orig_params": use_orig_params, "device_id": self.device}
             return NestedWrappedModule.init(
-                self.process_group, mode, DEVICEInitMode.DEVICE_BEFORE, kwargs, deterministic=True
+                self.process_group,
+                mode,
+                DEVICEInitMode.DEVICE_BEFORE,
+                kwargs,
+                deterministic=True,
             )
 
-        fsdp = FSDP(build(FSDPInitMode.RECURSIVE), device_id=self.device, use_orig_params=use_orig_params)
+        fsdp = FSDP(
+            build(FSDPInitMode.RECURSIVE),
+            device_id=self.device,
+            use_orig_params=use_orig_params,
+        )
         self._check_apply(fsdp, build(FSDPInitMode.NO_FSDP))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_transformer_module_apply(self):
         def build(mode: FSDPInitMode) -> nn.Module:
             return TransformerWithSharedParams.init(
-                self.process_group, mode, DEVICEInitMode.DEVICE_BEFORE, {"device_id": self.device}, deterministic=True
+                self.process_group,
+                mode,
+                DEVICEInitMode.DEVICE_BEFORE,
+                {"device_id": self.device},
+                deterministic=True,
             )
 
         self._check_apply(build(FSDPInitMode.RECURSIVE), build(FSDPInitMode.NO_FSDP))
@@ -74,7 +96,9 @@ class TestApply(FSDPTest):
     def test_apply_in_summon_raises_error(self):
         fsdp = FSDP(nn.Linear(3, 3), device_id=self.device)
         with FSDP.summon_full_params(fsdp):
-            with self.assertRaisesRegex(ValueError, "expected to be in states .*IDLE.* but current state is"):
+            with self.assertRaisesRegex(
+                ValueError, "expected to be in states .*IDLE.* but current state is"
+            ):
                 fsdp.apply(lambda module: None)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""How FSDP1 lays parameters out in a flat parameter: which, where, with what padding, and whose part a rank holds."""
+"""How FSDP1 lays parameters out in a flat parameter: which, where, with what padding,
+and whose part a rank holds.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -66,14 +68,22 @@ class TestFlattenParams(FSDPTest):
         model.b, model.c = nn.Linear(4, 3, device=self.device), model.a
         with torch.no_grad():
             for index, parameter in enumerate(model.b.parameters()):
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) + index)
+                parameter.copy_(
+                    torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+                    + index
+                )
         return model
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flatten_nothing(self):
-        with self.assertRaisesRegex(ValueError, "Cannot construct a FlatParamHandle with an empty parameter list"):
+        with self.assertRaisesRegex(
+            ValueError,
+            "Cannot construct a FlatParamHandle with an empty parameter list",
+        ):
             self._handle([], nn.Linear(2, 2))
-        with self.assertRaisesRegex(ValueError, "`params` were not found in `module`'s tree"):
+        with self.assertRaisesRegex(
+            ValueError, "`params` were not found in `module`'s tree"
+        ):
             self._handle(nn.Linear(2, 2).parameters(), nn.Linear(2, 2))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -86,14 +96,22 @@ class TestFlattenParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_flattening(self):
-        """What is not given stays a parameter; what is given becomes a view, in the module's order."""
+        """What is not given stays a parameter; what is given becomes a view, in the
+        module's order.
+        """
         model, reference = Chain(device=self.device), Chain(device=self.device)
         handle = self._handle([model.c.bias, *model.a.parameters()], model)
         left = [name for name, _ in model.named_parameters()]
         self.assertEqual(left, ["b.weight", "b.bias", "c.weight"], "names left")
-        self.assertEqual(list(handle.flat_param._fqns), ["a.weight", "a.bias", "c.bias"], "names flattened")
+        self.assertEqual(
+            list(handle.flat_param._fqns),
+            ["a.weight", "a.bias", "c.bias"],
+            "names flattened",
+        )
         expected = self._flat([reference.a.weight, reference.a.bias, reference.c.bias])
-        self.assertEqual(handle.flat_param.detach(), expected, "flat parameter", atol=0, rtol=0)
+        self.assertEqual(
+            handle.flat_param.detach(), expected, "flat parameter", atol=0, rtol=0
+        )
         self._check_output(model, reference)
 
     def _check_output(self, model: nn.Module, reference: nn.Module) -> None:
@@ -105,11 +123,15 @@ class TestFlattenParams(FSDPTest):
         model = Chain(device=self.device)
         handle = self._handle(model.parameters(), model)
         self.assertEqual(handle.flat_param.numel(), 39, "elements")
-        self.assertEqual(list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2], "elements of each")
+        self.assertEqual(
+            list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2], "elements of each"
+        )
         # Aligned, a flat parameter is also padded to a multiple of the world size.
         layer = nn.Linear(4, 3, device=self.device)
         flat = self._handle(layer.parameters(), layer, use_orig_params=True).flat_param
-        self.assertEqual(list(flat._numels_with_padding), [12, 3, 1], "elements with padding")
+        self.assertEqual(
+            list(flat._numels_with_padding), [12, 3, 1], "elements with padding"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_numel_with_shared_params(self):
@@ -117,9 +139,16 @@ class TestFlattenParams(FSDPTest):
         model = self._tied()
         flat = self._handle(model.parameters(), model).flat_param
         self.assertEqual(flat.numel(), 31, "elements")
-        self.assertEqual(list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"], "names")
-        shared = [(info.module_name, info.param_name, info.prim_module_name) for info in flat._shared_param_infos]
-        self.assertEqual(shared, [("c", "weight", "a"), ("c", "bias", "a")], "shared parameters")
+        self.assertEqual(
+            list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"], "names"
+        )
+        shared = [
+            (info.module_name, info.param_name, info.prim_module_name)
+            for info in flat._shared_param_infos
+        ]
+        self.assertEqual(
+            shared, [("c", "weight", "a"), ("c", "bias", "a")], "shared parameters"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_without_shared_params(self):
@@ -132,7 +161,9 @@ class TestFlattenParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_with_strides(self):
-        """A parameter that is not stored by rows keeps its strides, and so does its gradient's view."""
+        """A parameter that is not stored by rows keeps its strides, and so does its
+        gradient's view.
+        """
         self._test_output(Transposed, width=2)
 
     def _test_output(self, build, width=3):
@@ -140,21 +171,39 @@ class TestFlattenParams(FSDPTest):
         for use_orig_params in (False, True):
             model, reference = build(device=self.device), build(device=self.device)
             expected = dict(reference.named_parameters())
-            handle = self._handle(model.parameters(), model, use_orig_params=use_orig_params)
+            handle = self._handle(
+                model.parameters(), model, use_orig_params=use_orig_params
+            )
             handle._use_unsharded_views(as_params=use_orig_params)
             rows = Chain.rows(self.device, 2, self.rank)[:, :width]
             outputs = [each(rows) for each in (model, reference)]
             self.assertEqual(*outputs, "output", atol=0, rtol=0)
-            views = dict(zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True))
+            views = dict(
+                zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True)
+            )
             for name, view in views.items():
-                self.assertEqual(view.stride(), expected[name].stride(), f"strides of {name}")
-                self.assertEqual(view, expected[name], f"value of {name}", atol=0, rtol=0)
+                self.assertEqual(
+                    view.stride(), expected[name].stride(), f"strides of {name}"
+                )
+                self.assertEqual(
+                    view, expected[name], f"value of {name}", atol=0, rtol=0
+                )
             # Original parameters are leaves, whose gradients FSDP itself flattens.
             if not use_orig_params:
                 for output in outputs:
                     output.square().sum().backward()
-                grads = dict(zip(views, handle._get_unflat_views(handle.flat_param.grad), strict=True))
-                self.assertEqual(grads, {name: param.grad for name, param in expected.items()}, "gradients")
+                grads = dict(
+                    zip(
+                        views,
+                        handle._get_unflat_views(handle.flat_param.grad),
+                        strict=True,
+                    )
+                )
+                self.assertEqual(
+                    grads,
+                    {name: param.grad for name, param in expected.items()},
+                    "gradients",
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flat_param_shard_metadata_unaligned(self):
@@ -165,7 +214,12 @@ class TestFlattenParams(FSDPTest):
             shard=[(20, 0), (20, 1)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 3)},
-                {"b.weight": (4, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (4, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
@@ -178,7 +232,12 @@ class TestFlattenParams(FSDPTest):
             shard=[(21, 0), (21, 0)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 4)},
-                {"b.weight": (5, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (5, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
@@ -191,37 +250,73 @@ class TestFlattenParams(FSDPTest):
             shard=[(29, 0), (29, 0)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 4)},
-                {"b.weight": (5, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (5, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
     def _test_shard_metadata(self, options, numels, shard, offsets):
         model = Chain(device=self.device)
-        values = {name: param.detach().reshape(-1).clone() for name, param in model.named_parameters()}
+        values = {
+            name: param.detach().reshape(-1).clone()
+            for name, param in model.named_parameters()
+        }
         handle = self._handle(model.parameters(), model, **options)
-        self.assertEqual(list(handle.flat_param._numels_with_padding), numels, "elements with padding")
+        self.assertEqual(
+            list(handle.flat_param._numels_with_padding),
+            numels,
+            "elements with padding",
+        )
         handle.shard()
         flat, metadata = handle.flat_param, handle.shard_metadata()
-        self.assertEqual((flat.numel(), flat._shard_numel_padded), shard[self.rank], "size and padding of the shard")
+        self.assertEqual(
+            (flat.numel(), flat._shard_numel_padded),
+            shard[self.rank],
+            "size and padding of the shard",
+        )
         found = dict(zip(metadata.param_names, metadata.param_offsets, strict=True))
         self.assertEqual(found, offsets[self.rank], "elements held of each")
-        self.assertEqual(metadata.param_numels, tuple(values[name].numel() for name in found), "numels")
-        self.assertEqual(metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank], "first shape")
+        self.assertEqual(
+            metadata.param_numels,
+            tuple(values[name].numel() for name in found),
+            "numels",
+        )
+        self.assertEqual(
+            metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank], "first shape"
+        )
         held = [info for info in flat._shard_param_infos if info.in_shard]
         for (name, (first, last)), info in zip(found.items(), held, strict=True):
             part = flat.detach()[info.offset_in_shard :][: info.numel_in_shard]
-            self.assertEqual(part, values[name][first : last + 1], f"shard of {name}", atol=0, rtol=0)
+            self.assertEqual(
+                part, values[name][first : last + 1], f"shard of {name}", atol=0, rtol=0
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_orig_params_no_shard(self):
-        """New memory for an original parameter is copied into the flat parameter, and views it from then on."""
+        """New memory for an original parameter is copied into the flat parameter, and
+        views it from then on.
+        """
         model = nn.Linear(3, 2, bias=False).to(self.device)
-        handle = self._handle(model.parameters(), model, strategy=HandleShardingStrategy.NO_SHARD, use_orig_params=True)
+        handle = self._handle(
+            model.parameters(),
+            model,
+            strategy=HandleShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+        )
         handle.shard()
-        self.assertFalse(handle._writeback_orig_params(), "nothing has changed, but something was written back")
+        self.assertFalse(
+            handle._writeback_orig_params(),
+            "nothing has changed, but something was written back",
+        )
         model.weight.data = torch.full((2, 3), 5.0, device=self.device)
         self.assertTrue(handle._writeback_orig_params(), "new memory was not noticed")
-        self.assertEqual(handle.flat_param.detach()[:6].tolist(), [5.0] * 6, "flat parameter")
+        self.assertEqual(
+            handle.flat_param.detach()[:6].tolist(), [5.0] * 6, "flat parameter"
+        )
         handle.flat_param.detach()[:6].fill_(3)
         handle._use_unsharded_views(as_params=True)
         self.assertEqual(model.weight.detach().unique().tolist(), [3.0], "parameter")
@@ -229,17 +324,28 @@ class TestFlattenParams(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_that_cannot_be_flattened(self):
         """They are refused, in words that say what differs."""
-        one, flat = torch.ones(2), self._handle((holder := nn.Linear(2, 2)).parameters(), holder).flat_param
+        one, flat = (
+            torch.ones(2),
+            self._handle((holder := nn.Linear(2, 2)).parameters(), holder).flat_param,
+        )
         cases = {
             "Cannot flatten integer dtype tensors": [one.int()],
-            "uniform dtype but got torch.float32 and torch.float64": [one, one.double()],
-            "uniform `requires_grad` when `use_orig_params=False`": [nn.Parameter(one), one],
+            "uniform dtype but got torch.float32 and torch.float64": [
+                one,
+                one.double(),
+            ],
+            "uniform `requires_grad` when `use_orig_params=False`": [
+                nn.Parameter(one),
+                one,
+            ],
             "on the same device but got both": [one, torch.ones(2, device="meta")],
             "Cannot flatten a `FlatParameter`": [flat],
         }
         for message, tensors in cases.items():
             params = [
-                tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+                tensor
+                if isinstance(tensor, nn.Parameter)
+                else nn.Parameter(tensor, requires_grad=False)
                 for tensor in tensors
             ]
             with self.assertRaisesRegex(ValueError, message):

@@ -1,9 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 optimizer state dicts: full, sharded and flattened, also between world sizes and wrappings; other keys, other
-optimizers and strategies, options, missing state.
+"""FSDP1 optimizer state dicts: full, sharded and flattened, also between world sizes
+and wrappings; other keys, other optimizers and strategies, options, missing state.
 
-All ranks train on the same data, so an unwrapped model on each rank is the reference. States are compared by parameter,
-so that a state which went to the wrong parameter is found.
+All ranks train on the same data, so an unwrapped model on each rank is the reference.
+States are compared by parameter, so that a state which went to the wrong parameter is
+found.
 """
 
 import sys
@@ -48,7 +49,11 @@ from torch_ext.testing._internal.common_fsdp import (
     get_full_params,
     skip_without_accelerator,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -56,14 +61,24 @@ if not dist.is_available():
 
 HOST = torch.device("cpu")
 STATE_DICT_TYPES = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT]
-FULL = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+FULL = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+)
 FULL_ON_RANK0 = StateDictSettings(
-    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
+    StateDictType.FULL_STATE_DICT,
+    FullStateDictConfig(),
+    FullOptimStateDictConfig(rank0_only=True),
 )
 FULL_ON_DEVICE = StateDictSettings(
-    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
+    StateDictType.FULL_STATE_DICT,
+    FullStateDictConfig(),
+    FullOptimStateDictConfig(offload_to_cpu=False),
 )
-SHARDED = StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+SHARDED = StateDictSettings(
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(),
+    ShardedOptimStateDictConfig(),
+)
 
 
 class _OSDCommMethod(Enum):
@@ -79,9 +94,17 @@ class _ModelClass(Enum):
     TRANSFORMER = auto()
 
 
-def _sharding(group: dist.ProcessGroup | None, fsdp_kwargs: dict[str, Any]) -> Callable[..., FSDP]:
+def _sharding(
+    group: dist.ProcessGroup | None, fsdp_kwargs: dict[str, Any]
+) -> Callable[..., FSDP]:
     def fsdp(module: nn.Module, **more: Any) -> FSDP:
-        return FSDP(module, device_id=compute_device(), process_group=group, **fsdp_kwargs, **more)
+        return FSDP(
+            module,
+            device_id=compute_device(),
+            process_group=group,
+            **fsdp_kwargs,
+            **more,
+        )
 
     return fsdp
 
@@ -98,7 +121,9 @@ class _Bias(nn.Module):
 
 
 class _Block(nn.Module):
-    """A weight, and two submodules with a bias each. Shapes: ``(*, in_dim)`` to ``(*, out_dim)``."""
+    """A weight, and two submodules with a bias each. Shapes: ``(*, in_dim)`` to ``(*,
+    out_dim)``.
+    """
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -113,7 +138,9 @@ class _Block(nn.Module):
 
 
 class OptimStateNestedModel(nn.Module):
-    """Five blocks, to be wrapped at several depths, and a bias; always the same weights. Shapes: ``(8, 5)``."""
+    """Five blocks, to be wrapped at several depths, and a bias; always the same
+    weights. Shapes: ``(8, 5)``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,9 +166,13 @@ class OptimStateNestedModel(nn.Module):
         loss.backward()
 
     def wrap(
-        self, group: dist.ProcessGroup | None = None, ignore_modules: bool = False, **fsdp_kwargs: Any
+        self,
+        group: dist.ProcessGroup | None = None,
+        ignore_modules: bool = False,
+        **fsdp_kwargs: Any,
     ) -> "OptimStateNestedModel":
-        """Wrap ``block1``, two blocks of ``block2``, and some of their biases separately. The rest stays unwrapped.
+        """Wrap ``block1``, two blocks of ``block2``, and some of their biases
+        separately. The rest stays unwrapped.
 
         Args:
             group: the process group; the default group if None.
@@ -158,17 +189,26 @@ class OptimStateNestedModel(nn.Module):
         self.block2[2] = fsdp(self.block2[2], ignored_modules=ignored)
         return self
 
-    def wrap_alt(self, group: dist.ProcessGroup | None = None, **fsdp_kwargs: Any) -> "OptimStateNestedModel":
-        """Wrap ``block0``, and one of its biases separately; nothing that :meth:`wrap` wraps."""
+    def wrap_alt(
+        self, group: dist.ProcessGroup | None = None, **fsdp_kwargs: Any
+    ) -> "OptimStateNestedModel":
+        """Wrap ``block0``, and one of its biases separately; nothing that :meth:`wrap`
+        wraps.
+        """
         fsdp = _sharding(group, fsdp_kwargs)
         self.block0.bias_module0 = fsdp(self.block0.bias_module0)
         self.block0 = fsdp(self.block0)
         return self
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return two groups that are not in the order of the parameters and lack ``bias``."""
+        """Return two groups that are not in the order of the parameters and lack
+        ``bias``.
+        """
         rest = [*self.block2.parameters(), *self.block0.parameters()]
-        return [{"params": [*self.block1.parameters()]}, {"params": rest, "weight_decay": 0.9}]
+        return [
+            {"params": [*self.block1.parameters()]},
+            {"params": rest, "weight_decay": 0.9},
+        ]
 
 
 class OptimStateModel(nn.Module):
@@ -181,7 +221,9 @@ class OptimStateModel(nn.Module):
     def __init__(self, no_grad: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU()).requires_grad_(not no_grad)
+        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU()).requires_grad_(
+            not no_grad
+        )
         self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
         self.net3 = nn.Linear(32, 64)
         self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
@@ -194,18 +236,31 @@ class OptimStateModel(nn.Module):
 
 
 def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter, unsharded and on the host. Collective if it is sharded."""
+    """Return the state of one parameter, unsharded and on the host. Collective if it is
+    sharded.
+    """
     whole = _gather_state_dict(dict(state))
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in whole.items()
+    }
 
 
 def state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer state of each parameter of an unwrapped ``model``, by name."""
-    return {name: optim.state[param] for name, param in model.named_parameters() if param in optim.state}
+    """Return the optimizer state of each parameter of an unwrapped ``model``,
+    by name.
+    """
+    return {
+        name: optim.state[param]
+        for name, param in model.named_parameters()
+        if param in optim.state
+    }
 
 
 class FSDPOptimStateTest(FSDPTest):
-    """Two ranks; methods that build a model with its optimizer, train, and compare optimizer states."""
+    """Two ranks; methods that build a model with its optimizer, train, and compare
+    optimizer states.
+    """
 
     @property
     def world_size(self) -> int:
@@ -220,18 +275,28 @@ class FSDPOptimStateTest(FSDPTest):
         use_diff_optim_inputs: bool = False,
         fsdp_kwargs: dict[str, Any] | None = None,
     ) -> tuple[OptimStateNestedModel, torch.optim.Optimizer, Any]:
-        """Return the model, Adam and its input. If inputs are to differ, odd ranks list the parameters in reverse."""
+        """Return the model, Adam and its input. If inputs are to differ, odd ranks list
+        the parameters in reverse.
+        """
         model = OptimStateNestedModel().to(compute_device())
         if wrap:
-            model = (model.wrap_alt if wrap_alt else model.wrap)(group, **(fsdp_kwargs or {}))
-        groups = model.param_groups() if use_multiple_param_groups else [{"params": [*model.parameters()]}]
+            model = (model.wrap_alt if wrap_alt else model.wrap)(
+                group, **(fsdp_kwargs or {})
+            )
+        groups = (
+            model.param_groups()
+            if use_multiple_param_groups
+            else [{"params": [*model.parameters()]}]
+        )
         if use_diff_optim_inputs and self.rank % 2:
             for param_group in groups:
                 param_group["params"].reverse()
         optim_input = groups if use_multiple_param_groups else groups[0]["params"]
         return model, torch.optim.Adam(optim_input, lr=0.01), optim_input
 
-    def _step_model(self, model: nn.Module, optim: Any, num_iters: int = 2, seed: int = 0) -> list[float]:
+    def _step_model(
+        self, model: nn.Module, optim: Any, num_iters: int = 2, seed: int = 0
+    ) -> list[float]:
         """Train with the same batches on all ranks and return the losses."""
         torch.manual_seed(seed)
         module = getattr(model, "module", model)
@@ -245,13 +310,19 @@ class FSDPOptimStateTest(FSDPTest):
             losses.append(loss.item())
         return losses
 
-    def _broadcast_full_osd(self, full_osd: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    def _broadcast_full_osd(
+        self, full_osd: dict[str, Any], group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
         shared = [full_osd]
         dist.broadcast_object_list(shared, src=0, group=group)
         return shared[0]
 
-    def _check_same_state(self, fsdp_osd: Mapping[str, Any], ref_state: Mapping[Any, Any]) -> None:
-        """Check that both have the same parameters, at least one, each with the same state."""
+    def _check_same_state(
+        self, fsdp_osd: Mapping[str, Any], ref_state: Mapping[Any, Any]
+    ) -> None:
+        """Check that both have the same parameters, at least one, each with the same
+        state.
+        """
         actual = {param: _gathered(state) for param, state in fsdp_osd["state"].items()}
         expected = {param: _gathered(state) for param, state in ref_state.items()}
         self.assertEqual(set(actual), set(expected))
@@ -262,15 +333,22 @@ class FSDPOptimStateTest(FSDPTest):
     def _check_same_param_groups(
         self, fsdp_osd: Mapping[str, Any], ref_osd: Mapping[str, Any], with_params: bool
     ) -> None:
-        """Check that both have the same groups in the same order, and the same members if ``with_params``."""
+        """Check that both have the same groups in the same order, and the same members
+        if ``with_params``.
+        """
         left_out = set() if with_params else {"params"}
         actual, expected = (
-            [{key: value for key, value in group.items() if key not in left_out} for group in osd["param_groups"]]
+            [
+                {key: value for key, value in group.items() if key not in left_out}
+                for group in osd["param_groups"]
+            ]
             for osd in (fsdp_osd, ref_osd)
         )
         self.assertEqual(actual, expected)
 
-    def _check_same_osd(self, osd: Mapping[str, Any], ref_osd: Mapping[str, Any]) -> None:
+    def _check_same_osd(
+        self, osd: Mapping[str, Any], ref_osd: Mapping[str, Any]
+    ) -> None:
         self._check_same_param_groups(osd, ref_osd, with_params=True)
         self._check_same_state(osd, ref_osd["state"])
 
@@ -281,11 +359,15 @@ class LoadingCase(FSDPOptimStateTest):
     def _init_transformer_model(self, wrap: bool, group: Any = None, **kwargs: Any):
         if any(kwargs.values()):
             raise ValueError(
-                f"got {kwargs}, expected none: the root's only flat parameter can be listed in only one way"
+                f"got {kwargs}, expected none: the root's only flat parameter can be "
+                "listed in only one way"
             )
         mode = FSDPInitMode.RECURSIVE if wrap else FSDPInitMode.NO_FSDP
         model = TransformerWithSharedParams.init(
-            group or self.process_group, mode, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+            group or self.process_group,
+            mode,
+            DEVICEInitMode.DEVICE_BEFORE,
+            deterministic=True,
         )
         optim_input = [*model.parameters()]
         return model, torch.optim.Adam(optim_input, lr=0.01), optim_input
@@ -298,12 +380,23 @@ class LoadingCase(FSDPOptimStateTest):
         return initializers[model_class](wrap=True, **kwargs)
 
     def _half_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the even ranks, on these ranks; ``None`` on the others. Collective."""
+        """Return the group of the even ranks, on these ranks; ``None`` on the others.
+        Collective.
+        """
         even = range(0, self.world_size, 2)
         group = dist.new_group(ranks=[*even])
         return group if self.rank in even else None
 
-    def _load_by(self, method: _OSDCommMethod, osd: dict[str, Any], model, optim, optim_input, use_optim_input, group):
+    def _load_by(
+        self,
+        method: _OSDCommMethod,
+        osd: dict[str, Any],
+        model,
+        optim,
+        optim_input,
+        use_optim_input,
+        group,
+    ):
         """Return ``osd`` in the form that the local optimizer of ``model`` loads."""
         source = {"optim_input": optim_input} if use_optim_input else {"optim": optim}
         if method is _OSDCommMethod.FLATTEN_SHARDED_OSD:
@@ -311,7 +404,9 @@ class LoadingCase(FSDPOptimStateTest):
         if method is _OSDCommMethod.SCATTER_FULL_OSD:
             own = osd if self.rank == 0 else None
             return FSDP.scatter_full_optim_state_dict(own, model, group=group, **source)
-        return FSDP.shard_full_optim_state_dict(self._broadcast_full_osd(osd, group), model, **source)
+        return FSDP.shard_full_optim_state_dict(
+            self._broadcast_full_osd(osd, group), model, **source
+        )
 
     def _test_load_optim_state(
         self,
@@ -323,11 +418,15 @@ class LoadingCase(FSDPOptimStateTest):
         use_diff_optim_inputs: bool = False,
         **new_model_kwargs: Any,
     ):
-        """State of one model, loaded by another with other ranks, wrapping or order, equals the other's own state.
+        """State of one model, loaded by another with other ranks, wrapping or order,
+        equals the other's own state.
 
-        Both are trained with the same data. The other's own state must also survive saving and loading.
+        Both are trained with the same data. The other's own state must also survive
+        saving and loading.
         """
-        init = partial(self._init, model_class, use_multiple_param_groups=use_multiple_param_groups)
+        init = partial(
+            self._init, model_class, use_multiple_param_groups=use_multiple_param_groups
+        )
         save = (
             FSDP.sharded_optim_state_dict
             if osd_comm_method is _OSDCommMethod.FLATTEN_SHARDED_OSD
@@ -343,9 +442,19 @@ class LoadingCase(FSDPOptimStateTest):
             group=group, use_diff_optim_inputs=use_diff_optim_inputs, **new_model_kwargs
         )
         self._step_model(model2, optim2)
-        osd2 = save(model2, optim2, *([optim_input2] if use_optim_input else []), group=group)
+        osd2 = save(
+            model2, optim2, *([optim_input2] if use_optim_input else []), group=group
+        )
         for osd in (osd1, osd2):
-            loaded = self._load_by(osd_comm_method, osd, model2, optim2, optim_input2, use_optim_input, group)
+            loaded = self._load_by(
+                osd_comm_method,
+                osd,
+                model2,
+                optim2,
+                optim_input2,
+                use_optim_input,
+                group,
+            )
             self._check_same_osd(loaded, optim2.state_dict())
         optim2.load_state_dict(loaded)
         self._step_model(model2, optim2, num_iters=1)
@@ -361,10 +470,16 @@ class LoadingCase(FSDPOptimStateTest):
         **new_model_kwargs: Any,
     ):
         """The same with ``optim_state_dict`` and ``optim_state_dict_to_load``."""
-        if state_dict_settings in (FULL, FULL_ON_RANK0) and fsdp_kwargs == {"use_orig_params": True}:
-            # FSDP of torch 2.13 gathers the states of a flat parameter one after the other into one buffer. If the
-            # "copy" to the host is not a copy, each overwrites the previous one.
-            skip_without_accelerator("offloading a full state of original parameters needs a device's own memory")
+        if state_dict_settings in (FULL, FULL_ON_RANK0) and fsdp_kwargs == {
+            "use_orig_params": True
+        }:
+            # FSDP of torch 2.13 gathers the states of a flat parameter one after the
+            # other into one buffer. If the "copy" to the host is not a copy, each
+            # overwrites the previous one.
+            skip_without_accelerator(
+                "offloading a full state of original parameters needs a device's own "
+                "memory"
+            )
         settings = (
             state_dict_settings.state_dict_type,
             state_dict_settings.state_dict_config,
@@ -380,7 +495,11 @@ class LoadingCase(FSDPOptimStateTest):
         if group is None:
             return
         model2, optim2, _ = self._init(
-            model_class, group=group, use_diff_optim_inputs=use_diff_optim_inputs, **extra, **new_model_kwargs
+            model_class,
+            group=group,
+            use_diff_optim_inputs=use_diff_optim_inputs,
+            **extra,
+            **new_model_kwargs,
         )
         FSDP.set_state_dict_type(model2, *settings)
         self._step_model(model2, optim2)
@@ -396,21 +515,36 @@ class TestFSDPOptimState(LoadingCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     @parametrize("use_multiple_param_groups", [False, True])
-    def test_optim_state_dict_nested(self, state_dict_type: StateDictType, use_multiple_param_groups: bool):
+    def test_optim_state_dict_nested(
+        self, state_dict_type: StateDictType, use_multiple_param_groups: bool
+    ):
         self.run_subtests(
-            {"rank0_only": [False, True], "use_diff_optim_inputs": [False, True], "use_optim_input": [False, True]},
+            {
+                "rank0_only": [False, True],
+                "use_diff_optim_inputs": [False, True],
+                "use_optim_input": [False, True],
+            },
             self._test_optim_state_dict_nested,
             state_dict_type=state_dict_type,
             use_multiple_param_groups=use_multiple_param_groups,
         )
 
     def _test_optim_state_dict_nested(
-        self, state_dict_type, use_multiple_param_groups, rank0_only, use_diff_optim_inputs, use_optim_input
+        self,
+        state_dict_type,
+        use_multiple_param_groups,
+        rank0_only,
+        use_diff_optim_inputs,
+        use_optim_input,
     ):
-        """The state of a wrapped model equals that of an unwrapped one, by name, on all ranks or on rank 0."""
+        """The state of a wrapped model equals that of an unwrapped one, by name, on all
+        ranks or on rank 0.
+        """
         is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
         if is_sharded and rank0_only:
-            raise unittest.SkipTest("rank0_only is an option of full optimizer states only")
+            raise unittest.SkipTest(
+                "rank0_only is an option of full optimizer states only"
+            )
         if is_sharded and use_optim_input:
             raise unittest.SkipTest("sharded optimizer states take no optim_input")
         kwargs = {
@@ -423,7 +557,9 @@ class TestFSDPOptimState(LoadingCase):
             osd = FSDP.sharded_optim_state_dict(model, optim)
         else:
             source = [optim_input] if use_optim_input else []
-            osd = FSDP.full_optim_state_dict(model, optim, *source, rank0_only=rank0_only)
+            osd = FSDP.full_optim_state_dict(
+                model, optim, *source, rank0_only=rank0_only
+            )
         if rank0_only and self.rank:
             self.assertEqual(osd, {})
             return
@@ -431,15 +567,28 @@ class TestFSDPOptimState(LoadingCase):
         self.assertEqual(losses, self._step_model(reference, ref_optim))
         self._check_same_param_groups(osd, ref_optim.state_dict(), with_params=False)
         self._check_same_state(osd, state_by_name(reference, ref_optim))
-        members = [name for param_group in osd["param_groups"] for name in param_group["params"]]
+        members = [
+            name
+            for param_group in osd["param_groups"]
+            for name in param_group["params"]
+        ]
         self.assertEqual(sorted(members), sorted(osd["state"]))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_keys(self):
-        """Keys are those of the model's full state dict, even with ignored modules and checkpoint wrappers."""
+        """Keys are those of the model's full state dict, even with ignored modules and
+        checkpoint wrappers.
+        """
         model = OptimStateNestedModel().to(compute_device()).wrap(ignore_modules=True)
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential))
-        self.assertTrue(any(_CHECKPOINT_WRAPPED_MODULE in name for name, _ in model.named_parameters()))
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, nn.Sequential)
+        )
+        self.assertTrue(
+            any(
+                _CHECKPOINT_WRAPPED_MODULE in name
+                for name, _ in model.named_parameters()
+            )
+        )
         optim = torch.optim.Adam(model.parameters(), lr=1e-3)
         self._step_model(model, optim)
         osd = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
@@ -449,26 +598,37 @@ class TestFSDPOptimState(LoadingCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optim_state_dict_nested_invalid(self):
-        """An error names the rank whose optimizer lacks a parameter that rank 0's has."""
+        """An error names the rank whose optimizer lacks a parameter that rank
+        0's has.
+        """
         model = OptimStateNestedModel().to(compute_device()).wrap()
         params = [*model.parameters()]
         optim = torch.optim.Adam(params if self.rank == 0 else params[:-1], lr=1e-3)
         self._step_model(model, optim)
-        with self.assertRaisesRegex(RuntimeError, "some ranks are missing some of those states"):
+        with self.assertRaisesRegex(
+            RuntimeError, "some ranks are missing some of those states"
+        ):
             FSDP.full_optim_state_dict(model, optim)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("wrap_alt", [False, True])
     def test_shard_full_optim_state_dict_nested(self, wrap_alt: bool):
-        self._check_full_state_of_nested_model(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL, wrap_alt)
+        self._check_full_state_of_nested_model(
+            _OSDCommMethod.BROADCAST_OBJECT_LIST, FULL, wrap_alt
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("wrap_alt", [False, True])
     def test_scatter_full_optim_state_dict_nested(self, wrap_alt: bool):
-        self._check_full_state_of_nested_model(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK0, wrap_alt)
+        self._check_full_state_of_nested_model(
+            _OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK0, wrap_alt
+        )
 
     def _check_full_state_of_nested_model(self, method, settings, wrap_alt):
-        grid = {"use_multiple_param_groups": [False, True], "use_diff_optim_inputs": [False, True]}
+        grid = {
+            "use_multiple_param_groups": [False, True],
+            "use_diff_optim_inputs": [False, True],
+        }
         self.run_subtests(
             {**grid, "use_optim_input": [False, True]},
             self._test_load_optim_state,
@@ -488,17 +648,26 @@ class TestFSDPOptimState(LoadingCase):
     def test_flatten_sharded_optim_state_dict_nested(self):
         method = _OSDCommMethod.FLATTEN_SHARDED_OSD
         self._test_load_optim_state(_ModelClass.NESTED, method, wrap_alt=True)
-        self._test_load_optim_state_with_optim_state_dict(_ModelClass.NESTED, SHARDED, wrap_alt=True)
+        self._test_load_optim_state_with_optim_state_dict(
+            _ModelClass.NESTED, SHARDED, wrap_alt=True
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flatten_sharded_optim_state_dict_transformer(self):
-        self._test_load_optim_state(_ModelClass.TRANSFORMER, _OSDCommMethod.FLATTEN_SHARDED_OSD)
-        self._test_load_optim_state_with_optim_state_dict(_ModelClass.TRANSFORMER, SHARDED)
+        self._test_load_optim_state(
+            _ModelClass.TRANSFORMER, _OSDCommMethod.FLATTEN_SHARDED_OSD
+        )
+        self._test_load_optim_state_with_optim_state_dict(
+            _ModelClass.TRANSFORMER, SHARDED
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_use_orig_params(self):
         self.run_subtests(
-            {"state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE, SHARDED], "wrap_alt": [True, False]},
+            {
+                "state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE, SHARDED],
+                "wrap_alt": [True, False],
+            },
             self._test_load_optim_state_with_optim_state_dict,
             _ModelClass.NESTED,
             fsdp_kwargs={"use_orig_params": True},
@@ -521,30 +690,54 @@ class TestFSDPOptimStateResharding(LoadingCase):
             halve_world_size=True,
             **kwargs,
         )
-        self._test_load_optim_state_with_optim_state_dict(model_class, settings, halve_world_size=True, **kwargs)
+        self._test_load_optim_state_with_optim_state_dict(
+            model_class, settings, halve_world_size=True, **kwargs
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
-        everything = {"use_multiple_param_groups": True, "use_diff_optim_inputs": True, "wrap_alt": True}
-        self._check_halving(_ModelClass.NESTED, _OSDCommMethod.BROADCAST_OBJECT_LIST, FULL, **everything)
+        everything = {
+            "use_multiple_param_groups": True,
+            "use_diff_optim_inputs": True,
+            "wrap_alt": True,
+        }
+        self._check_halving(
+            _ModelClass.NESTED, _OSDCommMethod.BROADCAST_OBJECT_LIST, FULL, **everything
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
-        everything = {"use_multiple_param_groups": True, "use_diff_optim_inputs": True, "wrap_alt": True}
-        self._check_halving(_ModelClass.NESTED, _OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK0, **everything)
+        everything = {
+            "use_multiple_param_groups": True,
+            "use_diff_optim_inputs": True,
+            "wrap_alt": True,
+        }
+        self._check_halving(
+            _ModelClass.NESTED,
+            _OSDCommMethod.SCATTER_FULL_OSD,
+            FULL_ON_RANK0,
+            **everything,
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_shard_full_optim_state_dict_transformer(self):
-        self._check_halving(_ModelClass.TRANSFORMER, _OSDCommMethod.BROADCAST_OBJECT_LIST, FULL)
+        self._check_halving(
+            _ModelClass.TRANSFORMER, _OSDCommMethod.BROADCAST_OBJECT_LIST, FULL
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_scatter_full_optim_state_dict_transformer(self):
-        self._check_halving(_ModelClass.TRANSFORMER, _OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK0)
+        self._check_halving(
+            _ModelClass.TRANSFORMER, _OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK0
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_use_orig_params_halve_world_size(self):
         self.run_subtests(
-            {"state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE], "wrap_alt": [True, False]},
+            {
+                "state_dict_settings": [FULL, FULL_ON_RANK0, FULL_ON_DEVICE],
+                "wrap_alt": [True, False],
+            },
             self._test_load_optim_state_with_optim_state_dict,
             _ModelClass.NESTED,
             halve_world_size=True,
@@ -553,10 +746,15 @@ class TestFSDPOptimStateResharding(LoadingCase):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_training_resumes_in_a_smaller_world(self):
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_training_resumes_in_a_smaller_world)
+        self.run_subtests(
+            {"use_orig_params": [False, True]},
+            self._test_training_resumes_in_a_smaller_world,
+        )
 
     def _test_training_resumes_in_a_smaller_world(self, use_orig_params: bool):
-        """A model that moves with all its state to half of the ranks trains on as if it had not moved."""
+        """A model that moves with all its state to half of the ranks trains on as if it
+        had not moved.
+        """
         settings = (
             StateDictType.FULL_STATE_DICT,
             FullStateDictConfig(),
@@ -566,10 +764,17 @@ class TestFSDPOptimStateResharding(LoadingCase):
         model, optim, _ = self._init_nested_model(wrap=True, fsdp_kwargs=fsdp_kwargs)
         self._step_model(model, optim)
         with FSDP.state_dict_type(model, *settings):
-            # It refers to the parameters outside FSDP, which training goes on to change.
-            state, osd = deepcopy(model.state_dict()), FSDP.optim_state_dict(model, optim)
-        # The parameters of a flat parameter share one "step". As separate parameters, each would advance it.
-        osd["state"] = {name: deepcopy(param_state) for name, param_state in osd["state"].items()}
+            # It refers to the parameters outside FSDP, which training goes on to
+            # change.
+            state, osd = (
+                deepcopy(model.state_dict()),
+                FSDP.optim_state_dict(model, optim),
+            )
+        # The parameters of a flat parameter share one "step". As separate parameters,
+        # each would advance it.
+        osd["state"] = {
+            name: deepcopy(param_state) for name, param_state in osd["state"].items()
+        }
         losses = self._step_model(model, optim, seed=1)
         uninterrupted = get_full_params(model)
         group = self._half_group()
@@ -580,26 +785,37 @@ class TestFSDPOptimStateResharding(LoadingCase):
         )
         resumed.load_state_dict(state)
         with FSDP.state_dict_type(resumed, *settings):
-            resumed_optim.load_state_dict(FSDP.optim_state_dict_to_load(resumed, resumed_optim, osd, group=group))
+            resumed_optim.load_state_dict(
+                FSDP.optim_state_dict_to_load(resumed, resumed_optim, osd, group=group)
+            )
         self.assertEqual(self._step_model(resumed, resumed_optim, seed=1), losses)
         self.assertEqual(get_full_params(resumed), uninterrupted)
 
 
-def _save(model: nn.Module, optim: Any, state_dict_type: StateDictType, optim_input: Any = None) -> dict[str, Any]:
+def _save(
+    model: nn.Module,
+    optim: Any,
+    state_dict_type: StateDictType,
+    optim_input: Any = None,
+) -> dict[str, Any]:
     """Return the optimizer state on all ranks."""
     if state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return FSDP.sharded_optim_state_dict(model, optim)
     return FSDP.full_optim_state_dict(model, optim, optim_input, rank0_only=False)
 
 
-def _load(osd: dict[str, Any], model: nn.Module, state_dict_type: StateDictType, **source: Any) -> dict[str, Any]:
+def _load(
+    osd: dict[str, Any], model: nn.Module, state_dict_type: StateDictType, **source: Any
+) -> dict[str, Any]:
     """Return ``osd`` in the form that the local optimizer loads."""
     if state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return FSDP.flatten_sharded_optim_state_dict(osd, model, **source)
     return FSDP.shard_full_optim_state_dict(osd, model, **source)
 
 
-def _leave_out_sharded_with_optim_input(state_dict_type: StateDictType, use_optim_input: bool) -> None:
+def _leave_out_sharded_with_optim_input(
+    state_dict_type: StateDictType, use_optim_input: bool
+) -> None:
     if use_optim_input and state_dict_type is StateDictType.SHARDED_STATE_DICT:
         raise unittest.SkipTest("sharded optimizer states take no optim_input")
 
@@ -611,13 +827,20 @@ def _step(model: nn.Module, optim: Any) -> None:
 
 
 class Towers(nn.Module):
-    """Each rank has its own tower outside FSDP; their sum is the input of one within FSDP, as in model parallelism."""
+    """Each rank has its own tower outside FSDP; their sum is the input of one within
+    FSDP, as in model parallelism.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = FSDP(OptimStateModel(), device_id=compute_device(), use_orig_params=True)
-        self.add_module(self._own, nn.Sequential(nn.Linear(8, 8, device=compute_device()), nn.ReLU()))
+        self.dense = FSDP(
+            OptimStateModel(), device_id=compute_device(), use_orig_params=True
+        )
+        self.add_module(
+            self._own,
+            nn.Sequential(nn.Linear(8, 8, device=compute_device()), nn.ReLU()),
+        )
 
     @property
     def _own(self) -> str:
@@ -633,7 +856,9 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     @parametrize("use_multiple_param_groups", [False, True])
-    def test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups):
+    def test_rekey_optim_state_dict_to_ids(
+        self, state_dict_type, use_multiple_param_groups
+    ):
         self.run_subtests(
             {"use_optim_input": [False, True]},
             self._test_rekey_optim_state_dict_to_ids,
@@ -641,17 +866,23 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
             use_multiple_param_groups=use_multiple_param_groups,
         )
 
-    def _test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups, use_optim_input):
+    def _test_rekey_optim_state_dict_to_ids(
+        self, state_dict_type, use_multiple_param_groups, use_optim_input
+    ):
         """Keyed by id, the state of a wrapped model equals that of an unwrapped one."""
         _leave_out_sharded_with_optim_input(state_dict_type, use_optim_input)
         groups = {"use_multiple_param_groups": use_multiple_param_groups}
         model1, optim1, optim_input1 = self._init_nested_model(wrap=True, **groups)
         self._step_model(model1, optim1)
-        osd = _save(model1, optim1, state_dict_type, optim_input1 if use_optim_input else None)
+        osd = _save(
+            model1, optim1, state_dict_type, optim_input1 if use_optim_input else None
+        )
         model2, optim2, optim_input2 = self._init_nested_model(wrap=False, **groups)
         self._step_model(model2, optim2)
         source = {"optim_input": optim_input2} if use_optim_input else {"optim": optim2}
-        rekeyed = FSDP.rekey_optim_state_dict(osd, OptimStateKeyType.PARAM_ID, model2, **source)
+        rekeyed = FSDP.rekey_optim_state_dict(
+            osd, OptimStateKeyType.PARAM_ID, model2, **source
+        )
         self._check_same_osd(rekeyed, optim2.state_dict())
         if state_dict_type is StateDictType.FULL_STATE_DICT:
             optim2.load_state_dict(rekeyed)
@@ -659,10 +890,15 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_rekey_optim_state_dict_to_names(self):
-        self.run_subtests({"use_optim_input": [False, True]}, self._test_rekey_optim_state_dict_to_names)
+        self.run_subtests(
+            {"use_optim_input": [False, True]},
+            self._test_rekey_optim_state_dict_to_names,
+        )
 
     def _test_rekey_optim_state_dict_to_names(self, use_optim_input: bool):
-        """Keyed by name, the state of an unwrapped model can be sharded and then equals the wrapped model's."""
+        """Keyed by name, the state of an unwrapped model can be sharded and then equals
+        the wrapped model's.
+        """
         model1, optim1, optim_input1 = self._init_nested_model(wrap=True)
         model2, optim2, optim_input2 = self._init_nested_model(wrap=False)
         for model, optim in ((model1, optim1), (model2, optim2)):
@@ -671,7 +907,9 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
             {"optim_input": optim_input} if use_optim_input else {"optim": optim}
             for optim, optim_input in ((optim1, optim_input1), (optim2, optim_input2))
         )
-        rekeyed = FSDP.rekey_optim_state_dict(optim2.state_dict(), OptimStateKeyType.PARAM_NAME, model2, **source2)
+        rekeyed = FSDP.rekey_optim_state_dict(
+            optim2.state_dict(), OptimStateKeyType.PARAM_NAME, model2, **source2
+        )
         self._check_same_state(rekeyed, state_by_name(model2, optim2))
         sharded = FSDP.shard_full_optim_state_dict(rekeyed, model1, **source1)
         self._check_same_osd(sharded, optim1.state_dict())
@@ -681,7 +919,9 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     @parametrize("add_to_fsdp_module", [False, True])
-    def test_shard_full_optim_state_dict_unmanaged_params(self, state_dict_type, add_to_fsdp_module):
+    def test_shard_full_optim_state_dict_unmanaged_params(
+        self, state_dict_type, add_to_fsdp_module
+    ):
         self.run_subtests(
             {"use_optim_input": [False, True]},
             self._test_shard_full_optim_state_dict_unmanaged_params,
@@ -689,26 +929,39 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
             add_to_fsdp_module=add_to_fsdp_module,
         )
 
-    def _test_shard_full_optim_state_dict_unmanaged_params(self, state_dict_type, add_to_fsdp_module, use_optim_input):
-        """A parameter without saved state is an error in a flat parameter; elsewhere the caller must add it."""
+    def _test_shard_full_optim_state_dict_unmanaged_params(
+        self, state_dict_type, add_to_fsdp_module, use_optim_input
+    ):
+        """A parameter without saved state is an error in a flat parameter; elsewhere
+        the caller must add it.
+        """
         _leave_out_sharded_with_optim_input(state_dict_type, use_optim_input)
         model, optim, optim_input = self._init_nested_model(wrap=True)
         self._step_model(model, optim, num_iters=1)
-        osd = _save(model, optim, state_dict_type, optim_input if use_optim_input else None)
+        osd = _save(
+            model, optim, state_dict_type, optim_input if use_optim_input else None
+        )
         model = OptimStateNestedModel().to(compute_device())
         extra = nn.Parameter(torch.randn(5, 5, device=compute_device()))
-        (model.block2[2] if add_to_fsdp_module else model).register_parameter("extra", extra)
+        (model.block2[2] if add_to_fsdp_module else model).register_parameter(
+            "extra", extra
+        )
         params = [*model.wrap().parameters()]
         optim = torch.optim.Adam(params, lr=1e-3)
         source = {"optim_input": params} if use_optim_input else {"optim": optim}
         if add_to_fsdp_module:
-            with self.assertRaisesRegex(ValueError, "must have scalar state with the same value and dtype"):
+            with self.assertRaisesRegex(
+                ValueError, "must have scalar state with the same value and dtype"
+            ):
                 _load(osd, model, state_dict_type, **source)
             return
         loaded = _load(osd, model, state_dict_type, **source)
         index = next(index for index, param in enumerate(params) if param is extra)
         self.assertNotIn(index, loaded["state"])
-        moments = {name: torch.randn(5, 5, device=compute_device()) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            name: torch.randn(5, 5, device=compute_device())
+            for name in ("exp_avg", "exp_avg_sq")
+        }
         loaded["state"][index] = {"step": torch.tensor(1.0), **moments}
         (param_group,) = loaded["param_groups"]
         param_group["params"] = sorted({index, *param_group["params"]})
@@ -723,8 +976,13 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
         plain, plain_optim, plain_input = self._init_nested_model(wrap=False)
         self._step_model(plain, plain_optim)
         with self._warns_of_optim_input():
-            osd = FSDP.full_optim_state_dict(model, optim, optim_input=optim_input, rank0_only=False)
-        for load in (FSDP.shard_full_optim_state_dict, FSDP.scatter_full_optim_state_dict):
+            osd = FSDP.full_optim_state_dict(
+                model, optim, optim_input=optim_input, rank0_only=False
+            )
+        for load in (
+            FSDP.shard_full_optim_state_dict,
+            FSDP.scatter_full_optim_state_dict,
+        ):
             with self._warns_of_optim_input():
                 load(osd, model, optim_input=optim_input)
         for state, key_type in (
@@ -732,17 +990,23 @@ class TestFSDPOptimStateKeys(FSDPOptimStateTest):
             (plain_optim.state_dict(), OptimStateKeyType.PARAM_NAME),
         ):
             with self._warns_of_optim_input():
-                FSDP.rekey_optim_state_dict(state, key_type, plain, optim_input=plain_input)
+                FSDP.rekey_optim_state_dict(
+                    state, key_type, plain, optim_input=plain_input
+                )
 
     def _warns_of_optim_input(self) -> AbstractContextManager[Any]:
-        return self.assertWarnsRegex(FutureWarning, "`optim_input` argument is deprecated")
+        return self.assertWarnsRegex(
+            FutureWarning, "`optim_input` argument is deprecated"
+        )
 
 
 class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("state_dict_type", STATE_DICT_TYPES)
     def test_save_load_without_0th_param_state(self, state_dict_type: StateDictType):
-        """The first parameter, from which optimizers infer the type of "step", may have no state."""
+        """The first parameter, from which optimizers infer the type of "step", may have
+        no state.
+        """
 
         class Model(nn.Module):
             def __init__(self):
@@ -763,7 +1027,9 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         _step(model, optim)
         before = deepcopy(optim.state_dict())
         self.assertEqual(len(before["state"]), 1)
-        loaded = _load(_save(model, optim, state_dict_type), model, state_dict_type, optim=optim)
+        loaded = _load(
+            _save(model, optim, state_dict_type), model, state_dict_type, optim=optim
+        )
         optim.load_state_dict(loaded)
         state = optim.state[next(iter(model.lin.parameters()))]
         self.assertEqual(dict(state), next(iter(before["state"].values())))
@@ -772,11 +1038,17 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compatible_with_trec(self):
-        """An optimizer with named parameters saves and loads like one with numbered ones, also if ranks differ."""
+        """An optimizer with named parameters saves and loads like one with numbered
+        ones, also if ranks differ.
+        """
         models = [Towers(), Towers()]
         plain = torch.optim.Adam(models[0].parameters(), lr=1e-2)
         named = _NamedOptimizer(
-            models[1].named_parameters(), torch.optim.Adam, [{"params": models[1].parameters()}], models[1], lr=1e-2
+            models[1].named_parameters(),
+            torch.optim.Adam,
+            [{"params": models[1].parameters()}],
+            models[1],
+            lr=1e-2,
         )
         batch = torch.rand(5, 8, device=compute_device())
         osds = []
@@ -793,9 +1065,13 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         for _ in range(3):
             models[1](batch).sum().backward()
             named.step()
-        to_load = FSDP.optim_state_dict_to_load(models[1], named, osds[1], is_named_optimizer=True)
+        to_load = FSDP.optim_state_dict_to_load(
+            models[1], named, osds[1], is_named_optimizer=True
+        )
         named.load_state_dict(to_load)
-        self._check_same_state(FSDP.optim_state_dict(models[1], named), osds[0]["state"])
+        self._check_same_state(
+            FSDP.optim_state_dict(models[1], named), osds[0]["state"]
+        )
 
     def _give_zero_gradients(self, model: nn.Module) -> None:
         """Take one step, which creates the state of every parameter."""
@@ -812,7 +1088,9 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         original = deepcopy(optim.state_dict())
         without_groups = deepcopy(original)
         groups = without_groups.pop("param_groups")
-        osd = deepcopy(FSDP.optim_state_dict(model, optim, optim_state_dict=without_groups))
+        osd = deepcopy(
+            FSDP.optim_state_dict(model, optim, optim_state_dict=without_groups)
+        )
         self.assertNotIn("param_groups", osd)
         _step(model, optim)
         self.assertNotEqual(original, optim.state_dict())
@@ -833,7 +1111,9 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_interface_arguments(self):
-        """``optim_state_dict``, ``load_directly``, and what each configuration returns on which rank and device."""
+        """``optim_state_dict``, ``load_directly``, and what each configuration returns
+        on which rank and device.
+        """
         model = FSDP(OptimStateModel(), device_id=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         _step(model, optim)
@@ -849,10 +1129,22 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         sharded = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
         own = get_devtype().type
         for config, kinds in (
-            ((*full, FullOptimStateDictConfig(offload_to_cpu=False)), {(torch.Tensor, own)}),
-            ((*sharded, ShardedOptimStateDictConfig(offload_to_cpu=False)), {(ShardedTensor, own)}),
-            ((*sharded, ShardedOptimStateDictConfig(offload_to_cpu=True)), {(ShardedTensor, HOST.type)}),
-            ((*full, FullOptimStateDictConfig(rank0_only=True)), {(torch.Tensor, HOST.type)}),
+            (
+                (*full, FullOptimStateDictConfig(offload_to_cpu=False)),
+                {(torch.Tensor, own)},
+            ),
+            (
+                (*sharded, ShardedOptimStateDictConfig(offload_to_cpu=False)),
+                {(ShardedTensor, own)},
+            ),
+            (
+                (*sharded, ShardedOptimStateDictConfig(offload_to_cpu=True)),
+                {(ShardedTensor, HOST.type)},
+            ),
+            (
+                (*full, FullOptimStateDictConfig(rank0_only=True)),
+                {(torch.Tensor, HOST.type)},
+            ),
         ):
             with FSDP.state_dict_type(model, *config):
                 osd = FSDP.optim_state_dict(model, optim, optim_state_dict=original)
@@ -867,7 +1159,10 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
         for state in osd["state"].values():
             for value in state.values():
                 if isinstance(value, ShardedTensor):
-                    kinds |= {(ShardedTensor, local.tensor.device.type) for local in value.local_shards()}
+                    kinds |= {
+                        (ShardedTensor, local.tensor.device.type)
+                        for local in value.local_shards()
+                    }
                 elif value.dim():
                     kinds.add((torch.Tensor, value.device.type))
         return kinds
@@ -875,19 +1170,28 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_dict_with_none_tensor_state(self):
         self.run_subtests(
-            {"use_orig_params": [False, True], "optim_class": [torch.optim.Adam, torch.optim.SGD]},
+            {
+                "use_orig_params": [False, True],
+                "optim_class": [torch.optim.Adam, torch.optim.SGD],
+            },
             self._test_state_dict_with_none_tensor_state,
         )
 
-    def _test_state_dict_with_none_tensor_state(self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]):
+    def _test_state_dict_with_none_tensor_state(
+        self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]
+    ):
         """State that is ``None`` or not a tensor is saved and loaded unchanged."""
-        model = FSDP(OptimStateModel(), device_id=self.device, use_orig_params=use_orig_params)
+        model = FSDP(
+            OptimStateModel(), device_id=self.device, use_orig_params=use_orig_params
+        )
         optim = optim_class(model.parameters(), lr=1e-2)
         _step(model, optim)
         original = deepcopy(optim.state_dict())
         if optim_class is torch.optim.SGD:
             # Without momentum the optimizer has no state.
-            original["state"] = {index: {} for index in original["param_groups"][0]["params"]}
+            original["state"] = {
+                index: {} for index in original["param_groups"][0]["params"]
+            }
         for state in original["state"].values():
             state |= {"number": 2.74, "nothing": None}
         osd = FSDP.optim_state_dict(model, optim, optim_state_dict=original)
@@ -919,10 +1223,16 @@ class TestFSDPOptimStateInterface(FSDPOptimStateTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_grad(self):
-        """Parameters that are frozen and unfrozen in turn have state after their first gradient, and keep it."""
-        model = FSDP(OptimStateModel(no_grad=True), device_id=self.device, use_orig_params=True)
+        """Parameters that are frozen and unfrozen in turn have state after their first
+        gradient, and keep it.
+        """
+        model = FSDP(
+            OptimStateModel(no_grad=True), device_id=self.device, use_orig_params=True
+        )
         on_device = FullOptimStateDictConfig(offload_to_cpu=False)
-        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device)
+        FSDP.set_state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), on_device
+        )
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         for step in range(5):
             model.net1.requires_grad_(step % 2 == 1)

@@ -1,12 +1,17 @@
 # Owner(s): ["oncall: distributed"]
-"""``FSDP.fsdp_modules`` finds every wrapper below a module, or the outermost ones alone, each once, in order."""
+"""``FSDP.fsdp_modules`` finds every wrapper below a module, or the outermost ones
+alone, each once, in order.
+"""
 
 import sys
 
 import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states_with_modules
+from torch.distributed.fsdp._traversal_utils import (
+    _get_fsdp_handles,
+    _get_fsdp_states_with_modules,
+)
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest
@@ -30,12 +35,19 @@ class TestTraversal(FSDPTest):
         shared, deep, last = self._linear(), self._linear(), self._linear()
         middle = FSDP(nn.Sequential(deep, nn.Linear(2, 2)), device_id=self.device)
         tree = nn.Sequential(nn.Sequential(shared, middle), nn.ReLU(), shared, last)
-        names = {id(shared): "shared", id(deep): "deep", id(middle): "middle", id(last): "last"}
+        names = {
+            id(shared): "shared",
+            id(deep): "deep",
+            id(middle): "middle",
+            id(last): "last",
+        }
 
         def found(modules: list[nn.Module]) -> list[str]:
             return [names[id(module)] for module in modules]
 
-        self.assertEqual(found(FSDP.fsdp_modules(tree)), ["shared", "middle", "deep", "last"])
+        self.assertEqual(
+            found(FSDP.fsdp_modules(tree)), ["shared", "middle", "deep", "last"]
+        )
         self.assertEqual(found(FSDP.fsdp_modules(middle)), ["middle", "deep"])
         self.assertEqual(found(FSDP.fsdp_modules(middle, root_only=True)), ["middle"])
         self.assertEqual(FSDP.fsdp_modules(nn.Linear(2, 2)), [])
@@ -43,11 +55,15 @@ class TestTraversal(FSDPTest):
         self.assertEqual(found(modules), ["shared", "middle", "deep", "last"])
         self.assertEqual(found(states), found(modules))
         handles = [module._handle for module in (shared, middle, deep, last)]
-        self.assertEqual([handles.index(handle) for handle in _get_fsdp_handles(tree)], [0, 1, 2, 3])
+        self.assertEqual(
+            [handles.index(handle) for handle in _get_fsdp_handles(tree)], [0, 1, 2, 3]
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_roots_are_known_after_the_first_use(self):
-        model = FSDP(nn.Sequential(self._linear(), self._linear()), device_id=self.device)
+        model = FSDP(
+            nn.Sequential(self._linear(), self._linear()), device_id=self.device
+        )
         tree = nn.Sequential(model, self._linear())
         for root in (model, tree[1]):
             self.assertTrue(root.check_is_root())

@@ -1,4 +1,5 @@
-"""The modules behind ``common_fsdp``, which exports what each of them lists in ``__all__``. Import from there.
+"""The modules behind ``common_fsdp``, which exports what each of them lists in
+``__all__``. Import from there.
 
 ::
 
@@ -14,7 +15,7 @@
           -> patches       contexts that replace what FSDP calls
             -> device      the device under test
 
-A module imports only from lines below its own, or within its line. The exception is ``device``: when it is used, it
-reads ``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` from ``common_fsdp``, because test files assign them
-there.
+A module imports only from lines below its own, or within its line. The exception is
+``device``: when it is used, it reads ``DEVICE_TYPE``, ``DEVICE_COUNT`` and
+``DISTRIBUTED_BACKEND`` from ``common_fsdp``, because test files assign them there.
 """

@@ -13,7 +13,9 @@ __all__ = ["CollectiveLog"]
 
 
 class Collective(NamedTuple):
-    """A collective that was called: its name in c10d without underscores, and its first tensor's type and elements."""
+    """A collective that was called: its name in c10d without underscores, and its first
+    tensor's type and elements.
+    """
 
     name: str
     dtype: torch.dtype
@@ -21,14 +23,20 @@ class Collective(NamedTuple):
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Notes all-reduces and broadcasts while it is entered, also those of C++ and of autograd's threads."""
+    """Notes all-reduces and broadcasts while it is entered, also those of C++ and of
+    autograd's threads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Collective] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name in ("allreduce_", "broadcast_"):

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Which gradients reach which parameters: graphs that use a module twice, alone or not at all; frozen parameters;
-gradient clipping; parameters outside FSDP.
+"""Which gradients reach which parameters: graphs that use a module twice, alone or not
+at all; frozen parameters; gradient clipping; parameters outside FSDP.
 """
 
 import copy
@@ -34,7 +34,9 @@ class AutogradTest(FSDPTest):
         return 4
 
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -42,7 +44,9 @@ class AutogradTest(FSDPTest):
 class TestFullyShardAutograd(AutogradTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_non_root_forward_backward(self):
-        """A child may run by itself after the root has run. Its gradients add to those of the root's run."""
+        """A child may run by itself after the root has run. Its gradients add to those
+        of the root's run.
+        """
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
@@ -55,7 +59,9 @@ class TestFullyShardAutograd(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_child_that_runs_first_is_a_root_for_good(self):
-        """It gets the gradients of its own run. A module above it may not become the root later."""
+        """It gets the gradients of its own run. A module above it may not become the
+        root later.
+        """
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
@@ -63,7 +69,9 @@ class TestFullyShardAutograd(AutogradTest):
             each[0](self.rows(5)).square().sum().backward()
         average_gradients(reference)
         check_sharded_parity(self, reference, model)
-        with self.assertRaisesRegex(RuntimeError, "already been lazily initialized for 0"):
+        with self.assertRaisesRegex(
+            RuntimeError, "already been lazily initialized for 0"
+        ):
             model(self.rows(5))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -79,22 +87,32 @@ class TestFullyShardAutograd(AutogradTest):
             def forward(self, x):
                 return self.outer(self.inner(x) * self.inner(x + 1))
 
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_multi_forward, Twice)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False]}, self._test_multi_forward, Twice
+        )
 
     def _test_multi_forward(self, make_model, reshard_after_forward):
         model = make_model()
         reference = copy.deepcopy(model).to(self.device)
-        fully_shard_children(model.to(self.device), reshard_after_forward=reshard_after_forward)
-        check_train_parity(self, reference, model, [self.rows(5, step) for step in range(2)])
+        fully_shard_children(
+            model.to(self.device), reshard_after_forward=reshard_after_forward
+        )
+        check_train_parity(
+            self, reference, model, [self.rows(5, step) for step in range(2)]
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unused_forward_output(self):
-        """If the loss does not use a module's output, no rank hangs, and the module gets no gradient."""
+        """If the loss does not use a module's output, no rank hangs, and the module
+        gets no gradient.
+        """
 
         class Halves(DoubleLinear):
             def forward(self, x):
                 first, second = self.lin1(x), self.lin2(x)
-                return torch.cat([first, second.detach() if self.drop_second else second])
+                return torch.cat(
+                    [first, second.detach() if self.drop_second else second]
+                )
 
         torch.manual_seed(0)
         model = Halves(5)
@@ -111,7 +129,9 @@ class TestFullyShardAutograd(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unused_module(self):
-        """A module that forward skips, or whose output the loss ignores, has no gradients."""
+        """A module that forward skips, or whose output the loss ignores, has no
+        gradients.
+        """
         for use_second_linear in (True, False):
             torch.manual_seed(0)
             model = DoubleLinear(5, use_second_linear=use_second_linear)
@@ -126,15 +146,21 @@ class TestFullyShardAutograd(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_frozen_parameters(self):
-        """They are gathered, but not trained. Forward gives the same output with autograd and without."""
+        """They are gathered, but not trained. Forward gives the same output with
+        autograd and without.
+        """
         model = sequential_mlps()
         model[1].requires_grad_(False)
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
-        check_train_parity(self, reference, model, [self.rows(5, step) for step in range(2)])
+        check_train_parity(
+            self, reference, model, [self.rows(5, step) for step in range(2)]
+        )
         with torch.no_grad():
             self.assertEqual(model(self.rows(5)), reference(self.rows(5)))
-        self.assertEqual({each.requires_grad for each in model[1].parameters()}, {False})
+        self.assertEqual(
+            {each.requires_grad for each in model[1].parameters()}, {False}
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_clipping(self):
@@ -145,7 +171,10 @@ class TestFullyShardAutograd(AutogradTest):
         for each in (reference, model):
             each(self.rows(5)).square().sum().mul(100).backward()
         average_gradients(reference)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (reference, model)]
+        norms = [
+            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            for each in (reference, model)
+        ]
         self.assertEqual(norms[1].full_tensor(), norms[0])
         self.assertGreater(norms[0].item(), 0.5, "there was nothing to clip")
         check_sharded_parity(self, reference, model)
@@ -168,7 +197,9 @@ class TestFullyShardIgnoredParams(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharding_below_a_module_that_is_not_sharded(self):
-        """Parameters outside stay plain tensors, whose gradients the caller averages."""
+        """Parameters outside stay plain tensors, whose gradients the caller
+        averages.
+        """
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Settings of FSDP2's backward, recomputation in it, conversion between steps, and three ranks, which divide little."""
+"""Settings of FSDP2's backward, recomputation in it, conversion between steps, and
+three ranks, which divide little.
+"""
 
 import copy
 import sys
@@ -50,7 +52,9 @@ class BackwardTest(FSDPTest):
         return 4
 
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -62,7 +66,9 @@ class TestFullyShardBackward(BackwardTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_unshard_in_backward(self):
-        """A module that needs no parameters in backward, such as an embedding, is not gathered again."""
+        """A module that needs no parameters in backward, such as an embedding, is not
+        gathered again.
+        """
 
         class Shifted(nn.Module):
             def __init__(self):
@@ -84,13 +90,17 @@ class TestFullyShardBackward(BackwardTest):
                 with log.of("backward"):
                     loss.backward()
             gathered = sum("all-gather" in line for line in log.lines)
-            self.assertEqual(gathered, 1 + gathers, f"{gathers}: all-gathers in backward")
+            self.assertEqual(
+                gathered, 1 + gathers, f"{gathers}: all-gathers in backward"
+            )
             average_gradients(reference)
             check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_unused_params(self):
-        """Parameters that this rank does not use are reduced as zeros, so that ranks may use different ones."""
+        """Parameters that this rank does not use are reduced as zeros, so that ranks
+        may use different ones.
+        """
         model = Branches()
         model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         reference = copy.deepcopy(model).to(self.device)
@@ -114,10 +124,16 @@ class TestFullyShardBackward(BackwardTest):
             self.assertEqual(taken, [32], "elements reduced")
             for name in ("one.weight", "two.weight"):
                 parameter = reference.get_parameter(name)
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else parameter.grad
+                )
                 dist.all_reduce(gradient)
                 found = model.get_parameter(name).grad.full_tensor()
-                self.assertEqual(found, gradient / self.world_size, f"gradient of {name}")
+                self.assertEqual(
+                    found, gradient / self.world_size, f"gradient of {name}"
+                )
         model.set_reduce_scatter_unused_params(False)
         model.zero_grad()
         model.use = ("one",)
@@ -126,7 +142,9 @@ class TestFullyShardBackward(BackwardTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_with_several_forwards(self):
-        """Each recomputation finds its parameters gathered, though an earlier backward has freed them."""
+        """Each recomputation finds its parameters gathered, though an earlier backward
+        has freed them.
+        """
         model = sequential_mlps(2)
         reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
@@ -138,13 +156,18 @@ class TestFullyShardBackward(BackwardTest):
         for step in range(2):
             for each in (reference, model):
                 each.zero_grad()
-                sum(each(self.rows(5, 2 * step + run)).square().sum() for run in range(2)).backward()
+                sum(
+                    each(self.rows(5, 2 * step + run)).square().sum()
+                    for run in range(2)
+                ).backward()
             average_gradients(reference)
             check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_is_gathered_once_in_backward(self):
-        """Recomputation is no forward: it neither frees parameters nor changes what is prefetched."""
+        """Recomputation is no forward: it neither frees parameters nor changes what is
+        prefetched.
+        """
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for unit in (model.first, model.second):
@@ -157,7 +180,11 @@ class TestFullyShardBackward(BackwardTest):
             loss = model(self.rows(4).requires_grad_()).square().sum()
             with log.of("backward"):
                 loss.backward()
-            found = [line.strip() for line in log.lines if "gather" in line or "scatter" in line]
+            found = [
+                line.strip()
+                for line in log.lines
+                if "gather" in line or "scatter" in line
+            ]
             expected = [
                 "all-gather second",
                 "all-gather first",
@@ -169,7 +196,9 @@ class TestFullyShardBackward(BackwardTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_conversion_of_a_gathered_module(self):
-        """``to()`` and its like reshard first: they change shards, which the next forward gathers."""
+        """``to()`` and its like reshard first: they change shards, which the next
+        forward gathers.
+        """
         model = sequential_mlps(1)
         reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), reshard_after_forward=False)
@@ -192,9 +221,16 @@ class TestFullyShardThreeRanks(BackwardTest):
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_train_parity(self):
-        """First dimensions of 1, 2, 3, 4, 6 and 7: fewer than ranks, as many, and with one row too many."""
+        """First dimensions of 1, 2, 3, 4, 6 and 7: fewer than ranks, as many, and with
+        one row too many.
+        """
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(*sizes) for sizes in ((5, 6), (6, 7), (7, 4), (4, 3), (3, 2), (2, 1))))
+        model = nn.Sequential(
+            *(
+                nn.Linear(*sizes)
+                for sizes in ((5, 6), (6, 7), (7, 4), (4, 3), (3, 2), (2, 1))
+            )
+        )
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
         reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
@@ -204,13 +240,20 @@ class TestFullyShardThreeRanks(BackwardTest):
             return reduce_scatter(*args, **kwargs)
 
         with patch_reduce_scatter(noting):
-            check_train_parity(self, reference, model, [self.rows(5, step) for step in range(2)])
-        padded = [rows * (columns + 1) for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))]
+            check_train_parity(
+                self, reference, model, [self.rows(5, step) for step in range(2)]
+            )
+        padded = [
+            rows * (columns + 1)
+            for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))
+        ]
         self.assertEqual(taken, padded * 2, "elements reduced")
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_half_precision(self):
-        """Gradients are divided before the sum and after it, by factors whose product is three."""
+        """Gradients are divided before the sum and after it, by factors whose product
+        is three.
+        """
         torch.manual_seed(0)
         model = nn.Linear(4, 5)
         reference = copy.deepcopy(model).to(self.device)
@@ -222,7 +265,9 @@ class TestFullyShardThreeRanks(BackwardTest):
         for name, parameter in reference.named_parameters():
             found = model.get_parameter(name).grad.full_tensor()
             # Three roundings to eleven bits.
-            self.assertEqual(found, parameter.grad, f"gradient of {name}", rtol=2e-3, atol=2e-2)
+            self.assertEqual(
+                found, parameter.grad, f"gradient of {name}", rtol=2e-3, atol=2e-2
+            )
 
 
 if __name__ == "__main__":

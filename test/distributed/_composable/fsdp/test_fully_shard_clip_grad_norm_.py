@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""``clip_grad_norm_`` over sharded gradients: the norm is that of the whole model, and every shard is scaled by it."""
+"""``clip_grad_norm_`` over sharded gradients: the norm is that of the whole model, and
+every shard is scaled by it.
+"""
 
 import copy
 import sys
@@ -30,7 +32,9 @@ NORMS = [1, 2, 2.5, float("inf")]
 
 
 def check_full_gradients(case, reference, model):
-    for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
+    for (name, whole), part in zip(
+        reference.named_parameters(), model.parameters(), strict=True
+    ):
         case.assertEqual(part.grad.full_tensor(), whole.grad, name)
 
 
@@ -40,11 +44,15 @@ class ClipGradNormTest(FSDPTest):
         return 4
 
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
-    def _check_clipping(self, reference, model, width, check=check_sharded_parity, norms=NORMS):
+    def _check_clipping(
+        self, reference, model, width, check=check_sharded_parity, norms=NORMS
+    ):
         """Clip by each norm, to half of it and to twice, which changes nothing."""
         for each in (reference, model):
             each(self.rows(width)).square().sum().backward()
@@ -57,11 +65,17 @@ class ClipGradNormTest(FSDPTest):
             self.assertGreater(norm.item(), 0.1)
             for factor in (0.5, 2.0):
                 for gradients, each in ((before, reference), (sharded_before, model)):
-                    for parameter, gradient in zip(each.parameters(), gradients, strict=True):
+                    for parameter, gradient in zip(
+                        each.parameters(), gradients, strict=True
+                    ):
                         parameter.grad.copy_(gradient)
-                found = nn.utils.clip_grad_norm_(model.parameters(), norm.item() * factor, norm_type)
+                found = nn.utils.clip_grad_norm_(
+                    model.parameters(), norm.item() * factor, norm_type
+                )
                 self.assertEqual(found.full_tensor(), norm, f"norm {norm_type}")
-                for parameter, gradient in zip(reference.parameters(), before, strict=True):
+                for parameter, gradient in zip(
+                    reference.parameters(), before, strict=True
+                ):
                     parameter.grad.copy_(gradient * min(1.0, factor))
                 check(self, reference, model)
 
@@ -87,7 +101,10 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (reference, model)]
+        norms = [
+            nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+            for each in (reference, model)
+        ]
         self.assertEqual(norms[1].full_tensor(), norms[0], "norm")
         check_sharded_parity(self, reference, model)
 
@@ -98,7 +115,9 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
         model(self.rows(4)).sum().backward()
         if self.rank == 1:
             model.weight.grad.to_local()[0, 0] = float("inf")
-        with self.assertRaisesRegex(RuntimeError, "total norm of order 2.0 .* is non-finite"):
+        with self.assertRaisesRegex(
+            RuntimeError, "total norm of order 2.0 .* is non-finite"
+        ):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
@@ -121,7 +140,10 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
         model = sequential_mlps(1)
         reference = copy.deepcopy(model).to(self.device)
         self._check_clipping(
-            reference, fully_shard_children(model.to(self.device), mesh=world_mesh(2, 2)), 5, norms=[1, 2]
+            reference,
+            fully_shard_children(model.to(self.device), mesh=world_mesh(2, 2)),
+            5,
+            norms=[1, 2],
         )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -139,7 +161,9 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
             return shared
 
         self.rows = rows
-        self._check_clipping(reference, model, 4, check_full_gradients, norms=[2.5, float("inf")])
+        self._check_clipping(
+            reference, model, 4, check_full_gradients, norms=[2.5, float("inf")]
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2's users may put in place of its communication: collectives, buffers, groups and how many are in flight."""
+"""What FSDP2's users may put in place of its communication: collectives, buffers,
+groups and how many are in flight.
+"""
 
 import sys
 import unittest
@@ -28,12 +30,15 @@ if not dist.is_available():
 
 def needs_setting(name):
     return unittest.skipIf(
-        not hasattr(FSDPModule, name), f"FSDPModule of this torch has no {name}: install a newer one"
+        not hasattr(FSDPModule, name),
+        f"FSDPModule of this torch has no {name}: install a newer one",
     )
 
 
 class Counted:
-    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses one before it is filled."""
+    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses
+    one before it is filled.
+    """
 
     def __init__(self):
         self.allocated, self.called = [], []
@@ -46,18 +51,24 @@ class Counted:
 class CountedAllGather(Counted):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.called.append((input_tensor.numel(), output_tensor.numel()))
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 class CountedReduceScatter(Counted):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.called.append((input_tensor.numel(), output_tensor.numel()))
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
 
 
 class CustomCommsTest(FSDPTest):
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -72,13 +83,20 @@ class CustomCommsTest(FSDPTest):
         return model
 
     def check_parity(self, model):
-        check_train_parity(self, ThreeUnits().to(self.device), model, [self.rows(4, step) for step in range(2)])
+        check_train_parity(
+            self,
+            ThreeUnits().to(self.device),
+            model,
+            [self.rows(4, step) for step in range(2)],
+        )
 
 
 class TestFullyShardCustomCollectives(CustomCommsTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_all_gather(self):
-        """The module's all-gathers go through the user's, with buffers that it allocates; the others' do not."""
+        """The module's all-gathers go through the user's, with buffers that it
+        allocates; the others' do not.
+        """
         model = self.three_units()
         gather = CountedAllGather()
         model.second.set_custom_all_gather(gather)
@@ -99,7 +117,11 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_allocation_from_the_group_and_custom_collectives_exclude_each_other(self):
         for setter, custom, words in (
-            ("set_custom_all_gather", CountedAllGather(), "all gather comm is custom: CountedAllGather"),
+            (
+                "set_custom_all_gather",
+                CountedAllGather(),
+                "all gather comm is custom: CountedAllGather",
+            ),
             (
                 "set_custom_reduce_scatter",
                 CountedReduceScatter(),
@@ -113,23 +135,39 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_allocate_memory_from_process_group_for_comm(self):
-        """Buffers come from the group's backend where it has an allocator, and change nothing."""
+        """Buffers come from the group's backend where it has an allocator, and change
+        nothing.
+        """
         model = self.three_units()
         backend = dist.group.WORLD._get_backend(torch.device(self.device))
         for enable in (True, False):
             for module in (model.first, model.second, model):
                 module.set_allocate_memory_from_process_group_for_comm(enable)
             comms = [fully_shard.state(model)._fsdp_param_group._all_gather_comm]
-            comms.append(fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm)
+            comms.append(
+                fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm
+            )
             prefix = "ProcessGroupAlloc" if enable else "Default"
             found = [type(comm).__name__ for comm in comms]
-            self.assertEqual(found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"], f"{enable}")
+            self.assertEqual(
+                found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"], f"{enable}"
+            )
             if not backend.supports_tensor_alloc(torch.device(self.device)):
-                allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
-                self.assertEqual((allocated.dtype, allocated.device.type), (torch.float64, self.device.type), "type")
+                allocated = comms[0].allocate(
+                    (3, 2), dtype=torch.float64, device=torch.device(self.device)
+                )
+                self.assertEqual(
+                    (allocated.dtype, allocated.device.type),
+                    (torch.float64, self.device.type),
+                    "type",
+                )
             reference = ThreeUnits().to(self.device)
-            reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-            check_train_parity(self, reference, model, [self.rows(4, step) for step in range(2)])
+            reference.load_state_dict(
+                {k: v.full_tensor() for k, v in model.state_dict().items()}
+            )
+            check_train_parity(
+                self, reference, model, [self.rows(4, step) for step in range(2)]
+            )
 
 
 class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
@@ -157,7 +195,9 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_separate_reduce_scatter_group(self):
-        """All modules over the same ranks share one more group, for their reduce-scatters alone."""
+        """All modules over the same ranks share one more group, for their
+        reduce-scatters alone.
+        """
         self.run_subtests({"replicas": [1, 2]}, self._test_separate_group)
 
     def _test_separate_group(self, replicas):
@@ -189,15 +229,22 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         own = world_mesh(4).get_group()
         model.second.set_separate_reduce_scatter_group(recurse=False)
         _, scatters = self.groups_used(model)
-        # The backward of second ends before that of the root; first, whose input needs no gradient, comes last.
-        self.assertEqual([group is not own for group in scatters], [True, False, False], "reduced in a group apart")
+        # The backward of second ends before that of the root; first, whose input needs
+        # no gradient, comes last.
+        self.assertEqual(
+            [group is not own for group in scatters],
+            [True, False, False],
+            "reduced in a group apart",
+        )
 
 
 class TestFullyShardReduceScatterBuffers(CustomCommsTest):
     @needs_setting("set_reduce_scatter_max_input_buffers")
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_max_input_buffers(self):
-        """So many inputs of reduce-scatters are kept at a time, the largest number that any module asks for."""
+        """So many inputs of reduce-scatters are kept at a time, the largest number that
+        any module asks for.
+        """
         self.run_subtests({"asked": [None, 1, 2, 3]}, self._test_max_input_buffers)
 
     def _test_max_input_buffers(self, asked):
@@ -216,8 +263,16 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
                 model(self.rows(4, step)).square().sum().backward()
         # Before each reduction, the oldest are let go until its own buffer fits.
         limit = asked or 1
-        self.assertEqual(kept, [min(before, limit - 1) for before in (0, 1, 2)] * 2, "kept when the next begins")
-        self.assertEqual(fully_shard.state(model)._comm_ctx.reduce_scatter_states, [], "kept after backward")
+        self.assertEqual(
+            kept,
+            [min(before, limit - 1) for before in (0, 1, 2)] * 2,
+            "kept when the next begins",
+        )
+        self.assertEqual(
+            fully_shard.state(model)._comm_ctx.reduce_scatter_states,
+            [],
+            "kept after backward",
+        )
         model.zero_grad()
         self.check_parity(model)
 

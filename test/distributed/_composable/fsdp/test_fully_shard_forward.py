@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What a sharded module does when it is called: where inputs go, which parameters it has, which methods gather."""
+"""What a sharded module does when it is called: where inputs go, which parameters it
+has, which methods gather.
+"""
 
 import copy
 import sys
@@ -33,7 +35,9 @@ class ForwardTest(FSDPTest):
         return 4
 
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -50,7 +54,9 @@ class TestFullyShardForwardInputs(ForwardTest):
                 return x + pair[0] + pair[1] + named["y"]
 
         model = fully_shard(Adds().to(self.device), mesh=world_mesh(4))
-        output = model(torch.ones(3), (torch.ones(3), torch.ones(3)), named={"y": torch.ones(3)})
+        output = model(
+            torch.ones(3), (torch.ones(3), torch.ones(3)), named={"y": torch.ones(3)}
+        )
         self.assertEqual({tensor.device for tensor in seen}, {self.device})
         self.assertEqual(output, torch.full((3,), 4.0, device=self.device))
 
@@ -81,7 +87,9 @@ class TestFullyShardRegisteredParams(ForwardTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_param_registration_after_forward(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2, None]}, self._test_after_forward)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False, 2, None]}, self._test_after_forward
+        )
 
     def _test_after_forward(self, reshard_after_forward):
         model = sequential_mlps()
@@ -94,7 +102,9 @@ class TestFullyShardRegisteredParams(ForwardTest):
         root = list(model[3].parameters())
         self._check_kind("parameters at first", model.parameters(), True)
         model(self.rows(5))
-        inner = [parameter for child in list(model)[:3] for parameter in child.parameters()]
+        inner = [
+            parameter for child in list(model)[:3] for parameter in child.parameters()
+        ]
         self._check_kind("inner parameters", inner, reshard_after_forward is not False)
         # By default the root stays gathered, because backward needs it first.
         stays = reshard_after_forward in (None, False)
@@ -103,19 +113,28 @@ class TestFullyShardRegisteredParams(ForwardTest):
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._check_kind("parameters after reshard", model.parameters(), True)
-        self.assertEqual([id(each) for each in model[3].parameters()], [id(each) for each in root])
+        self.assertEqual(
+            [id(each) for each in model[3].parameters()], [id(each) for each in root]
+        )
         check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_param_registration_after_backward(self):
         for reshard_after_forward in (True, False, 2):
-            model = fully_shard_children(sequential_mlps().to(self.device), reshard_after_forward=reshard_after_forward)
+            model = fully_shard_children(
+                sequential_mlps().to(self.device),
+                reshard_after_forward=reshard_after_forward,
+            )
             model(self.rows(5)).sum().backward()
-            self._check_kind(f"parameters with {reshard_after_forward}", model.parameters(), True)
+            self._check_kind(
+                f"parameters with {reshard_after_forward}", model.parameters(), True
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reshard_to_fewer_ranks_holds_larger_shards(self):
-        """With ``reshard_after_forward=2``, each pair of ranks holds all shards between forward and backward."""
+        """With ``reshard_after_forward=2``, each pair of ranks holds all shards between
+        forward and backward.
+        """
         model = nn.Linear(4, 8, bias=False).to(self.device)
         fully_shard(model, reshard_after_forward=2)
         rows = []
@@ -131,9 +150,14 @@ class TestFullyShardRegisteredParams(ForwardTest):
         model = sequential_mlps(1)[0]
         shown = []
         fully_shard(model.to(self.device))
-        model.in_proj.register_forward_pre_hook(lambda module, _: shown.append(module.weight))
+        model.in_proj.register_forward_pre_hook(
+            lambda module, _: shown.append(module.weight)
+        )
         model(self.rows(5)).sum().backward()
-        self.assertEqual([(tuple(each.shape), isinstance(each, DTensor)) for each in shown], [((10, 5), False)])
+        self.assertEqual(
+            [(tuple(each.shape), isinstance(each, DTensor)) for each in shown],
+            [((10, 5), False)],
+        )
         self._check_kind("parameters after backward", model.parameters(), True)
 
 
@@ -144,7 +168,10 @@ class TestFullyShardCastAfterInit(ForwardTest):
         reference = copy.deepcopy(model).to(self.device).double()
         fully_shard_children(model.to(self.device)).double()
         for parameter in model.parameters():
-            self.assertEqual((parameter.dtype, parameter.to_local().dtype), (torch.float64, torch.float64))
+            self.assertEqual(
+                (parameter.dtype, parameter.to_local().dtype),
+                (torch.float64, torch.float64),
+            )
             self.assertEqual(parameter._spec.tensor_meta.dtype, torch.float64)
         check_train_parity(
             self,

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Parameters that are frozen: before sharding or between steps, some of a group or all of it."""
+"""Parameters that are frozen: before sharding or between steps, some of a group or all
+of it.
+"""
 
 import copy
 import sys
@@ -28,7 +30,9 @@ if not dist.is_available():
 
 class TestFullyShardFrozen(FSDPTest):
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -37,7 +41,9 @@ class TestFullyShardFrozen(FSDPTest):
         return 2
 
     def _step(self, reference, model, step, forwards=1):
-        """Run both and return how many elements each reduce-scatter took in. The width of 5 is padded to 6."""
+        """Run both and return how many elements each reduce-scatter took in. The width
+        of 5 is padded to 6.
+        """
         reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
 
         def noting(*args, **kwargs):
@@ -47,7 +53,10 @@ class TestFullyShardFrozen(FSDPTest):
         with patch_reduce_scatter(noting):
             for each in (reference, model):
                 each.zero_grad()
-                sum(each(self.rows(5, 10 * step + run)).square().sum() for run in range(forwards)).backward()
+                sum(
+                    each(self.rows(5, 10 * step + run)).square().sum()
+                    for run in range(forwards)
+                ).backward()
         average_gradients(reference)
         check_sharded_parity(self, reference, model)
         return taken
@@ -64,7 +73,11 @@ class TestFullyShardFrozen(FSDPTest):
         """Gradients of frozen weights are neither computed nor sent."""
         reference, model = self._frozen(lambda name: "bias" in name)
         for step in range(2):
-            self.assertEqual(self._step(reference, model, step), [16 * 5 + 6 * 15, 10 * 5 + 6 * 10], "elements reduced")
+            self.assertEqual(
+                self._step(reference, model, step),
+                [16 * 5 + 6 * 15, 10 * 5 + 6 * 10],
+                "elements reduced",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_mixed_requires_grad_across_groups(self):
@@ -81,27 +94,45 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_requires_grad_changed_between_steps(self):
-        """On the sharded parameters, at any time between a backward and the next forward."""
+        """On the sharded parameters, at any time between a backward and the next
+        forward.
+        """
         reference, model = self._frozen(lambda name: False)
         whole, without = 10 * 5 + 10 + 6 * 10 + 6, 10 + 6 * 10 + 6
         for step, trains in enumerate((True, False, True, False)):
             for each in (reference, model):
                 each[0].in_proj.weight.requires_grad_(trains)
             reduced = self._step(reference, model, step)
-            self.assertEqual(reduced[-1], whole if trains else without, f"step {step}: elements reduced")
-            self.assertEqual(model[0].in_proj.weight.grad is not None, trains, f"step {step}: a gradient")
+            self.assertEqual(
+                reduced[-1],
+                whole if trains else without,
+                f"step {step}: elements reduced",
+            )
+            self.assertEqual(
+                model[0].in_proj.weight.grad is not None,
+                trains,
+                f"step {step}: a gradient",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_requires_grad_is_that_of_the_unsharded_parameter(self):
         """Whoever looks at a parameter in forward sees what was set outside."""
         model = fully_shard(nn.Linear(4, 4).to(self.device))
         seen = []
-        model.register_forward_hook(lambda *_: seen.append((model.weight.requires_grad, model.bias.requires_grad)))
+        model.register_forward_hook(
+            lambda *_: seen.append(
+                (model.weight.requires_grad, model.bias.requires_grad)
+            )
+        )
         for weight, bias in ((True, True), (False, True), (True, False)):
             model.weight.requires_grad_(weight)
             model.bias.requires_grad_(bias)
             model(self.rows(4)).sum().backward()
-        self.assertEqual(seen, [(True, True), (False, True), (True, False)], "requires_grad in forward")
+        self.assertEqual(
+            seen,
+            [(True, True), (False, True), (True, False)],
+            "requires_grad in forward",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_frozen_parameters_may_have_another_type(self):
@@ -112,7 +143,9 @@ class TestFullyShardFrozen(FSDPTest):
                 super().__init__()
                 torch.manual_seed(0)
                 self.layer = nn.Linear(5, 5)
-                self.table = nn.Parameter(torch.randn(5).to(torch.bfloat16), requires_grad=False)
+                self.table = nn.Parameter(
+                    torch.randn(5).to(torch.bfloat16), requires_grad=False
+                )
 
             def forward(self, x):
                 return self.layer(x) + self.table.float()
@@ -123,7 +156,9 @@ class TestFullyShardFrozen(FSDPTest):
         model = Mixed()
         model.table.requires_grad_(True)
         fully_shard(model.to(self.device))
-        with self.assertRaisesRegex(AssertionError, "FSDP expects uniform original parameter dtype"):
+        with self.assertRaisesRegex(
+            AssertionError, "FSDP expects uniform original parameter dtype"
+        ):
             model(self.rows(5))
 
 

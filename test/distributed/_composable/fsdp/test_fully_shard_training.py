@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """FSDP2 trains like the unsharded model, for every way to shard, place and synchronize.
 
-The reference has the full model on every rank. Data differs by rank and step. So the first step shows gradients that
-come from one rank only, are divided by the wrong number, or go to the wrong shard; later steps show stale state.
+The reference has the full model on every rank. Data differs by rank and step. So the
+first step shows gradients that come from one rank only, are divided by the wrong
+number, or go to the wrong shard; later steps show stale state.
 """
 
 import copy
@@ -15,7 +16,12 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, share_comm_ctx
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    fully_shard,
+    share_comm_ctx,
+)
 from torch.distributed.tensor import Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -45,7 +51,9 @@ class TrainingTest(FSDPTest):
         return 4
 
     def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by rank and step."""
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(3, width, generator=generator).to(self.device)
 
@@ -61,11 +69,16 @@ class TestFullyShard1DTrainingCore(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_single_group_shard_dim0(self):
         """Rows that divide evenly or unevenly, and so few that ranks hold none."""
-        self.run_subtests({"widths": [(4, 8, 4), (5, 7, 3), (6, 2, 1), (1, 1, 1)]}, self._test_single_group)
+        self.run_subtests(
+            {"widths": [(4, 8, 4), (5, 7, 3), (6, 2, 1), (1, 1, 1)]},
+            self._test_single_group,
+        )
 
     def _test_single_group(self, widths, shard_placement_fn=None):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2]))
+        model = nn.Sequential(
+            nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2])
+        )
         reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), shard_placement_fn=shard_placement_fn)
         check_train_parity(self, reference, model, self.batches(widths[0]))
@@ -83,17 +96,23 @@ class TestFullyShard1DTrainingCore(TrainingTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_multi_group(self):
-        """Resharding to two of two ranks would be the same as ``True``, so it is not tried."""
+        """Resharding to two of two ranks would be the same as ``True``, so it is not
+        tried.
+        """
         layouts = [((4,), reshard) for reshard in (True, False, 1, 2)]
         layouts += [((2, 2), reshard) for reshard in (True, False, 1)]
-        self.run_subtests({"layout": layouts, "prefetch": [False, True]}, self._test_multi_group)
+        self.run_subtests(
+            {"layout": layouts, "prefetch": [False, True]}, self._test_multi_group
+        )
 
     def _test_multi_group(self, layout, prefetch):
         mesh_shape, reshard_after_forward = layout
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(
-            model.to(self.device), mesh=world_mesh(*mesh_shape), reshard_after_forward=reshard_after_forward
+            model.to(self.device),
+            mesh=world_mesh(*mesh_shape),
+            reshard_after_forward=reshard_after_forward,
         )
         if prefetch:
             for earlier, later in itertools.pairwise(model):
@@ -103,28 +122,50 @@ class TestFullyShard1DTrainingCore(TrainingTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_multi_group_cpu_offload(self):
-        """Parameters, gradients and optimizer state are on the host; compute is on the device."""
-        self.run_subtests({"pin_memory": [True, False], "reshard_after_forward": [True, False]}, self._test_cpu_offload)
+        """Parameters, gradients and optimizer state are on the host; compute is on the
+        device.
+        """
+        self.run_subtests(
+            {"pin_memory": [True, False], "reshard_after_forward": [True, False]},
+            self._test_cpu_offload,
+        )
 
     def _test_cpu_offload(self, pin_memory, reshard_after_forward):
-        skip_without_accelerator("CPUOffloadPolicy needs an accelerator to offload from")
+        skip_without_accelerator(
+            "CPUOffloadPolicy needs an accelerator to offload from"
+        )
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         policy = CPUOffloadPolicy(pin_memory=pin_memory)
         fully_shard_children(
-            model, mesh=world_mesh(4), reshard_after_forward=reshard_after_forward, offload_policy=policy
+            model,
+            mesh=world_mesh(4),
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=policy,
         )
         computed_on = set()
         for module in model.modules():
-            module.register_forward_hook(lambda _, args, output: computed_on.add(output.device))
+            module.register_forward_hook(
+                lambda _, args, output: computed_on.add(output.device)
+            )
 
         def check(reference, model):
             for name, parameter in model.named_parameters():
-                self.assertFalse(torch.device(parameter.device).type == self.device.type, name)
-                self.assertEqual(parameter.to_local().to(self.device), self._shard(reference, name), name)
+                self.assertFalse(
+                    torch.device(parameter.device).type == self.device.type, name
+                )
+                self.assertEqual(
+                    parameter.to_local().to(self.device),
+                    self._shard(reference, name),
+                    name,
+                )
                 if parameter.grad is not None:
                     expected = self._shard(reference, name, of_gradient=True)
-                    self.assertEqual(parameter.grad.to_local().to(self.device), expected, f"{name}.grad")
+                    self.assertEqual(
+                        parameter.grad.to_local().to(self.device),
+                        expected,
+                        f"{name}.grad",
+                    )
 
         check_train_parity(self, reference, model, self.batches(), check=check)
         self.assertEqual(computed_on, {self.device})
@@ -154,14 +195,18 @@ class TestFullyShard1DTrainingCore(TrainingTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_optim_event(self):
-        """The next forward waits for the event after which parameters are ready, and the one after that as ever."""
+        """The next forward waits for the event after which parameters are ready, and
+        the one after that as ever.
+        """
         skip_without_accelerator("events need an accelerator")
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
         optimizer = self.optimizer(model)
         optimizer.register_step_post_hook(
-            lambda *_: model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+            lambda *_: model.set_post_optim_event(
+                torch.accelerator.current_stream().record_event()
+            )
         )
         reference_optimizer = self.optimizer(reference)
         with check_races():
@@ -186,9 +231,15 @@ class TestFullyShard1DTrainingCore(TrainingTest):
 class TestFullyShard1DTrainingCompose(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_activation_checkpointing(self):
-        """Activation checkpointing outside or inside sharded modules, and of a module that contains sharded ones."""
+        """Activation checkpointing outside or inside sharded modules, and of a module
+        that contains sharded ones.
+        """
         self.run_subtests(
-            {"reshard_after_forward": [True, False], "where": ["same", "inside", "around"]}, self._test_checkpointing
+            {
+                "reshard_after_forward": [True, False],
+                "where": ["same", "inside", "around"],
+            },
+            self._test_checkpointing,
         )
 
     def _test_checkpointing(self, reshard_after_forward, where):
@@ -197,7 +248,8 @@ class TestFullyShard1DTrainingCompose(TrainingTest):
         runs = []
         model.to(self.device)
         for mlp in model:
-            # Before the layer, because recomputation stops as soon as it has all that backward needs.
+            # Before the layer, because recomputation stops as soon as it has all that
+            # backward needs.
             mlp.in_proj.register_forward_pre_hook(lambda *_: runs.append(None))
             checkpoint(mlp.in_proj if where == "inside" else mlp)
             if where == "around":
@@ -206,13 +258,18 @@ class TestFullyShard1DTrainingCompose(TrainingTest):
                 fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
         check_train_parity(self, reference, model, self.batches())
-        self.assertEqual(len(runs), 12, "forwards of three layers in two steps, each run again")
+        self.assertEqual(
+            len(runs), 12, "forwards of three layers in two steps, each run again"
+        )
 
 
 class TestFullyShardSharedParams(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_with_shared_params(self):
-        self.run_subtests({"reshard_after_forward": [True, False], "use_checkpoint": [False, True]}, self._test_shared)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False], "use_checkpoint": [False, True]},
+            self._test_shared,
+        )
 
     def _test_shared(self, reshard_after_forward, use_checkpoint):
         torch.manual_seed(0)
@@ -247,7 +304,9 @@ class TestFullyShardSharedParams(TrainingTest):
 class TestFullyShardGradientAccumulation(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_accumulation(self):
-        """Microbatches with a reduction in each, only in the last, or (HSDP) with the all-reduce in the last."""
+        """Microbatches with a reduction in each, only in the last, or (HSDP) with the
+        all-reduce in the last.
+        """
         self.run_subtests(
             {
                 "mode": ["every", "no_sync", "no_all_reduce"],
@@ -258,11 +317,15 @@ class TestFullyShardGradientAccumulation(TrainingTest):
             self._test_accumulation,
         )
 
-    def _test_accumulation(self, mode, mesh_shape, reshard_after_forward, reshard_after_backward):
+    def _test_accumulation(
+        self, mode, mesh_shape, reshard_after_forward, reshard_after_backward
+    ):
         model = sequential_mlps(2)
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(
-            model.to(self.device), mesh=world_mesh(*mesh_shape), reshard_after_forward=reshard_after_forward
+            model.to(self.device),
+            mesh=world_mesh(*mesh_shape),
+            reshard_after_forward=reshard_after_forward,
         )
         optimizers = [self.optimizer(each) for each in (reference, model)]
         for step in range(2):
@@ -277,7 +340,14 @@ class TestFullyShardGradientAccumulation(TrainingTest):
                 for each in (reference, model):
                     each(self.rows(5, 10 * step + micro)).square().sum().backward()
                 if mode == "no_sync" and not is_last and reshard_after_backward:
-                    self.assertEqual([each.grad for each in model.parameters() if each.grad is not None], [])
+                    self.assertEqual(
+                        [
+                            each.grad
+                            for each in model.parameters()
+                            if each.grad is not None
+                        ],
+                        [],
+                    )
             average_gradients(reference)
             check_sharded_parity(self, reference, model)
             for optimizer in optimizers:
@@ -307,7 +377,8 @@ class TestFullyShardHSDPTraining(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_hsdp(self):
         self.run_subtests(
-            {"reshard_after_forward": [True, False], "use_checkpoint": [False, True]}, self._test_train_parity_hsdp
+            {"reshard_after_forward": [True, False], "use_checkpoint": [False, True]},
+            self._test_train_parity_hsdp,
         )
 
     def _test_train_parity_hsdp(self, reshard_after_forward, use_checkpoint):
@@ -317,25 +388,39 @@ class TestFullyShardHSDPTraining(TrainingTest):
         for child in model:
             if use_checkpoint:
                 checkpoint(child)
-        fully_shard_children(model, mesh=world_mesh(2, 2), reshard_after_forward=reshard_after_forward)
+        fully_shard_children(
+            model, mesh=world_mesh(2, 2), reshard_after_forward=reshard_after_forward
+        )
         check_train_parity(self, reference, model, self.batches())
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_replicas_stay_equal(self):
-        """After steps on different data, ranks with the same shard have the same bits."""
-        model = fully_shard_children(sequential_mlps().to(self.device), mesh=world_mesh(2, 2))
+        """After steps on different data, ranks with the same shard have the
+        same bits.
+        """
+        model = fully_shard_children(
+            sequential_mlps().to(self.device), mesh=world_mesh(2, 2)
+        )
         optimizer = self.optimizer(model)
         for step in range(3):
             model(self.rows(5, step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        local = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
+        local = torch.cat(
+            [
+                parameter.to_local().detach().flatten()
+                for parameter in model.parameters()
+            ]
+        )
         self.assertNotEqual(
-            model[0].in_proj.weight.full_tensor(), sequential_mlps()[0].in_proj.weight.detach().to(self.device)
+            model[0].in_proj.weight.full_tensor(),
+            sequential_mlps()[0].in_proj.weight.detach().to(self.device),
         )
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, local.cpu())
-        self.assertEqual(everyone[self.rank], everyone[(self.rank + 2) % 4], atol=0, rtol=0)
+        self.assertEqual(
+            everyone[self.rank], everyone[(self.rank + 2) % 4], atol=0, rtol=0
+        )
 
 
 class TestFullyShardNDTraining(TrainingTest):
@@ -348,17 +433,27 @@ class TestFullyShardNDTraining(TrainingTest):
         return own
 
     def _check_full_tensors(self, reference, model):
-        for (name, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
+        for (name, whole), part in zip(
+            reference.named_parameters(), model.parameters(), strict=True
+        ):
             self.assertEqual(part.full_tensor(), whole.detach(), name)
-            self.assertEqual(part.grad is None, whole.grad is None, f"{name} has a gradient")
+            self.assertEqual(
+                part.grad is None, whole.grad is None, f"{name} has a gradient"
+            )
             if whole.grad is not None:
                 self.assertEqual(part.grad.full_tensor(), whole.grad, f"{name}.grad")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity_2d_with_tensor_parallel(self):
-        self._mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+        self._mesh = init_device_mesh(
+            self.device.type, (2, 2), mesh_dim_names=("dp", "tp")
+        )
         self.run_subtests(
-            {"reshard_after_forward": [True, False], "use_activation_checkpointing": [False, True]}, self._test_2d
+            {
+                "reshard_after_forward": [True, False],
+                "use_activation_checkpointing": [False, True],
+            },
+            self._test_2d,
         )
 
     def _test_2d(self, reshard_after_forward, use_activation_checkpointing):
@@ -371,13 +466,17 @@ class TestFullyShardNDTraining(TrainingTest):
             use_activation_checkpointing,
             reshard_after_forward=reshard_after_forward,
         )
-        check_train_parity(self, reference, model, self.batches(8), check=self._check_full_tensors)
+        check_train_parity(
+            self, reference, model, self.batches(8), check=self._check_full_tensors
+        )
 
 
 class TestFullyShardShareCommContext(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_share_comm_context(self):
-        """Roots that share a communication context train correctly, and really share it."""
+        """Roots that share a communication context train correctly, and really share
+        it.
+        """
         torch.manual_seed(0)
         stages = nn.Sequential(MLP(5), MLP(5))
         reference = copy.deepcopy(stages).to(self.device)

@@ -48,7 +48,8 @@ class NestedLinear(nn.Module):
 
 
 class SkipModel(nn.Module):
-    """A plain layer, a skipped module, and a wrapped one, whose layer is wrapped too if ``double_nest``.
+    """A plain layer, a skipped module, and a wrapped one, whose layer is wrapped too if
+    ``double_nest``.
 
     Shapes: ``(*, 10)`` in and out.
     """
