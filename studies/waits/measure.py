@@ -39,7 +39,7 @@ SUITES: dict[str, str] = {
     "test.distributed.fsdp.test_fsdp_grad_acc:TestGradAcc": "",
     "test.distributed.fsdp.test_fsdp_unshard_params:TestUnshardParams": "",
     "test.distributed.fsdp.test_fsdp_mixed_precision:TestFSDPMixedPrecisionSharded": "",
-    "test.distributed.fsdp.test_fsdp_optim_state_interface:TestFSDPOptimStateInterface": "",
+    "test.distributed.fsdp.test_fsdp_optim_state:TestFSDPOptimStateInterface": "",
     "test.distributed.fsdp.test_fsdp_state_dict_details:TestFSDPStateDictDetails": "",
     "test.distributed._composable.fsdp.test_fully_shard_anatomy:TestSteps": "",
     "test.distributed._composable.fsdp.test_fully_shard_anatomy:TestState": "",

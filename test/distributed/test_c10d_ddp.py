@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""DistributedDataParallel: which gradients are averaged, when and with what, and how buffers are kept equal.
+"""DistributedDataParallel: which gradients are averaged, when and with what, and how
+buffers are kept equal.
 
-Two ranks add two numbers in one order and halving is exact, so gradients equal the reference's bit by bit.
+Two ranks add two numbers in one order and halving is exact, so gradients equal the
+reference's bit by bit.
 """
 
 import sys
@@ -13,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import DDPTest, average_gradients
+from torch_ext.testing._internal.common_fsdp import (
+    CollectiveLog,
+    FSDPTest,
+    average_gradients,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -21,11 +27,73 @@ if not dist.is_available():
     sys.exit(0)
 
 
+class DDPTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def net(self):
+        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
+        3)``.
+        """
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
+            self.device
+        )
+
+    def rows(self, step=0):
+        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
+        and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, 4, generator=generator).to(self.device)
+
+    def backward(self, model, step=0):
+        model(self.rows(step)).square().sum().backward()
+
+    def counts(self, body):
+        """Return how many all-reduces and broadcasts of numbers ``body`` calls. Those
+        of integers agree on buckets.
+        """
+        with CollectiveLog() as log:
+            body()
+        names = [call.name for call in log.calls if call.dtype.is_floating_point]
+        return names.count("allreduce"), names.count("broadcast")
+
+    def gradients(self, model):
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def averaged(self, reference):
+        """Return the averages over ranks of the gradients of a model without DDP, by
+        name. Collective.
+        """
+        averages = {
+            name: each.clone()
+            for name, each in self.gradients(reference).items()
+            if each is not None
+        }
+        for average in averages.values():
+            dist.all_reduce(average)
+            average.div_(self.world_size)
+        return averages
+
+    def check_gradients(self, ddp, expected, what):
+        """Compare the gradients of a model in DDP, by their names within it, bit by
+        bit.
+        """
+        found = self.gradients(ddp.module)
+        for name, gradient in expected.items():
+            self.assertEqual(
+                found[name], gradient, f"{what}: gradient of {name}", atol=0, rtol=0
+            )
+
+
 class TestDDPGradients(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_are_averaged(self):
-        """In one bucket or several. Before the order of gradients is known there is one bucket, unless DDP looks for
-        unused parameters: for one step, or two if the graph is static.
+        """In one bucket or several. Before the order of gradients is known there is one
+        bucket, unless DDP looks for unused parameters: for one step, or two if the
+        graph is static.
         """
         self.run_subtests(
             {
@@ -40,22 +108,35 @@ class TestDDPGradients(DDPTest):
     def _test_gradients_are_averaged(self, **options):
         model, reference = self.net(), self.net()
         ddp = DDP(model, **options)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for each in (model, reference)
+        ]
         for step in range(3):
             reductions, _ = self.counts(lambda step=step: self.backward(ddp, step))
             self.backward(reference, step)
             average_gradients(reference)
             self.check_gradients(ddp, self.gradients(reference), f"step {step}")
-            one_bucket = step < (2 if options["static_graph"] else not options["find_unused_parameters"])
+            one_bucket = step < (
+                2 if options["static_graph"] else not options["find_unused_parameters"]
+            )
             if options["bucket_cap_mb"] == 25 or one_bucket:
-                self.check_equal(f"all-reduces of step {step}", reductions, 1)
+                self.assertEqual(reductions, 1, f"all-reduces of step {step}")
             else:
-                self.check_equal(f"all-reduces of step {step}, with buckets of 10 bytes", reductions, 4)
+                self.assertEqual(
+                    reductions,
+                    4,
+                    f"all-reduces of step {step}, with buckets of 10 bytes",
+                )
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        self.check_equal(
-            "weights after training", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0
+        self.assertEqual(
+            list(model.parameters()),
+            list(reference.parameters()),
+            "weights after training",
+            atol=0,
+            rtol=0,
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -70,26 +151,39 @@ class TestDDPGradients(DDPTest):
                 reference.zero_grad()
                 self.backward(reference, step)
                 # What was averaged before is averaged again, and equal on both ranks.
-                for total, gradient in zip(expected, self.averaged(reference).values(), strict=True):
+                for total, gradient in zip(
+                    expected, self.averaged(reference).values(), strict=True
+                ):
                     total.add_(gradient)
-                self.check_equal(f"step {step}", [each.grad for each in model.parameters()], expected)
+                self.assertEqual(
+                    [each.grad for each in model.parameters()], expected, f"step {step}"
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_bucket_views_share_memory(self):
-        """``gradient_as_bucket_view`` keeps gradients in the bucket, which is then the only copy."""
+        """``gradient_as_bucket_view`` keeps gradients in the bucket, which is then the
+        only copy.
+        """
         for gradient_as_bucket_view in (False, True):
             model = self.net()
             ddp = DDP(model, gradient_as_bucket_view=gradient_as_bucket_view)
             for step in range(3):
                 self.backward(ddp, step)
-                storages = {each.grad.untyped_storage().data_ptr() for each in model.parameters()}
-                self.check_equal(
-                    f"memories of the gradients, {step}", len(storages), 1 if gradient_as_bucket_view else 4
+                storages = {
+                    each.grad.untyped_storage().data_ptr()
+                    for each in model.parameters()
+                }
+                self.assertEqual(
+                    len(storages),
+                    1 if gradient_as_bucket_view else 4,
+                    f"memories of the gradients, {step}",
                 )
                 ddp.zero_grad(set_to_none=step == 1)
                 if step != 1:
                     zeros = [torch.zeros_like(each) for each in model.parameters()]
-                    self.check_equal("zeroed", [each.grad for each in model.parameters()], zeros)
+                    self.assertEqual(
+                        [each.grad for each in model.parameters()], zeros, "zeroed"
+                    )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync(self):
@@ -99,12 +193,16 @@ class TestDDPGradients(DDPTest):
             ddp = DDP(model, gradient_as_bucket_view=gradient_as_bucket_view)
             for step in range(2):
                 with ddp.no_sync():
-                    reductions, _ = self.counts(lambda ddp=ddp, step=step: self.backward(ddp, step))
-                self.check_equal("all-reduces within no_sync", reductions, 0)
+                    reductions, _ = self.counts(
+                        lambda ddp=ddp, step=step: self.backward(ddp, step)
+                    )
+                self.assertEqual(reductions, 0, "all-reduces within no_sync")
                 self.backward(reference, step)
-                self.check_gradients(ddp, self.gradients(reference), f"within no_sync, {step}")
+                self.check_gradients(
+                    ddp, self.gradients(reference), f"within no_sync, {step}"
+                )
             reductions, _ = self.counts(lambda ddp=ddp: self.backward(ddp, 2))
-            self.check_equal("all-reduces after no_sync", reductions, 1)
+            self.assertEqual(reductions, 1, "all-reduces after no_sync")
             self.backward(reference, 2)
             self.check_gradients(ddp, self.averaged(reference), "after no_sync")
 
@@ -114,15 +212,23 @@ class TestDDPGradients(DDPTest):
         with ddp.no_sync():
             with ddp.no_sync():
                 self.backward(ddp)
-            self.check_equal("all-reduces in the outer no_sync", self.counts(lambda: self.backward(ddp))[0], 0)
-        self.check_equal("all-reduces outside", self.counts(lambda: self.backward(ddp))[0], 1)
+            self.assertEqual(
+                self.counts(lambda: self.backward(ddp))[0],
+                0,
+                "all-reduces in the outer no_sync",
+            )
+        self.assertEqual(
+            self.counts(lambda: self.backward(ddp))[0], 1, "all-reduces outside"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_ends_with_an_error(self):
         ddp = DDP(self.net())
         with self.assertRaisesRegex(ValueError, "of the body"), ddp.no_sync():
             raise ValueError("of the body")
-        self.check_equal("all-reduces afterwards", self.counts(lambda: self.backward(ddp))[0], 1)
+        self.assertEqual(
+            self.counts(lambda: self.backward(ddp))[0], 1, "all-reduces afterwards"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_outside_no_sync_decides(self):
@@ -130,7 +236,7 @@ class TestDDPGradients(DDPTest):
         ddp = DDP(self.net())
         loss = ddp(self.rows()).sum()
         with ddp.no_sync():
-            self.check_equal("all-reduces", self.counts(loss.backward)[0], 1)
+            self.assertEqual(self.counts(loss.backward)[0], 1, "all-reduces")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_parameters_stay_local(self):
@@ -141,8 +247,16 @@ class TestDDPGradients(DDPTest):
             self.backward(each)
         local = reference[0].weight.grad.clone()
         averaged = self.averaged(reference)
-        self.check_equal("gradient of 0.weight, which DDP ignores", model[0].weight.grad, local, atol=0, rtol=0)
-        self.check_equal("gradient of 0.bias", model[0].bias.grad, averaged["0.bias"], atol=0, rtol=0)
+        self.assertEqual(
+            model[0].weight.grad,
+            local,
+            "gradient of 0.weight, which DDP ignores",
+            atol=0,
+            rtol=0,
+        )
+        self.assertEqual(
+            model[0].bias.grad, averaged["0.bias"], "gradient of 0.bias", atol=0, rtol=0
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_frozen_parameters_are_left_alone(self):
@@ -161,30 +275,51 @@ class TestDDPGradients(DDPTest):
     def test_shared_parameter_is_reduced_once(self):
         def tied():
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            model = nn.Sequential(
+                nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            )
             model[1].weight = model[0].weight
             return model.to(self.device)
 
         model, reference = tied(), tied()
         ddp = DDP(model)
         elements = []
-        ddp.register_comm_hook(None, lambda state, bucket: elements.append(bucket.buffer().numel()) or done(bucket))
+        ddp.register_comm_hook(
+            None,
+            lambda state, bucket: (
+                elements.append(bucket.buffer().numel()) or done(bucket)
+            ),
+        )
         self.backward(ddp)
-        self.check_equal("elements that are reduced", elements, [16])
+        self.assertEqual(elements, [16], "elements that are reduced")
         self.backward(reference)
-        self.check_equal("gradient of the shared weight", model[0].weight.grad, reference[0].weight.grad)
+        self.assertEqual(
+            model[0].weight.grad,
+            reference[0].weight.grad,
+            "gradient of the shared weight",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delayed_parameters_are_reduced_at_a_hook(self):
-        """Parameters that are named for it are reduced when the gradient of another has been computed."""
+        """Parameters that are named for it are reduced when the gradient of another has
+        been computed.
+        """
         model, reference = self.net(), self.net()
-        options = {"device_ids": [self.device.index]} if self.device.index is not None else {}
+        options = (
+            {"device_ids": [self.device.index]} if self.device.index is not None else {}
+        )
         delayed = [("0.weight", model[0].weight), ("0.bias", model[0].bias)]
-        # The first layer's bias is the last whose gradient comes, but the hook must come after all delayed ones.
+        # The first layer's bias is the last whose gradient comes, but the hook must
+        # come after all delayed ones.
         rows = [self.rows(step).requires_grad_() for step in range(2)]
         trigger = nn.Parameter(torch.zeros(4, device=self.device))
         model.register_parameter("trigger", trigger)
-        ddp = DDP(model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **options)
+        ddp = DDP(
+            model,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=trigger,
+            **options,
+        )
         for step in range(2):
             ddp.zero_grad()
             reference.zero_grad()
@@ -193,7 +328,13 @@ class TestDDPGradients(DDPTest):
             expected = self.averaged(reference)
             for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
                 found = model.get_parameter(name).grad
-                self.check_equal(f"step {step}: gradient of {name}", found, expected[name], atol=0, rtol=0)
+                self.assertEqual(
+                    found,
+                    expected[name],
+                    f"step {step}: gradient of {name}",
+                    atol=0,
+                    rtol=0,
+                )
         model[0].bias.grad = None
         kept = model[0].weight.grad.clone()
         ddp(rows[0] + trigger).square().sum().backward()
@@ -201,14 +342,22 @@ class TestDDPGradients(DDPTest):
         reference(rows[0]).square().sum().backward()
         expected = self.averaged(reference)
         found = (model[0].weight.grad, model[0].bias.grad)
-        self.check_equal("one kept, one reset", found, (kept + expected["0.weight"], expected["0.bias"]))
+        self.assertEqual(
+            found,
+            (kept + expected["0.weight"], expected["0.bias"]),
+            "one kept, one reset",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_arguments_that_cannot_work_are_refused(self):
         frozen = self.net().requires_grad_(False)
-        with self.assertRaisesRegex(RuntimeError, "module doesn't have any parameter that requires a gradient"):
+        with self.assertRaisesRegex(
+            RuntimeError, "module doesn't have any parameter that requires a gradient"
+        ):
             DDP(frozen)
-        with self.assertRaisesRegex(ValueError, "device_ids can only be None or contain a single element"):
+        with self.assertRaisesRegex(
+            ValueError, "device_ids can only be None or contain a single element"
+        ):
             DDP(self.net(), device_ids=[0, 1])
         with self.assertRaisesRegex(ValueError, "need to be set at the same time"):
             DDP(self.net(), delay_all_reduce_named_params=[])
@@ -224,7 +373,9 @@ def done(bucket):
 
 
 class Counting(nn.Module):
-    """A linear layer with a buffer of shape ``(2,)``, and the values that the buffer had in forward."""
+    """A linear layer with a buffer of shape ``(2,)``, and the values that the buffer
+    had in forward.
+    """
 
     def __init__(self, value, device):
         super().__init__()
@@ -245,14 +396,26 @@ class TestDDPBuffers(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_initial_state_is_that_of_rank_0(self):
-        for options, buffer in (({}, 0.0), ({"forward_sync_buffers": False}, 0.0), ({"init_sync": False}, self.rank)):
+        for options, buffer in (
+            ({}, 0.0),
+            ({"forward_sync_buffers": False}, 0.0),
+            ({"init_sync": False}, self.rank),
+        ):
             model = self._counting()
             with torch.no_grad():
                 model.layer.weight.fill_(self.rank)
             DDP(model, **options)
             weight = self.rank if "init_sync" in options else 0
-            self.check_equal(f"initial weight with {options}", model.layer.weight.detach().mean().item(), weight)
-            self.check_equal(f"initial buffer with {options}", model.count.tolist(), [float(buffer)] * 2)
+            self.assertEqual(
+                model.layer.weight.detach().mean().item(),
+                weight,
+                f"initial weight with {options}",
+            )
+            self.assertEqual(
+                model.count.tolist(),
+                [float(buffer)] * 2,
+                f"initial buffer with {options}",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_of_rank_0_reach_all_before_forward(self):
@@ -262,8 +425,8 @@ class TestDDPBuffers(DDPTest):
             with torch.no_grad():
                 model.count.fill_(10 * step + self.rank)
             _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
-            self.check_equal("broadcasts", broadcasts, 1)
-        self.check_equal("buffer in forward", model.seen, [0.0, 10.0, 20.0])
+            self.assertEqual(broadcasts, 1, "broadcasts")
+        self.assertEqual(model.seen, [0.0, 10.0, 20.0], "buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reassigned_buffer_is_sent(self):
@@ -272,7 +435,7 @@ class TestDDPBuffers(DDPTest):
         ddp(self.rows())
         model.count = torch.full((2,), 5.0 + self.rank, device=self.device)
         ddp(self.rows())
-        self.check_equal("reassigned buffer in forward", model.seen, [0.0, 5.0])
+        self.assertEqual(model.seen, [0.0, 5.0], "reassigned buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_stay_local_if_asked(self):
@@ -281,8 +444,8 @@ class TestDDPBuffers(DDPTest):
         with torch.no_grad():
             model.count.fill_(self.rank)
         _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
-        self.check_equal("broadcasts in forward", broadcasts, 0)
-        self.check_equal("buffer in forward", model.seen, [float(self.rank)])
+        self.assertEqual(broadcasts, 0, "broadcasts in forward")
+        self.assertEqual(model.seen, [float(self.rank)], "buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_buffer_stays_local(self):
@@ -290,17 +453,19 @@ class TestDDPBuffers(DDPTest):
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["count"])
         ddp = DDP(model)
         ddp(self.rows())
-        self.check_equal("ignored buffer in forward", model.seen, [float(self.rank)])
+        self.assertEqual(model.seen, [float(self.rank)], "ignored buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_saves_the_next_broadcast(self):
-        """Where gradients were not reduced, nothing has changed that the next forward had to synchronize."""
+        """Where gradients were not reduced, nothing has changed that the next forward
+        had to synchronize.
+        """
         ddp = DDP(self._counting())
         broadcasts = []
         for syncs in (True, False, False, True, True):
             ddp.require_backward_grad_sync = syncs
             broadcasts.append(self.counts(lambda: ddp(self.rows()).sum().backward())[1])
-        self.check_equal("broadcasts of four forwards", broadcasts, [1, 1, 0, 0, 1])
+        self.assertEqual(broadcasts, [1, 1, 0, 0, 1], "broadcasts of four forwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffer_hook_runs_where_asked(self):
@@ -317,11 +482,15 @@ class TestDDPBuffers(DDPTest):
 
             ddp = DDP(model)
             ddp._register_buffer_comm_hook(order, hook, location)
-            model.layer.register_forward_hook(lambda *_, order=order: order.append("forward"))
-            _, broadcasts = self.counts(lambda ddp=ddp: ddp(self.rows()).sum().backward())
-            self.check_equal("order of hook and forward", order, expected)
-            self.check_equal("buffers of the hook", named, ["count"])
-            self.check_equal("broadcasts", broadcasts, 0)
+            model.layer.register_forward_hook(
+                lambda *_, order=order: order.append("forward")
+            )
+            _, broadcasts = self.counts(
+                lambda ddp=ddp: ddp(self.rows()).sum().backward()
+            )
+            self.assertEqual(order, expected, "order of hook and forward")
+            self.assertEqual(named, ["count"], "buffers of the hook")
+            self.assertEqual(broadcasts, 0, "broadcasts")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""DistributedDataParallel with parameters that a step does not use, graphs that never change, and low precision.
+"""DistributedDataParallel with parameters that a step does not use, graphs that never
+change, and low precision.
 
-Two ranks add two numbers in one order and halving is exact, so gradients equal the reference's bit by bit.
+Two ranks add two numbers in one order and halving is exact, so gradients equal the
+reference's bit by bit.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
-    DDPTest,
+    FSDPTest,
     check_races,
     skip_without_accelerator,
 )
@@ -29,7 +31,9 @@ if not dist.is_available():
 
 
 class Branches(nn.Module):
-    """Two linear layers of which forward uses those that ``use`` names, and a third that it never uses."""
+    """Two linear layers of which forward uses those that ``use`` names, and a third
+    that it never uses.
+    """
 
     def __init__(self, device, form="tensor"):
         super().__init__()
@@ -70,32 +74,59 @@ def rows_of(output):
     return output[1][0] if isinstance(output, tuple) else output[1]
 
 
+class DDPTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def rows(self, step=0):
+        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
+        and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, 4, generator=generator).to(self.device)
+
+
 class TestDDPUnusedParameters(DDPTest):
     def _check(self, ddp, reference, what):
-        """Check against averages in which a rank that has no gradient counts as zero; None if no rank has one."""
+        """Check against averages in which a rank that has no gradient counts as zero;
+        None if no rank has one.
+        """
         for name, parameter in reference.named_parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            gradient = (
+                torch.zeros_like(parameter)
+                if parameter.grad is None
+                else parameter.grad.clone()
+            )
             have = torch.tensor(float(parameter.grad is not None), device=self.device)
             dist.all_reduce(gradient)
             dist.all_reduce(have)
             expected = gradient / self.world_size if have.item() else None
             found = ddp.module.get_parameter(name).grad
-            self.check_equal(f"{what}: gradient of {name}", found, expected, atol=0, rtol=0)
+            self.assertEqual(
+                found, expected, f"{what}: gradient of {name}", atol=0, rtol=0
+            )
 
     @contextlib.contextmanager
     def _telling(self, what):
-        """Say which step an error of the reducer is about: its own words are the same for any."""
+        """Say which step an error of the reducer is about: its own words are the same
+        for any.
+        """
         try:
             yield
         except RuntimeError as error:
-            raise AssertionError(f"{what}: DDP mistook what is used: {error}") from error
+            raise AssertionError(
+                f"{what}: DDP mistook what is used: {error}"
+            ) from error
 
     def _steps(self, ddp, reference, uses):
         for step, use in enumerate(uses):
             for each in (ddp, reference):
                 (ddp.module if each is ddp else each).use = use
                 each.zero_grad()
-                with self._telling(f"step {step} with {use} in use, output in a {reference.form}"):
+                with self._telling(
+                    f"step {step} with {use} in use, output in a {reference.form}"
+                ):
                     rows_of(each(self.rows(step))).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
 
@@ -103,7 +134,11 @@ class TestDDPUnusedParameters(DDPTest):
     def test_branch_that_only_one_rank_takes(self):
         for gradient_as_bucket_view in (False, True):
             model, reference = Branches(self.device), Branches(self.device)
-            ddp = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=gradient_as_bucket_view)
+            ddp = DDP(
+                model,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+            )
             own, other = ("one", "two") if self.rank == 0 else ("two", "one")
             self._steps(ddp, reference, [("one",), (own,), (other, own), (other,)])
 
@@ -114,7 +149,11 @@ class TestDDPUnusedParameters(DDPTest):
 
     def _test_outputs_of_every_form(self, form):
         model, reference = Branches(self.device, form), Branches(self.device, form)
-        self._steps(DDP(model, find_unused_parameters=True), reference, [("one",), ("one", "two")])
+        self._steps(
+            DDP(model, find_unused_parameters=True),
+            reference,
+            [("one",), ("one", "two")],
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradient_of_an_unused_parameter_is_kept(self):
@@ -123,7 +162,11 @@ class TestDDPUnusedParameters(DDPTest):
         ddp = DDP(model, find_unused_parameters=True)
         model.never.weight.grad = torch.full_like(model.never.weight, 3.0 + self.rank)
         ddp(self.rows()).sum().backward()
-        self.check_equal("gradient of never", model.never.weight.grad, torch.full((4, 4), 3.0 + self.rank))
+        self.assertEqual(
+            model.never.weight.grad,
+            torch.full((4, 4), 3.0 + self.rank),
+            "gradient of never",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_that_the_loss_ignores(self):
@@ -145,7 +188,8 @@ class TestDDPUnusedParameters(DDPTest):
         ddp = DDP(Branches(self.device))
         ddp(self.rows()).sum().backward()
         expected = (
-            r"(?s)Expected to have finished reduction in the prior iteration.*find_unused_parameters=True"
+            r"(?s)Expected to have finished reduction in the prior "
+            r"iteration.*find_unused_parameters=True"
             rf".*did not receive grad for rank {self.rank}: 4 5"
         )
         with self.assertRaisesRegex(RuntimeError, expected):
@@ -153,7 +197,9 @@ class TestDDPUnusedParameters(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_static_graph_finds_unused_parameters_once(self):
-        """It reduces at the end of the first backwards, and as soon as a bucket is complete when it knows the order."""
+        """It reduces at the end of the first backwards, and as soon as a bucket is
+        complete when it knows the order.
+        """
         model, reference = Branches(self.device), Branches(self.device)
         ddp = DDP(model, static_graph=True, bucket_cap_mb=1e-5)
         computed = []
@@ -162,14 +208,16 @@ class TestDDPUnusedParameters(DDPTest):
             for each in (ddp, reference):
                 each.zero_grad()
             log = CollectiveLog()
-            hooked = model.one.weight.register_hook(lambda _, log=log: computed.append(log.count("allreduce")))
+            hooked = model.one.weight.register_hook(
+                lambda _, log=log: computed.append(log.count("allreduce"))
+            )
             with log, self._telling(f"step {step}"):
                 ddp(self.rows(step)).square().sum().backward()
             hooked.remove()
             reference(self.rows(step)).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
             early = "buckets reduced before the first layer's gradient comes"
-            self.check_equal(f"step {step}: {early}", computed[0] > 0, step > 1)
+            self.assertEqual(computed[0] > 0, step > 1, f"step {step}: {early}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_static_graph_with_a_module_that_runs_twice(self):
@@ -200,7 +248,11 @@ class Typed(nn.Module):
         self.seen = {}
 
     def forward(self, x):
-        self.seen = {"x": x.dtype, "weight": self.layer.weight.dtype, "buffer": self.offset.dtype}
+        self.seen = {
+            "x": x.dtype,
+            "weight": self.layer.weight.dtype,
+            "buffer": self.offset.dtype,
+        }
         return self.layer(x)
 
 
@@ -214,16 +266,23 @@ class TestDDPMixedPrecision(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compute_in_low_precision(self):
-        """Forward and backward in one type, the reduction in another; parameters, gradients, optimizer in full.
+        """Forward and backward in one type, the reduction in another; parameters,
+        gradients, optimizer in full.
 
-        Values of the first step are not compared: docs/findings/ddp_mixed_precision_first_step.md.
+        Values of the first step are not compared:
+        docs/findings/ddp_mixed_precision_first_step.md.
         """
         skip_without_accelerator("DDP's mixed precision makes streams")
-        self.run_subtests({"types": [(BRAIN, FULL), (HALF, HALF)]}, self._test_compute_in_low_precision)
+        self.run_subtests(
+            {"types": [(BRAIN, FULL), (HALF, HALF)]},
+            self._test_compute_in_low_precision,
+        )
 
     def _test_compute_in_low_precision(self, types):
         param_dtype, reduce_dtype = types
-        precision = _MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=param_dtype)
+        precision = _MixedPrecision(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=param_dtype
+        )
         model, reference = self._model(), self._model()
         ddp = DDP(model, mixed_precision=precision)
         for step in range(3):
@@ -231,11 +290,17 @@ class TestDDPMixedPrecision(DDPTest):
             with CollectiveLog() as log:
                 ddp(self.rows(step)).sum().backward()
             reduced = {call.dtype for call in log.calls if call.name == "allreduce"}
-            self.check_equal("types that are reduced", reduced, {reduce_dtype})
+            self.assertEqual(reduced, {reduce_dtype}, "types that are reduced")
             seen = dict.fromkeys(("x", "weight", "buffer"), param_dtype)
-            self.check_equal("types in forward", [each.seen for each in model], [seen] * 2)
+            self.assertEqual(
+                [each.seen for each in model], [seen] * 2, "types in forward"
+            )
             after = {(each.dtype, each.grad.dtype) for each in model.parameters()}
-            self.check_equal("types of parameters after backward, and of gradients", after, {(FULL, FULL)})
+            self.assertEqual(
+                after,
+                {(FULL, FULL)},
+                "types of parameters after backward, and of gradients",
+            )
             if not step:
                 continue
             computing = self._model().to(param_dtype)
@@ -245,34 +310,63 @@ class TestDDPMixedPrecision(DDPTest):
                 dist.all_reduce(gradient)
                 expected = (gradient / self.world_size).to(FULL)
                 found = model.get_parameter(name).grad
-                self.check_equal(f"gradient of {name}, step {step}", found, expected, atol=0, rtol=0)
-        self.check_equal("parameters", list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+                self.assertEqual(
+                    found, expected, f"gradient of {name}, step {step}", atol=0, rtol=0
+                )
+        self.assertEqual(
+            list(model.parameters()),
+            list(reference.parameters()),
+            "parameters",
+            atol=0,
+            rtol=0,
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_low_precision_copies_take_memory_only_in_use(self):
-        """Before forward a parameter's copy has none. What DDP ignores has no copy, and keeps its type."""
+        """Before forward a parameter's copy has none. What DDP ignores has no copy, and
+        keeps its type.
+        """
         skip_without_accelerator("DDP's mixed precision makes streams")
         model = self._model()
         names = ["1.layer.weight", "1.layer.bias", "1.offset"]
         ignored = [model[1].layer.weight, model[1].layer.bias, model[1].offset]
         DDP._set_params_and_buffers_to_ignore_for_model(model, names)
-        DDP(model, mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL, buffer_dtype=HALF))
-        copies = {name: each._mp_param for name, each in model.named_parameters() if hasattr(each, "_mp_param")}
-        self.check_equal("what has a copy", list(copies), ["0.layer.weight", "0.layer.bias"])
+        DDP(
+            model,
+            mixed_precision=_MixedPrecision(
+                param_dtype=HALF, reduce_dtype=FULL, buffer_dtype=HALF
+            ),
+        )
+        copies = {
+            name: each._mp_param
+            for name, each in model.named_parameters()
+            if hasattr(each, "_mp_param")
+        }
+        self.assertEqual(
+            list(copies), ["0.layer.weight", "0.layer.bias"], "what has a copy"
+        )
         sizes = [copy.untyped_storage().size() for copy in copies.values()]
-        self.check_equal("bytes of copies before forward", sizes, [0, 0])
-        self.check_equal("types of what is ignored", [each.dtype for each in ignored], [FULL] * 3)
-        self.check_equal("type of the other buffer", model[0].offset.dtype, HALF)
+        self.assertEqual(sizes, [0, 0], "bytes of copies before forward")
+        self.assertEqual(
+            [each.dtype for each in ignored], [FULL] * 3, "types of what is ignored"
+        )
+        self.assertEqual(model[0].offset.dtype, HALF, "type of the other buffer")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_streams_wait_for_low_precision(self):
-        """Low-precision copies and what casts gradients back run on streams of their own, for which others wait."""
+        """Low-precision copies and what casts gradients back run on streams of their
+        own, for which others wait.
+        """
         skip_without_accelerator("the host has no streams")
-        ddp = DDP(self._model(), mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL))
+        ddp = DDP(
+            self._model(),
+            mixed_precision=_MixedPrecision(param_dtype=HALF, reduce_dtype=FULL),
+        )
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with check_races():
             for step in range(3):
-                # DDP does not do so itself, and may copy parameters that the optimizer has not written: docs/races.md.
+                # DDP does not do so itself, and may copy parameters that the optimizer
+                # has not written: docs/races.md.
                 ddp._mp_stream.wait_stream(torch.accelerator.current_stream())
                 ddp(self.rows(step)).sum().backward()
                 optimizer.step()

@@ -1,8 +1,10 @@
-"""Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library only.
+"""Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library
+only.
 
-The runner takes interrupts over when ``run_tests()`` calls it, but most of the time until then goes into imports, of
-torch and of whatever else the file needs. An interrupt among them would print a traceback of where it came. Once
-:func:`install` has been called it ends the process as it does later: in one word, with code 130.
+The runner takes interrupts over when ``run_tests()`` calls it, but most of the time
+until then goes into imports, of torch and of whatever else the file needs. An interrupt
+among them would print a traceback of where it came. Once :func:`install` has been
+called it ends the process as it does later: in one word, with code 130.
 """
 
 from __future__ import annotations
@@ -19,14 +21,23 @@ _INTERRUPTED = 130
 
 
 def install() -> None:
-    """Take uncaught interrupts over if the program is a file that was started by itself. Idempotent."""
+    """Take uncaught interrupts over if the program is a file that was started by
+    itself. Idempotent.
+    """
     main = sys.modules.get("__main__")
-    is_script = main is not None and main.__spec__ is None and getattr(main, "__file__", None)
-    if not is_script or getattr(sys.excepthook, "__name__", "") == "_end_without_traceback":
+    is_script = (
+        main is not None and main.__spec__ is None and getattr(main, "__file__", None)
+    )
+    if (
+        not is_script
+        or getattr(sys.excepthook, "__name__", "") == "_end_without_traceback"
+    ):
         return
     before, own = sys.excepthook, os.getpid()
 
-    def _end_without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+    def _end_without_traceback(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
+    ) -> None:
         if not issubclass(kind, KeyboardInterrupt) or os.getpid() != own:
             before(kind, error, trace)
             return

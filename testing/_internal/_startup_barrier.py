@@ -1,7 +1,9 @@
-"""A barrier before ``init_rpc`` that names the worker which never got there. Runs in the rank; imports torch only.
+"""A barrier before ``init_rpc`` that names the worker which never got there. Runs in
+the rank; imports torch only.
 
-``init_rpc`` is a rendezvous: a worker in it waits for all others until a time limit, even if one of them failed long
-ago. This barrier fails at once instead, with the name and the error of the worker at fault.
+``init_rpc`` is a rendezvous: a worker in it waits for all others until a time limit,
+even if one of them failed long ago. This barrier fails at once instead, with the name
+and the error of the worker at fault.
 """
 
 from __future__ import annotations
@@ -23,17 +25,22 @@ class PeerFailedError(RuntimeError):
 
 
 @contextmanager
-def startup_barrier(path: str, name: str, names: list[str], timeout: timedelta) -> Iterator[None]:
-    """Set worker ``name`` up in the ``with`` block, then wait until every worker has finished its own block.
+def startup_barrier(
+    path: str, name: str, names: list[str], timeout: timedelta
+) -> Iterator[None]:
+    """Set worker ``name`` up in the ``with`` block, then wait until every worker has
+    finished its own block.
 
     Args:
-        path: a file that all workers can reach and that nothing else uses. The last worker removes it when it ends.
+        path: a file that all workers can reach and that nothing else uses. The last
+            worker removes it when it ends.
         name: this worker.
         names: all workers, this one included.
         timeout: how long to wait for each peer.
 
     Raises:
-        PeerFailedError: another worker's block raised, or that worker was not ready within ``timeout``.
+        PeerFailedError: another worker's block raised, or that worker was not ready
+            within ``timeout``.
     """
     store = dist.FileStore(path, len(names))
     store.set_timeout(timeout)
@@ -46,7 +53,10 @@ def startup_barrier(path: str, name: str, names: list[str], timeout: timedelta) 
     for peer in names:
         state = _state_of(peer, store, timeout)
         if state != _READY:
-            raise PeerFailedError(f"{peer} failed before init_rpc, so {name} does not wait for it: {state}")
+            raise PeerFailedError(
+                f"{peer} failed before init_rpc, so {name} does not wait for it: "
+                f"{state}"
+            )
 
 
 def _state_of(peer: str, store: Any, timeout: timedelta) -> str:
@@ -54,6 +64,7 @@ def _state_of(peer: str, store: Any, timeout: timedelta) -> str:
         return str(store.get(peer), "utf-8", "replace")
     except RuntimeError as error:
         raise PeerFailedError(
-            f"{peer} was not ready for init_rpc within {timeout.total_seconds():g} s and reported no error. "
+            f"{peer} was not ready for init_rpc within {timeout.total_seconds():g} s "
+            "and reported no error. "
             "See the end of that worker's output."
         ) from error

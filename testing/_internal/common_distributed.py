@@ -1,7 +1,7 @@
 """The base classes and helpers of distributed tests, under upstream's names.
 
-The modules are in ``_distributed``. A name of upstream's ``common_distributed`` that is not defined here is torch's
-own.
+The modules are in ``_distributed``. A name of upstream's ``common_distributed`` that is
+not defined here is torch's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from torch_ext.testing._internal._distributed.multi_process import (
     MultiProcessTestCase,
     WorldFailure,
 )
-from torch_ext.testing._internal._distributed.multi_threaded import MultiThreadedTestCase, spawn_threads_and_init_comms
+from torch_ext.testing._internal._distributed.multi_threaded import (
+    MultiThreadedTestCase,
+    spawn_threads_and_init_comms,
+)
 from torch_ext.testing._internal._distributed.skips import (
     ACCELERATOR_DIST_BACKENDS,
     TEST_SKIPS,
@@ -83,5 +86,6 @@ if told := untested_torch():
 
 
 def __getattr__(name: str) -> Any:
-    # On use, so that importing this module does not require every private name that upstream's file imports.
+    # On use, so that importing this module does not require every private name that
+    # upstream's file imports.
     return upstream_name("common_distributed", name)

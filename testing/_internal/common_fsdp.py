@@ -1,10 +1,12 @@
-"""FSDP test helpers for every device: models, patches, parity checks and base classes, under upstream's names.
+"""FSDP test helpers for every device: models, patches, parity checks and base classes,
+under upstream's names.
 
-Each import below exports what the module lists in ``__all__``. To add a helper, write it in a module of ``_fsdp`` and
-add its name to that module's ``__all__``.
+Each import below exports what the module lists in ``__all__``. To add a helper, write
+it in a module of ``_fsdp`` and add its name to that module's ``__all__``.
 
-``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` come from :mod:`torch_ext.accelerator` each time they are
-read, never at import. A test file may assign them here; all helpers follow.
+``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` come from
+:mod:`torch_ext.accelerator` each time they are read, never at import. A test file may
+assign them here; all helpers follow.
 """
 
 # ruff: noqa: F403  # see above: __all__ of each module is the one list of its names
@@ -26,13 +28,11 @@ from torch_ext.testing._internal._fsdp.models.chain import *
 from torch_ext.testing._internal._fsdp.models.experts import *
 from torch_ext.testing._internal._fsdp.models.mlp import *
 from torch_ext.testing._internal._fsdp.models.nested import *
-from torch_ext.testing._internal._fsdp.models.state_dict import *
+from torch_ext.testing._internal._fsdp.models.skip import *
 from torch_ext.testing._internal._fsdp.models.transformer import *
 from torch_ext.testing._internal._fsdp.models.trees import *
-from torch_ext.testing._internal._fsdp.optim_state import *
 from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
-from torch_ext.testing._internal._fsdp.state_dict import *
 from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *

@@ -1,4 +1,6 @@
-"""What test files need besides the distributed base classes. A name that is not defined here is torch's own."""
+"""What test files need besides the distributed base classes. A name that is not defined
+here is torch's own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from torch.testing._internal.common_utils import (
 
 from torch_ext import accelerator
 
-# torch's advice on how to rerun a test fits its own checkout; our runner prints what works here.
+# torch's advice on how to rerun a test fits its own checkout; our runner prints what
+# works here.
 _upstream.PRINT_REPRO_ON_FAILURE = False
 
 __all__ = [
@@ -48,26 +51,36 @@ def __getattr__(name: str) -> Any:
 def run_tests(argv: Sequence[str] | None = None) -> None:
     """Run the tests of the file that is ``__main__``, and exit.
 
-    The exit code is 0 if all passed, 1 if a test failed, 2 for wrong usage or if nothing was selected, 130 if
-    interrupted. Where the file was only imported (in a zygote, in a rank, by another runner) it does nothing.
+    The exit code is 0 if all passed, 1 if a test failed, 2 for wrong usage or if
+    nothing was selected, 130 if interrupted. Where the file was only imported (in a
+    zygote, in a rank, by another runner) it does nothing.
     """
     main = sys.modules["__main__"]
     if main.__name__ != "__main__" or not getattr(main, "__file__", None):
         return
-    from torch_ext.runner.cli import main_for_file  # on use: a file that is only imported needs no runner
+    from torch_ext.runner.cli import (
+        main_for_file,
+    )  # on use: a file that is only imported needs no runner
 
-    raise SystemExit(main_for_file(str(main.__file__), sys.argv[1:] if argv is None else argv, _load_device))
+    raise SystemExit(
+        main_for_file(
+            str(main.__file__), sys.argv[1:] if argv is None else argv, _load_device
+        )
+    )
 
 
 def _load_device(requested: str) -> None:
-    """Load the device under test in this process, whose fork becomes the zygote: else every rank would load it."""
+    """Load the device under test in this process, whose fork becomes the zygote: else
+    every rank would load it.
+    """
     if requested:
         os.environ[accelerator.DEVICE_VARIABLE] = requested
     accelerator.device_type()
 
 
 def set_rng_seed(seed: int | None = None) -> None:
-    """Seed the generators of Python, numpy, torch and the device under test; ``seed`` defaults to torch's test seed.
+    """Seed the generators of Python, numpy, torch and the device under test; ``seed``
+    defaults to torch's test seed.
 
     torch's own function asks every device type, which takes milliseconds in every rank.
     """
@@ -79,19 +92,24 @@ def set_rng_seed(seed: int | None = None) -> None:
         accelerator.device_module().manual_seed_all(number)
 
 
-# TestCase.setUp seeds through this name in the parent half of every test, while ranks start.
+# TestCase.setUp seeds through this name in the parent half of every test, while ranks
+# start.
 _upstream.set_rng_seed = set_rng_seed
 
 
 @functools.cache
 def get_cycles_per_ms() -> float:
-    """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured once with the device's events.
+    """Return how many cycles of ``torch.<device>._sleep`` take a millisecond, measured
+    once with the device's events.
 
     Raises:
-        RuntimeError: the device under test cannot sleep. Check ``accelerator.capabilities().device_sleep`` first.
+        RuntimeError: the device under test cannot sleep. Check
+            ``accelerator.capabilities().device_sleep`` first.
     """
     if not accelerator.capabilities().device_sleep:
-        raise RuntimeError(f"{accelerator.device_type()} has no _sleep; sleep on the host instead")
+        raise RuntimeError(
+            f"{accelerator.device_type()} has no _sleep; sleep on the host instead"
+        )
     module, cycles = accelerator.device_module(), 1_000_000
     samples = []
     for _ in range(9):  # the first ones include start-up; the median ignores them

@@ -1,6 +1,8 @@
-"""Helpers of RPC tests: workers that start and stop around a test, waits for the RRef protocol, expected errors.
+"""Helpers of RPC tests: workers that start and stop around a test, waits for the RRef
+protocol, expected errors.
 
-All of it runs in the rank. A *worker* is a rank's RPC agent; rank ``r`` is the worker ``worker_name(r)``.
+All of it runs in the rank. A *worker* is a rank's RPC agent; rank ``r`` is the worker
+``worker_name(r)``.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
 _TSAN_SLOWDOWN = 5
 _POLL_INTERVAL_S = 0.01
-# The two ways in which torch names the worker that raised: in a Python function, or while serving a message.
+# The two ways in which torch names the worker that raised: in a Python function, or
+# while serving a message.
 _NODE_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=(\d+), name=|Error on Node (\d+):")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -71,18 +74,23 @@ def dist_init(
     faulty_messages: Sequence[str] | None = None,
     messages_to_delay: dict[str, float] | None = None,
 ) -> Callable[..., Any]:
-    """Run a test method with an RPC worker in each rank. Use it with or without arguments.
+    """Run a test method with an RPC worker in each rank. Use it with or without
+    arguments.
 
-    Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef that outlives the body is an error
-    at shutdown. If the body raises, the agent is not shut down: the connection breaks when the rank ends, so that the
-    peers do not wait for an answer.
+    Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef
+    that outlives the body is an error at shutdown. If the body raises, the agent is not
+    shut down: the connection breaks when the rank ends, so that the peers do not wait
+    for an answer.
 
     Args:
         old_test_method: the test, if the decorator is used without arguments.
         setup_rpc: start and stop the agent. With False this is up to the body.
-        clean_shutdown: at the end wait until every worker has finished its work, instead of leaving at once.
-        faulty_messages: message types that the faulty agent drops at first; None keeps the fixture's choice.
-        messages_to_delay: seconds by which the faulty agent delays message types; None keeps the fixture's choice.
+        clean_shutdown: at the end wait until every worker has finished its work,
+            instead of leaving at once.
+        faulty_messages: message types that the faulty agent drops at first; None keeps
+            the fixture's choice.
+        messages_to_delay: seconds by which the faulty agent delays message types; None
+            keeps the fixture's choice.
 
     Raises (in the test):
         PeerFailedError: another worker failed before it could join.
@@ -112,10 +120,17 @@ def dist_init(
     return run_as_worker
 
 
-def _join_as_worker(test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None) -> None:
+def _join_as_worker(
+    test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None
+) -> None:
     names = [worker_name(rank) for rank in range(test.world_size)]
-    limit = timedelta(seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1))
-    with startup_barrier(f"{test.file_name}_startup_barrier", names[test.rank], names, limit):
+    limit = timedelta(
+        seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+        * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1)
+    )
+    with startup_barrier(
+        f"{test.file_name}_startup_barrier", names[test.rank], names, limit
+    ):
         test.setup_fault_injection(faulty_messages, delays)
         backend, options = test.rpc_backend, test.rpc_backend_options
         if TEST_WITH_TSAN:
@@ -141,17 +156,24 @@ def _leaked_rrefs_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _remote_failures_named(caller: str) -> Iterator[None]:
-    """Add a line to an error that came back through remote calls: the name of the worker that raised it.
+    """Add a line to an error that came back through remote calls: the name of the
+    worker that raised it.
 
-    The message of such an error nests a traceback for each hop, and the caller's own traceback points to the call.
+    The message of such an error nests a traceback for each hop, and the caller's own
+    traceback points to the call.
     """
     try:
         yield
     except Exception as error:
-        nodes = (int(match[1] or match[2]) for match in _NODE_IN_MESSAGE.finditer(str(error)))
+        nodes = (
+            int(match[1] or match[2]) for match in _NODE_IN_MESSAGE.finditer(str(error))
+        )
         hops = [name for name in map(worker_name, nodes) if name != caller]
         if hops:
-            line = f"The failure happened in a remote call on {hops[-1]}; {caller} only reports it."
+            line = (
+                f"The failure happened in a remote call on {hops[-1]}; {caller} only "
+                "reports it."
+            )
             if sys.version_info >= (3, 11):
                 error.add_note(line)
             else:
@@ -164,20 +186,26 @@ def worker_name(rank: int) -> str:
     return f"worker{rank}"
 
 
-def initialize_pg(init_method: str, rank: int, world_size: int, backend: str = "gloo") -> None:
+def initialize_pg(
+    init_method: str, rank: int, world_size: int, backend: str = "gloo"
+) -> None:
     """Initialize the default process group unless there is one.
 
-    ``init_method`` must not name the rendezvous file of the RPC agents, because both store their keys in it.
+    ``init_method`` must not name the rendezvous file of the RPC agents, because both
+    store their keys in it.
     """
     if not dist.is_initialized():
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world_size
+        )
 
 
 def noop() -> None:
     """Do nothing; the cheapest remote call."""
 
 
-# Errors that a caller may see when the callee's agent goes away during connecting, sending or waiting.
+# Errors that a caller may see when the callee's agent goes away during connecting,
+# sending or waiting.
 _SHUTDOWN_ERRORS = {
     "TENSORPIPE": (
         "(?i:eof)[: ]",
@@ -194,31 +222,42 @@ _TIMEOUT_ERRORS = dict.fromkeys(_SHUTDOWN_ERRORS, "RPC ran for more than")
 
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the errors that a call may raise if the callee has shut down.
+    """Return a pattern for the errors that a call may raise if the callee has shut
+    down.
 
     Args:
         rpc_backend: a member of ``rpc.BackendType``, or its name.
     """
-    return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS[_known_backend(rpc_backend)])
+    return "|".join(
+        f"({pattern})" for pattern in _SHUTDOWN_ERRORS[_known_backend(rpc_backend)]
+    )
 
 
 def get_timeout_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the error of a call that timed out. See :func:`get_shutdown_error_regex`."""
+    """Return a pattern for the error of a call that timed out. See
+    :func:`get_shutdown_error_regex`.
+    """
     return _TIMEOUT_ERRORS[_known_backend(rpc_backend)]
 
 
 def _known_backend(rpc_backend: Any) -> str:
     name = str(getattr(rpc_backend, "name", rpc_backend))
     if name not in _SHUTDOWN_ERRORS:
-        raise ValueError(f"got RPC backend {name!r}, expected one of {', '.join(sorted(_SHUTDOWN_ERRORS))}")
+        raise ValueError(
+            f"got RPC backend {name!r}, expected one of "
+            f"{', '.join(sorted(_SHUTDOWN_ERRORS))}"
+        )
     return name
 
 
-def wait_until_node_failure(rank: int, expected_error_regex: str = ".*", timeout: int = 60) -> str:
+def wait_until_node_failure(
+    rank: int, expected_error_regex: str = ".*", timeout: int = 60
+) -> str:
     """Call ``rank`` until a call fails with a matching message, and return the message.
 
     Raises:
-        TimeoutError: after ``timeout`` seconds the worker still answered, or calls failed only with other messages.
+        TimeoutError: after ``timeout`` seconds the worker still answered, or calls
+            failed only with other messages.
     """
     last = "it still answered"
     for _ in _until(timeout):
@@ -229,34 +268,45 @@ def wait_until_node_failure(rank: int, expected_error_regex: str = ".*", timeout
             if re.search(expected_error_regex, last):
                 return last
     raise TimeoutError(
-        f"{worker_name(rank)} did not fail with an error matching {expected_error_regex!r} in {timeout} s: {last}"
+        f"{worker_name(rank)} did not fail with an error matching "
+        f"{expected_error_regex!r} in {timeout} s: {last}"
     )
 
 
 def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     """Wait until the owners have confirmed all RRef forks of this worker.
 
-    Confirmations arrive in the background, possibly after ``to_here`` has returned. Call this before you check the
-    counts in the RRef context.
+    Confirmations arrive in the background, possibly after ``to_here`` has returned.
+    Call this before you check the counts in the RRef context.
 
     Raises:
         ValueError: forks or futures were still pending after ``timeout`` seconds.
     """
     for _ in _until(timeout):
         counts = private.rref_debug_info()
-        futures, users = int(counts["num_pending_futures"]), int(counts["num_pending_users"])
+        futures, users = (
+            int(counts["num_pending_futures"]),
+            int(counts["num_pending_users"]),
+        )
         if futures == users == 0:
             return
-    raise ValueError(f"After {timeout} s there are still {futures} pending futures and {users} pending users")
+    raise ValueError(
+        f"After {timeout} s there are still {futures} pending futures and {users} "
+        "pending users"
+    )
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return how many RRefs this worker owns and how many forks of them exist, as torch prints the counts."""
+    """Return how many RRefs this worker owns and how many forks of them exist, as torch
+    prints the counts.
+    """
     counts = private.rref_debug_info()
     return counts["num_owner_rrefs"], counts["num_forks"]
 
 
-def wait_until_owners_and_forks_on_rank(num_owners: int, num_forks: int, rank: int, timeout: int = 20) -> None:
+def wait_until_owners_and_forks_on_rank(
+    num_owners: int, num_forks: int, rank: int, timeout: int = 20
+) -> None:
     """Wait until ``rank`` owns exactly ``num_owners`` RRefs with ``num_forks`` forks.
 
     Raises:
@@ -264,18 +314,23 @@ def wait_until_owners_and_forks_on_rank(num_owners: int, num_forks: int, rank: i
     """
     expected = (num_owners, num_forks)
     for _ in _until(timeout):
-        owners, forks = rpc.rpc_sync(worker_name(rank), get_num_owners_and_forks, timeout=timeout)
+        owners, forks = rpc.rpc_sync(
+            worker_name(rank), get_num_owners_and_forks, timeout=timeout
+        )
         seen = (int(owners), int(forks))
         if seen == expected:
             return
     raise ValueError(
-        f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} forks, "
+        f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} "
+        "forks, "
         f"expected {num_owners} and {num_forks}"
     )
 
 
 def _until(timeout: float) -> Iterator[None]:
-    """Yield at once, then every 10 milliseconds until ``timeout`` seconds have passed."""
+    """Yield at once, then every 10 milliseconds until ``timeout`` seconds
+    have passed.
+    """
     deadline = time.monotonic() + timeout
     yield
     while time.monotonic() < deadline:
@@ -283,11 +338,14 @@ def _until(timeout: float) -> Iterator[None]:
         yield
 
 
-def poll_until(condition: Callable[[], bool], otherwise: str, timeout: float = 20) -> None:
+def poll_until(
+    condition: Callable[[], bool], otherwise: str, timeout: float = 20
+) -> None:
     """Evaluate ``condition`` every 10 milliseconds until it is true.
 
     Raises:
-        TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the message.
+        TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the
+            message.
     """
     for _ in _until(timeout):
         if condition():
@@ -299,14 +357,19 @@ class _NoEventError(IndexError, ValueError):
     """Upstream's is an IndexError, which its tests expect."""
 
 
-def get_function_event(function_events: Sequence[FunctionEvent], partial_event_name: str) -> FunctionEvent:
+def get_function_event(
+    function_events: Sequence[FunctionEvent], partial_event_name: str
+) -> FunctionEvent:
     """Return the first profiler event whose name contains ``partial_event_name``.
 
     Raises:
-        IndexError: there is none; the message lists all names. It is a ValueError as well.
+        IndexError: there is none; the message lists all names. It is a ValueError as
+            well.
     """
     for event in function_events:
         if partial_event_name in event.name:
             return event
     names = sorted({event.name for event in function_events})
-    raise _NoEventError(f"no event with {partial_event_name!r} in its name among {names}")
+    raise _NoEventError(
+        f"no event with {partial_event_name!r} in its name among {names}"
+    )

@@ -30,24 +30,31 @@ __all__ = ["across_ranks"]
 _NOT_COPIED = frozenset({"__wrapped__"})
 
 
-def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., Any]], Callable[[Any], None]]:
-    """Run each example of a ``@given`` method once on all ranks of its test. Put it above ``@given``.
+def across_ranks(
+    *, example_timeout_s: float = 10.0
+) -> Callable[[Callable[..., Any]], Callable[[Any], None]]:
+    """Run each example of a ``@given`` method once on all ranks of its test. Put it
+    above ``@given``.
 
-    It decorates methods of :class:`MultiProcessTestCase` and its subclasses, such as ``FSDPTest``. An example fails if
-    any rank fails, dies, or does not finish within ``example_timeout_s``. Hypothesis then shrinks it, and the report
-    shows the minimal example, what each rank did with it, and how to run it again.
+    It decorates methods of :class:`MultiProcessTestCase` and its subclasses, such as
+    ``FSDPTest``. An example fails if any rank fails, dies, or does not finish within
+    ``example_timeout_s``. Hypothesis then shrinks it, and the report shows the minimal
+    example, what each rank did with it, and how to run it again.
 
-    All ranks run the same examples in the same order. Each example starts from a fresh seed and ends with a barrier if
-    there is a process group. The same ranks run all examples until one fails; the next example gets fresh ranks. Ranks
-    neither draw examples nor write the database. The test's time limit covers all examples and the shrinking: if it
-    passes before all examples have run, the test fails; shrinking stops before it passes.
+    All ranks run the same examples in the same order. Each example starts from a fresh
+    seed and ends with a barrier if there is a process group. The same ranks run all
+    examples until one fails; the next example gets fresh ranks. Ranks neither draw
+    examples nor write the database. The test's time limit covers all examples and the
+    shrinking: if it passes before all examples have run, the test fails; shrinking
+    stops before it passes.
 
-    Costs: for each example a pickle, a message and a barrier; for each failure the start of new ranks (about 50 ms);
+    Costs: for each example a pickle, a message and a barrier; for each failure the
+        start of new ranks (about 50 ms);
     for each example that hangs while shrinking, ``example_timeout_s``.
 
-    ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may go above or below. The setting ``deadline``
-    and the explain phase are off. If the environment variable ``CI`` is set, examples are derandomized and the database
-    is not used.
+    ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may go above or
+    below. The setting ``deadline`` and the explain phase are off. If the environment
+    variable ``CI`` is set, examples are derandomized and the database is not used.
 
     Args:
         example_timeout_s: the time limit of one example on all ranks, in seconds.
@@ -61,7 +68,10 @@ def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., 
 
     def decorator(test: Callable[..., Any]) -> Callable[[Any], None]:
         if not getattr(test, "is_hypothesis_test", False):
-            raise TypeError(f"across_ranks() goes directly above @given(...), got {test!r} without it")
+            raise TypeError(
+                f"across_ranks() goes directly above @given(...), got {test!r} "
+                "without it"
+            )
         return _method(test, example_timeout_s)
 
     return decorator
@@ -82,7 +92,9 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
 
     in_rank.__name__, in_rank.__qualname__ = test.__name__, test.__qualname__
     in_rank.__module__, in_rank.__doc__ = test.__module__, test.__doc__
-    vars(in_rank).update({name: value for name, value in vars(test).items() if name not in _NOT_COPIED})
+    vars(in_rank).update(
+        {name: value for name, value in vars(test).items() if name not in _NOT_COPIED}
+    )
     set_parent_half(in_rank, parent_half)
     return in_rank
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Ranks that run out of inputs at different times: the ``Join`` context with counting joinables, and with DDP."""
+"""Ranks that run out of inputs at different times: the ``Join`` context with counting
+joinables, and with DDP.
+"""
 
 import contextlib
 import sys
@@ -11,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import DDPTest
+from torch_ext.testing._internal.common_fsdp import FSDPTest
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -65,12 +67,56 @@ class Adder(Joinable):
         return dist.group.WORLD
 
 
+class DDPTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def net(self):
+        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
+        3)``.
+        """
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
+            self.device
+        )
+
+    def rows(self, step=0):
+        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
+        and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, 4, generator=generator).to(self.device)
+
+    def backward(self, model, step=0):
+        model(self.rows(step)).square().sum().backward()
+
+    def gradients(self, model):
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def averaged(self, reference):
+        """Return the averages over ranks of the gradients of a model without DDP, by
+        name. Collective.
+        """
+        averages = {
+            name: each.clone()
+            for name, each in self.gradients(reference).items()
+            if each is not None
+        }
+        for average in averages.values():
+            dist.all_reduce(average)
+            average.div_(self.world_size)
+        return averages
+
+
 class TestJoin(DDPTest):
     """Rank 0 has one input, rank 1 has three."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_join_hooks(self):
-        """A joined rank runs the main hooks once for each step of the others. At the end, all run the post hooks."""
+        """A joined rank runs the main hooks once for each step of the others. At the
+        end, all run the post hooks.
+        """
         calls = []
         one, two = (Adder(name, calls, self.device) for name in ("one", "two"))
         with Join([one, two], factor=2):
@@ -80,9 +126,9 @@ class TestJoin(DDPTest):
         made = ["one: made with {'factor': 2}", "two: made with {'factor': 2}"]
         shadows = ["one: main", "two: main"] * (2 - 2 * self.rank)
         posts = [f"{name}: post, last: {self.rank == 1}" for name in ("one", "two")]
-        self.check_equal("calls of the hooks", calls, made + shadows + posts)
+        self.assertEqual(calls, made + shadows + posts, "calls of the hooks")
         sums = [2.0] + [1.0] * 2 * self.rank
-        self.check_equal("sums over ranks", (one.sums, two.sums), (sums, sums))
+        self.assertEqual((one.sums, two.sums), (sums, sums), "sums over ranks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ranks_that_end_together_are_both_last(self):
@@ -90,12 +136,17 @@ class TestJoin(DDPTest):
         adder = Adder("one", calls, self.device)
         with Join([adder]):
             adder()
-        self.check_equal("calls of the hooks", calls, ["one: made with {}", "one: post, last: True"])
+        self.assertEqual(
+            calls, ["one: made with {}", "one: post, last: True"], "calls of the hooks"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_throw_on_early_termination(self):
         """The rank that ends first says so, and all others learn of it."""
-        expected = {0: "Rank 0 exhausted all inputs", 1: "Detected at least one rank that exhausted inputs"}
+        expected = {
+            0: "Rank 0 exhausted all inputs",
+            1: "Detected at least one rank that exhausted inputs",
+        }
         adder = Adder("one", [], self.device)
         with (
             self.assertRaisesRegex(RuntimeError, expected[self.rank]),
@@ -103,7 +154,7 @@ class TestJoin(DDPTest):
         ):
             for _ in range(1 + 2 * self.rank):
                 adder()
-        self.check_equal("sums over ranks", adder.sums, [2.0])
+        self.assertEqual(adder.sums, [2.0], "sums over ranks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_disabled_join_does_nothing(self):
@@ -111,7 +162,7 @@ class TestJoin(DDPTest):
         adder = Adder("one", calls, self.device)
         with Join([adder], enable=False):
             adder()
-        self.check_equal("calls of the hooks", calls, ["one: made with {}"])
+        self.assertEqual(calls, ["one: made with {}"], "calls of the hooks")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_error_of_the_body_comes_through(self):
@@ -126,7 +177,9 @@ class TestJoin(DDPTest):
 
 
 class Noting(nn.Module):
-    """A linear layer with a buffer that each forward sets to ten times the step and the rank, and notes before."""
+    """A linear layer with a buffer that each forward sets to ten times the step and the
+    rank, and notes before.
+    """
 
     def __init__(self, rank):
         super().__init__()
@@ -145,7 +198,9 @@ class Noting(nn.Module):
 
 
 class TestDDPJoin(DDPTest):
-    """The rank that has fewer inputs is 0 or 1, so that no test passes by the order of the ranks."""
+    """The rank that has fewer inputs is 0 or 1, so that no test passes by the order of
+    the ranks.
+    """
 
     STEPS = (2, 4)
 
@@ -153,7 +208,9 @@ class TestDDPJoin(DDPTest):
         return self.STEPS[self.rank != short]
 
     def _share(self, model, step, short, divisor):
-        """Return gradients of ``step`` as they should be, by hand: a joined rank adds zero."""
+        """Return gradients of ``step`` as they should be, by hand: a joined rank adds
+        zero.
+        """
         model.zero_grad()
         self.backward(model, step)
         joined = self.rank == short and step >= self.STEPS[0]
@@ -166,7 +223,9 @@ class TestDDPJoin(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_uneven_inputs(self):
-        """Gradients of ranks that go on are divided by all ranks, or by those that are left."""
+        """Gradients of ranks that go on are divided by all ranks, or by those that are
+        left.
+        """
         self.run_subtests(
             {
                 "short": [0, 1],
@@ -184,13 +243,24 @@ class TestDDPJoin(DDPTest):
             for step in range(self._own_steps(short)):
                 ddp.zero_grad()
                 self.backward(ddp, step)
-                found.append({name: gradient.clone() for name, gradient in self.gradients(ddp.module).items()})
+                found.append(
+                    {
+                        name: gradient.clone()
+                        for name, gradient in self.gradients(ddp.module).items()
+                    }
+                )
         for step in range(self.STEPS[1]):
             divisor = 2 if divide_by_initial_world_size or step < self.STEPS[0] else 1
             expected = self._share(reference, step, short, divisor)
             if step < len(found):
                 for name, gradient in expected.items():
-                    self.check_equal(f"step {step}: gradient of {name}", found[step][name], gradient, atol=0, rtol=0)
+                    self.assertEqual(
+                        found[step][name],
+                        gradient,
+                        f"step {step}: gradient of {name}",
+                        atol=0,
+                        rtol=0,
+                    )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_final_model_is_that_of_the_last_joiner(self):
@@ -205,30 +275,46 @@ class TestDDPJoin(DDPTest):
                     self.backward(ddp, step)
                     optimizer.step()
             last = 1 - short
-            self.check_equal("final buffer", model.count.item(), 10.0 * self.STEPS[1] + last)
+            self.assertEqual(
+                model.count.item(), 10.0 * self.STEPS[1] + last, "final buffer"
+            )
             weights = [torch.empty_like(model.layer.weight) for _ in range(2)]
             dist.all_gather(weights, model.layer.weight.detach())
-            self.check_equal("final weight of the other rank", weights[0], weights[1], atol=0, rtol=0)
+            self.assertEqual(
+                weights[0], weights[1], "final weight of the other rank", atol=0, rtol=0
+            )
             if self.rank == last:
-                self.check_equal("steps of the last rank", model.step, self.STEPS[1])
+                self.assertEqual(model.step, self.STEPS[1], "steps of the last rank")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_come_from_a_rank_that_goes_on(self):
-        """Rank 0's are stale once it has joined. Among several ranks that go on, the highest decides."""
+        """Rank 0's are stale once it has joined. Among several ranks that go on, the
+        highest decides.
+        """
         for short in (0, 1):
             model = Noting(self.rank).to(self.device)
             ddp = DDP(model)
             with ddp.join():
                 for step in range(self._own_steps(short)):
                     self.backward(ddp, step)
-            source = [1.0] * self.STEPS[0] + [float(1 - short)] * (self.STEPS[1] - self.STEPS[0])
+            source = [1.0] * self.STEPS[0] + [float(1 - short)] * (
+                self.STEPS[1] - self.STEPS[0]
+            )
             # What the last step of both left behind is sent by the one that goes on.
-            expected = [0.0] + [10.0 * step + source[step] for step in range(1, self.STEPS[1])]
-            self.check_equal(f"buffer in forward, short {short}", model.seen, expected[: len(model.seen)])
+            expected = [0.0] + [
+                10.0 * step + source[step] for step in range(1, self.STEPS[1])
+            ]
+            self.assertEqual(
+                model.seen,
+                expected[: len(model.seen)],
+                f"buffer in forward, short {short}",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_of_ranks_that_go_on(self):
-        """A joined rank learns which backwards reduce, and takes part in those alone."""
+        """A joined rank learns which backwards reduce, and takes part in
+        those alone.
+        """
         for short in (0, 1):
             ddp = DDP(self.net())
             reference = self.net()
@@ -239,15 +325,22 @@ class TestDDPJoin(DDPTest):
                     if step % 2 and step < self.STEPS[0]:
                         self.backward(reference, 0)
                         self.backward(reference, 1)
-                        found = {name: each.clone() for name, each in self.gradients(ddp.module).items()}
+                        found = {
+                            name: each.clone()
+                            for name, each in self.gradients(ddp.module).items()
+                        }
                     if step % 2:
                         ddp.zero_grad()
             for name, average in self.averaged(reference).items():
-                self.check_equal(f"gradient of {name}", found[name], average, atol=0, rtol=0)
+                self.assertEqual(
+                    found[name], average, f"gradient of {name}", atol=0, rtol=0
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_after_the_join(self):
-        """The context leaves nothing behind: the next steps reduce as if it had never been."""
+        """The context leaves nothing behind: the next steps reduce as if it had never
+        been.
+        """
         ddp, reference = DDP(self.net()), self.net()
         with ddp.join():
             for step in range(self._own_steps(0)):
@@ -256,7 +349,13 @@ class TestDDPJoin(DDPTest):
         with ddp.join(enable=False):
             for each in (ddp, reference):
                 self.backward(each, 9)
-        self.check_gradients(ddp, self.averaged(reference), "after the join")
+        self.assertEqual(
+            self.gradients(ddp.module),
+            self.averaged(reference),
+            "gradients after the join",
+            atol=0,
+            rtol=0,
+        )
 
 
 if __name__ == "__main__":

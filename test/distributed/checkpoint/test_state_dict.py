@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Checkpoints of optimizers with several parameter groups, of other world sizes, and saved while training goes on."""
+"""Checkpoints of optimizers with several parameter groups, of other world sizes, and
+saved while training goes on.
+"""
 
 import copy
 import sys
@@ -28,10 +30,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     first_ranks_mesh,
-    full_tensor,
-    skip_offload_of_orig_params,
+    skip_without_accelerator,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -41,8 +42,24 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestStateDict(FullyShardParityTest):
-    """Two parameter groups with hyperparameters of their own, in an order that is not the model's."""
+def full_tensor(tensor):
+    """Return the whole of a parameter, detached, or of a state, which may be no
+    DTensor. Collective for a DTensor.
+    """
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class TestStateDict(FSDPTest):
+    """Two parameter groups with hyperparameters of their own, in an order that is not
+    the model's.
+    """
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
 
     @property
     def world_size(self):
@@ -71,14 +88,24 @@ class TestStateDict(FullyShardParityTest):
     def _check_same(self, found, expected, what):
         for name, parameter in expected[0].named_parameters():
             other = found[0].get_parameter(name)
-            self.check_equal(f"{what}: parameter {name}", full_tensor(other), full_tensor(parameter), atol=0, rtol=0)
+            self.assertEqual(
+                full_tensor(other),
+                full_tensor(parameter),
+                f"{what}: parameter {name}",
+                atol=0,
+                rtol=0,
+            )
             state, wanted = found[1].state[other], expected[1].state[parameter]
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 pair = full_tensor(state[key]), full_tensor(wanted[key])
-                self.check_equal(f"{what}: {key} of {name}", *pair, atol=0, rtol=0)
-        for index, groups in enumerate(zip(found[1].param_groups, expected[1].param_groups, strict=True)):
+                self.assertEqual(*pair, f"{what}: {key} of {name}", atol=0, rtol=0)
+        for index, groups in enumerate(
+            zip(found[1].param_groups, expected[1].param_groups, strict=True)
+        ):
             for key in ("lr", "weight_decay", "betas"):
-                self.check_equal(f"{what}: {key} of group {index}", groups[0][key], groups[1][key])
+                self.assertEqual(
+                    groups[0][key], groups[1][key], f"{what}: {key} of group {index}"
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multiple_param_groups(self):
@@ -97,9 +124,13 @@ class TestStateDict(FullyShardParityTest):
     def _test_multiple_param_groups(self, options):
         source, target = self._trained(0, 2), self._trained(1, 0, lrs=(0.7, 0.8))
         # Sharded state is not copied, so copy it, as a file would.
-        model_state, optimizer_state = copy.deepcopy(get_state_dict(*source, options=StateDictOptions(**options)))
+        model_state, optimizer_state = copy.deepcopy(
+            get_state_dict(*source, options=StateDictOptions(**options))
+        )
         if "flatten_optimizer_state_dict" in options:
-            self.check_equal("flat learning rate", optimizer_state["param_groups.1.weight.lr"], 0.1)
+            self.assertEqual(
+                optimizer_state["param_groups.1.weight.lr"], 0.1, "flat learning rate"
+            )
         set_state_dict(
             *target,
             model_state_dict=model_state,
@@ -113,21 +144,43 @@ class TestStateDict(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_of_a_fresh_optimizer_changes_nothing(self):
-        """Asking for the state makes one for every parameter, but neither trains nor changes hyperparameters."""
+        """Asking for the state makes one for every parameter, but neither trains nor
+        changes hyperparameters.
+        """
         model, optimizer = self._trained(0, 0)
         before = [full_tensor(each).clone() for each in model.parameters()]
         _, state = get_state_dict(model, optimizer)
         after = [full_tensor(each) for each in model.parameters()]
-        self.check_equal("parameters", after, before, atol=0, rtol=0)
-        self.check_equal("learning rates", [group["lr"] for group in optimizer.param_groups], [0.1, 0.2])
-        self.check_equal("saved learning rates", [group["lr"] for group in state["param_groups"]], [0.1, 0.2])
-        self.check_equal("gradients", [each.grad for each in model.parameters()], [None] * 4)
-        self.check_equal("parameters with state", sorted(state["state"]), ["0.bias", "0.weight", "1.bias", "1.weight"])
+        self.assertEqual(after, before, "parameters", atol=0, rtol=0)
+        self.assertEqual(
+            [group["lr"] for group in optimizer.param_groups],
+            [0.1, 0.2],
+            "learning rates",
+        )
+        self.assertEqual(
+            [group["lr"] for group in state["param_groups"]],
+            [0.1, 0.2],
+            "saved learning rates",
+        )
+        self.assertEqual(
+            [each.grad for each in model.parameters()], [None] * 4, "gradients"
+        )
+        self.assertEqual(
+            sorted(state["state"]),
+            ["0.bias", "0.weight", "1.bias", "1.weight"],
+            "parameters with state",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optimizer_state_of_fsdp1_is_on_rank_0(self):
-        """Offloaded, the full state of a flat parameter is on rank 0 alone, and serves all ranks from there."""
-        skip_offload_of_orig_params()
+        """Offloaded, the full state of a flat parameter is on rank 0 alone, and serves
+        all ranks from there.
+        """
+        # A "copy" to the host that is none is overwritten by the next: see
+        # test_fsdp_optim_state.py.
+        skip_without_accelerator(
+            "offloading a full state of original parameters needs a device's own memory"
+        )
 
         def trained(seed, steps):
             torch.manual_seed(seed)
@@ -141,28 +194,40 @@ class TestStateDict(FullyShardParityTest):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(model, optimizer, options=options)
         names = ["0.bias", "0.weight", "1.bias", "1.weight"]
-        self.check_equal("names of the full state", sorted(state.get("state", {})), names if self.rank == 0 else [])
+        self.assertEqual(
+            sorted(state.get("state", {})),
+            names if self.rank == 0 else [],
+            "names of the full state",
+        )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(other, loaded, state, options=options)
-        self.check_equal("learning rate", loaded.param_groups[0]["lr"], 0.1)
+        self.assertEqual(loaded.param_groups[0]["lr"], 0.1, "learning rate")
         whole = [
-            get_optimizer_state_dict(*each, options=StateDictOptions(full_state_dict=True))
+            get_optimizer_state_dict(
+                *each, options=StateDictOptions(full_state_dict=True)
+            )
             for each in ((model, optimizer), (other, loaded))
         ]
         for name in names:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 found, expected = (each["state"][name][key] for each in reversed(whole))
-                self.check_equal(f"{key} of {name}", found, expected, atol=0, rtol=0)
+                self.assertEqual(found, expected, f"{key} of {name}", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_patched_state_dicts(self):
-        """``state_dict()`` and ``load_state_dict()`` of a model and its optimizer speak in names of the model."""
+        """``state_dict()`` and ``load_state_dict()`` of a model and its optimizer speak
+        in names of the model.
+        """
         source, target = self._trained(0, 2), self._trained(1, 1, lrs=(0.7, 0.8))
         for model, optimizer in (source, target):
             _patch_model_state_dict(model)
             _patch_optimizer_state_dict(model, optimizers=optimizer)
         state = copy.deepcopy([each.state_dict() for each in source])
-        self.check_equal("names in the optimizer's state", sorted(state[1]["state"]), sorted(state[0]))
+        self.assertEqual(
+            sorted(state[1]["state"]),
+            sorted(state[0]),
+            "names in the optimizer's state",
+        )
         for each, saved in zip(target, state, strict=True):
             each.load_state_dict(saved)
         self._check_same(target, source, "loaded")
@@ -170,58 +235,98 @@ class TestStateDict(FullyShardParityTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_of_submodules(self):
         model, _ = self._trained(0, 0)
-        for keeps, names in ((True, ["0.bias", "0.weight"]), (False, ["bias", "weight"])):
+        for keeps, names in (
+            (True, ["0.bias", "0.weight"]),
+            (False, ["bias", "weight"]),
+        ):
             options = StateDictOptions(keep_submodule_prefixes=keeps)
             with self.assertWarnsRegex(FutureWarning, "submodules only"):
-                state = get_model_state_dict(model, submodules={model[0]}, options=options)
-            self.check_equal(f"names, {keeps}", sorted(state), names)
+                state = get_model_state_dict(
+                    model, submodules={model[0]}, options=options
+                )
+            self.assertEqual(sorted(state), names, f"names, {keeps}")
             weight = full_tensor(state[names[1]])
-            self.check_equal("weight", weight, full_tensor(model[0].weight), atol=0, rtol=0)
+            self.assertEqual(
+                weight, full_tensor(model[0].weight), "weight", atol=0, rtol=0
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_missing_state_is_named(self):
         model, optimizer = self._trained(0, 1)
         model_state, state = get_state_dict(model, optimizer)
         del state["state"]["0.bias"]
-        with self.assertRaisesRegex(RuntimeError, "Missing optimizer state for parameter '0.bias' in checkpoint"):
-            set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
+        with self.assertRaisesRegex(
+            RuntimeError, "Missing optimizer state for parameter '0.bias' in checkpoint"
+        ):
+            set_state_dict(
+                model, optimizer, model_state_dict=model_state, optim_state_dict=state
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_options_of_the_model_state(self):
-        """Frozen parameters are left out, tensors come to the host on rank 0 alone, and one rank's state serves all."""
+        """Frozen parameters are left out, tensors come to the host on rank 0 alone, and
+        one rank's state serves all.
+        """
         source, _ = self._trained(0, 1)
-        whole = {name: full_tensor(each).clone() for name, each in source.named_parameters()}
+        whole = {
+            name: full_tensor(each).clone() for name, each in source.named_parameters()
+        }
         source[0].bias.requires_grad_(False)
-        trained = get_model_state_dict(source, options=StateDictOptions(ignore_frozen_params=True))
-        self.check_equal("without frozen parameters", sorted(trained), ["0.weight", "1.bias", "1.weight"])
+        trained = get_model_state_dict(
+            source, options=StateDictOptions(ignore_frozen_params=True)
+        )
+        self.assertEqual(
+            sorted(trained),
+            ["0.weight", "1.bias", "1.weight"],
+            "without frozen parameters",
+        )
 
-        host = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        self.check_equal("names of the full state", sorted(host), sorted(whole) if self.rank == 0 else [])
-        self.check_equal("devices of the full state", {each.device.type for each in host.values()} - {"cpu"}, set())
+        host = get_model_state_dict(
+            source, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        self.assertEqual(
+            sorted(host),
+            sorted(whole) if self.rank == 0 else [],
+            "names of the full state",
+        )
+        self.assertEqual(
+            {each.device.type for each in host.values()} - {"cpu"},
+            set(),
+            "devices of the full state",
+        )
 
         target, _ = self._trained(1, 0)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(target, host, options=options)
         for name, parameter in target.named_parameters():
-            self.check_equal(f"broadcast {name}", full_tensor(parameter), whole[name], atol=0, rtol=0)
+            self.assertEqual(
+                full_tensor(parameter), whole[name], f"broadcast {name}", atol=0, rtol=0
+            )
 
         part = get_model_state_dict(source)
         del part["0.bias"]
         with self.assertRaisesRegex(RuntimeError, "0.bias"):
             set_model_state_dict(target, dict(part))
-        lenient = set_model_state_dict(target, dict(part), options=StateDictOptions(strict=False))
-        self.check_equal("missing names", lenient.missing_keys, ["0.bias"])
+        lenient = set_model_state_dict(
+            target, dict(part), options=StateDictOptions(strict=False)
+        )
+        self.assertEqual(lenient.missing_keys, ["0.bias"], "missing names")
 
     def _overwrite(self, model):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().fill_(-1)
 
-    def _check_saved(self, folder, expected):
-        state = {name: distribute_tensor(torch.zeros_like(each), world_mesh(2)) for name, each in expected.items()}
+    def _check_saved(self, folder, expected, when=""):
+        state = {
+            name: distribute_tensor(torch.zeros_like(each), world_mesh(2))
+            for name, each in expected.items()
+        }
         dcp.load(state, checkpoint_id=folder)
         for name, each in expected.items():
-            self.check_equal(f"saved {name}", full_tensor(state[name]), each, atol=0, rtol=0)
+            self.assertEqual(
+                full_tensor(state[name]), each, f"{when}saved {name}", atol=0, rtol=0
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
@@ -229,7 +334,9 @@ class TestStateDict(FullyShardParityTest):
         group = dist.new_group(backend="cpu:gloo")
         source, folder = self._trained(0, 2), self.shared_folder()
         model_state, _ = get_state_dict(*source)
-        expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
+        expected = {
+            name: full_tensor(each).clone() for name, each in model_state.items()
+        }
         saving = dcp.async_save(model_state, checkpoint_id=folder, process_group=group)
         self._overwrite(source[0])
         saving.result()
@@ -237,24 +344,38 @@ class TestStateDict(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_stages_once_and_again(self):
-        """Copied in the background, the state is free as soon as the copy is done; a second save keeps its own."""
+        """Copied in the background, the state is free as soon as the copy is done; a
+        second save keeps its own.
+        """
         group = dist.new_group(backend="cpu:gloo")
         source = self._trained(0, 1)
-        stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+        stager = DefaultStager(
+            StagingOptions(
+                False, False, use_async_staging=True, use_non_blocking_copy=False
+            )
+        )
         for step in range(1, 3):
             self._train(*source, range(step, step + 1))
             model_state, _ = get_state_dict(*source)
-            expected = {name: full_tensor(each).clone() for name, each in model_state.items()}
+            expected = {
+                name: full_tensor(each).clone() for name, each in model_state.items()
+            }
             folder = self.shared_folder()
-            response = dcp.async_save(model_state, checkpoint_id=folder, process_group=group, async_stager=stager)
+            response = dcp.async_save(
+                model_state,
+                checkpoint_id=folder,
+                process_group=group,
+                async_stager=stager,
+            )
             response.staging_completion.result()
             before = [each.to_local().clone() for each in source[0].parameters()]
             self._overwrite(source[0])
             response.upload_completion.result()
-            with self.telling(f"save {step}"):
-                self._check_saved(folder, expected)
+            self._check_saved(folder, expected, f"save {step}: ")
             with torch.no_grad():
-                for parameter, value in zip(source[0].parameters(), before, strict=True):
+                for parameter, value in zip(
+                    source[0].parameters(), before, strict=True
+                ):
                     parameter.to_local().copy_(value)
         stager.close()
 
@@ -263,24 +384,46 @@ class TestStateDict(FullyShardParityTest):
         """An error of the background thread comes out of the future, on every rank."""
         group = dist.new_group(backend="cpu:gloo")
         writer = dcp.FileSystemWriter(self.shared_folder())
-        with mock.patch.object(writer, "write_data", side_effect=OSError("the disk is full")):
-            saving = dcp.async_save({"tensor": torch.ones(2)}, storage_writer=writer, process_group=group)
+        with mock.patch.object(
+            writer, "write_data", side_effect=OSError("the disk is full")
+        ):
+            saving = dcp.async_save(
+                {"tensor": torch.ones(2)}, storage_writer=writer, process_group=group
+            )
             with self.assertRaisesRegex(CheckpointException, "the disk is full"):
                 saving.result()
 
 
-class TestDTensorReshardMeshChange(FullyShardParityTest):
-    """Checkpoints written by one world size and read by another. Row counts divide by neither."""
+class TestDTensorReshardMeshChange(FSDPTest):
+    """Checkpoints written by one world size and read by another. Row counts divide by
+    neither.
+    """
 
     TENSORS = {"uneven": (7, 3), "few": (2, 3), "one": (1,), "even": (12, 2)}
 
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     def _whole(self, name):
         sizes = self.TENSORS[name]
-        return torch.arange(1.0, 1 + torch.Size(sizes).numel(), device=self.device).view(sizes)
+        return torch.arange(
+            1.0, 1 + torch.Size(sizes).numel(), device=self.device
+        ).view(sizes)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_dtensor_checkpoint_resharding_with_empty_shard(self):
-        self.run_subtests({"sizes": [(4, 3), (3, 4), (2, 4), (1, 3)], "dims": [(0, 0), (0, 1)]}, self._test_resharding)
+        self.run_subtests(
+            {"sizes": [(4, 3), (3, 4), (2, 4), (1, 3)], "dims": [(0, 0), (0, 1)]},
+            self._test_resharding,
+        )
 
     def _test_resharding(self, sizes, dims):
         folder = self.shared_folder()
@@ -292,14 +435,18 @@ class TestDTensorReshardMeshChange(FullyShardParityTest):
                     whole = self._whole(name)
                     placement = Shard(min(dim, whole.ndim - 1))
                     value = whole if index == 0 else torch.zeros_like(whole)
-                    state[name] = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+                    state[name] = distribute_tensor(
+                        value, mesh, [placement], src_data_rank=None
+                    )
                 run = dcp.load if index else dcp.save
                 run(state, checkpoint_id=folder, process_group=mesh.get_group())
                 if index:
                     for name, found in state.items():
                         self.assertIsInstance(found, DTensor)
                         whole = found.full_tensor()
-                        self.check_equal(f"loaded {name}", whole, self._whole(name), atol=0, rtol=0)
+                        self.assertEqual(
+                            whole, self._whole(name), f"loaded {name}", atol=0, rtol=0
+                        )
             dist.barrier()
 
 

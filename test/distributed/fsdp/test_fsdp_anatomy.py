@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 turns a model into, and what a training step consists of, written out in full.
+"""What FSDP1 turns a model into, and what a training step consists of, written out in
+full.
 
-Parity with DDP does not show that parameters are gathered too often or gradients reduced too early. These tests do.
+Parity with DDP does not show that parameters are gathered too often or gradients
+reduced too early. These tests do.
 """
 
 import sys
@@ -16,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     get_devtype,
@@ -31,7 +33,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FourRankTest):
+class AnatomyTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)
@@ -49,7 +55,9 @@ class TestSteps(AnatomyTest):
         return self._fsdp(model, **options), log
 
     def _step(self, **options):
-        """Return the log of a second step, because FSDP learns the order of the units in the first."""
+        """Return the log of a second step, because FSDP learns the order of the units
+        in the first.
+        """
         model, log = self._sharded(**options)
         model(self._rows()).sum().backward()
         log.lines.clear()
@@ -147,7 +155,9 @@ step:
     def test_hybrid_shard(self):
         mesh = world_mesh(2, 2)
         self.assertExpectedInline(
-            self._step(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh),
+            self._step(
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh
+            ),
             """\
 step:
   all-gather last
@@ -219,24 +229,40 @@ class Buffered(nn.Module):
         self.seen = {}
 
     def forward(self, x):
-        self.seen = {"input": x.dtype, "parameter": self.linear.weight.dtype, "buffer": self.scale.dtype}
+        self.seen = {
+            "input": x.dtype,
+            "parameter": self.linear.weight.dtype,
+            "buffer": self.scale.dtype,
+        }
         return self.linear(x) * self.scale
 
 
 class TestMixedPrecision(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Parameters, reduction and buffers each have a type of their own, so none can be mistaken for another."""
+        """Parameters, reduction and buffers each have a type of their own, so none can
+        be mistaken for another.
+        """
         module = Buffered()
         units = ThreeUnits()  # used only for its log
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64, buffer_dtype=torch.float16)
+        precision = MixedPrecision(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float64,
+            buffer_dtype=torch.float16,
+        )
         model = self._fsdp(module.to(self.device), mixed_precision=precision)
         log = StepLog(units)
         with log.of("step"):
             output = model(self._rows())
             output.sum().backward()
         (flat,) = model.parameters()
-        found = {**module.seen, "output": output.dtype, **log.dtypes, "stored": flat.dtype, "gradient": flat.grad.dtype}
+        found = {
+            **module.seen,
+            "output": output.dtype,
+            **log.dtypes,
+            "stored": flat.dtype,
+            "gradient": flat.grad.dtype,
+        }
         found["saved buffer"] = model.state_dict()["scale"].dtype
         self.assertExpectedInline(
             "\n".join(f"{name}: {dtype}" for name, dtype in found.items()),
@@ -268,8 +294,12 @@ class Tied(nn.Module):
 class TestStructure(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_tree_by_policy(self):
-        model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Sequential(nn.Linear(3, 1)))
-        model = self._fsdp(model.to(self.device), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Sequential(nn.Linear(3, 1))
+        )
+        model = self._fsdp(
+            model.to(self.device), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+        )
         self.assertExpectedInline(
             str(model),
             """\
@@ -292,8 +322,13 @@ FullyShardedDataParallel(
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_layout(self):
-        """A flat parameter of 21 elements is padded to 24: six for each rank, regardless of parameter boundaries."""
-        model = self._fsdp(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(self.device), use_orig_params=True)
+        """A flat parameter of 21 elements is padded to 24: six for each rank,
+        regardless of parameter boundaries.
+        """
+        model = self._fsdp(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(self.device),
+            use_orig_params=True,
+        )
         self.assertExpectedInline(
             layout_over_ranks(dict(model.named_parameters())),
             """\
@@ -306,9 +341,13 @@ _fsdp_wrapped_module.1.bias: (0,) | (0,) | (0,) | (1,)""",
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_shared_parameter_is_sharded_once(self):
         model = self._fsdp(Tied().to(self.device))
-        numel = torch.tensor(sum(param.numel() for param in model.parameters()), device=self.device)
+        numel = torch.tensor(
+            sum(param.numel() for param in model.parameters()), device=self.device
+        )
         dist.all_reduce(numel)
-        self.assertEqual(numel.item(), 16, "elements in all shards of a shared weight of 4 x 4")
+        self.assertEqual(
+            numel.item(), 16, "elements in all shards of a shared weight of 4 x 4"
+        )
 
         reference = Tied().to(self.device)
         for module, rows in ((model, self._rows()), (reference, self._all_rows())):

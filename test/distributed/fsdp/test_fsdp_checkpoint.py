@@ -1,9 +1,12 @@
 # Owner(s): ["oncall: distributed"]
-"""Activation checkpointing around and inside FSDP1 wrappers: backward runs forward again, on unsharded parameters."""
+"""Activation checkpointing around and inside FSDP1 wrappers: backward runs forward
+again, on unsharded parameters.
+"""
 
 import functools
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -20,22 +23,28 @@ from torch.utils.checkpoint import checkpoint
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
+    FSDPTest,
     StepLog,
     ThreeUnits,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
     get_full_params,
     skip_without_accelerator,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
-NO_REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+REENTRANT = functools.partial(
+    checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT
+)
+NO_REENTRANT = functools.partial(
+    checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+)
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "reentrant": REENTRANT,
     "no_reentrant": NO_REENTRANT,
@@ -46,7 +55,12 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 class Checkpointed(nn.Module):
     """A chain that checkpoints its layers by a call, with one under FSDP."""
 
-    def __init__(self, use_reentrant: bool, wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
+    def __init__(
+        self,
+        use_reentrant: bool,
+        wrap: Callable[[nn.Module], nn.Module],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.use_reentrant, self.chain = use_reentrant, Chain(wrap, device)
 
@@ -54,13 +68,19 @@ class Checkpointed(nn.Module):
         return checkpoint(self.chain, x, use_reentrant=self.use_reentrant)
 
 
-class TestFSDPCheckpoint(TwoRankTest):
-    def _train(self, model: nn.Module, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+class TestFSDPCheckpoint(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _train(
+        self, model: nn.Module, rank: int | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the losses and the gradients of the inputs of some steps."""
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses, gradients = [], []
         for step in range(3):
-            rows = chain_rows(self.device, self.world_size, rank, step).requires_grad_()
+            rows = Chain.rows(self.device, self.world_size, rank, step).requires_grad_()
             loss = model(rows).square().mean()
             loss.backward()
             optim.step()
@@ -75,13 +95,19 @@ class TestFSDPCheckpoint(TwoRankTest):
         _, found = self._train(model, self.rank)
         own = slice(2 * self.rank, 2 * self.rank + 2)
         expected = [self.world_size * gradient[own] for gradient in expected]
-        self.check_equal("gradients of the inputs", found, expected)
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(found, expected, "gradients of the inputs")
+        self.assertEqual(
+            get_full_params(model),
+            list(reference.parameters()),
+            "parameters after training",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("kind", list(WRAPPERS))
     def test_checkpoint_fsdp_wrapping(self, kind):
-        """Checkpoints of wrapped layers, wrapped checkpoints of layers, and one checkpoint of a wrapped whole."""
+        """Checkpoints of wrapped layers, wrapped checkpoints of layers, and one
+        checkpoint of a wrapped whole.
+        """
         self.run_subtests(
             {
                 "order": ["of a wrapper", "in a wrapper", "of the whole"],
@@ -93,10 +119,13 @@ class TestFSDPCheckpoint(TwoRankTest):
         )
 
     def _test_checkpoint_fsdp_wrapping(
-        self, order: str, wrapper: Callable[[nn.Module], nn.Module], **fsdp_kwargs: object
+        self,
+        order: str,
+        wrapper: Callable[[nn.Module], nn.Module],
+        **fsdp_kwargs: object,
     ) -> None:
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp_on_device(module, **fsdp_kwargs)
+            return FSDP(module, device_id=self.device, **fsdp_kwargs)
 
         if order == "of a wrapper":
             model = wrap(Chain(lambda layer: wrapper(wrap(layer)), self.device))
@@ -109,17 +138,28 @@ class TestFSDPCheckpoint(TwoRankTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_reentrant", [False, True])
     def test_basic_checkpoint_end_to_end(self, use_reentrant):
-        for wrap in (fsdp_on_device, lambda module: module):
-            self._check_parity(fsdp_on_device(Checkpointed(use_reentrant, wrap, self.device)))
+        for wrap in (partial(FSDP, device_id=self.device), lambda module: module):
+            self._check_parity(
+                FSDP(
+                    Checkpointed(use_reentrant, wrap, self.device),
+                    device_id=self.device,
+                )
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_what_runs_again(self):
-        """Backward gathers a unit once for all that it runs again, and reduces its gradient once."""
+        """Backward gathers a unit once for all that it runs again, and reduces its
+        gradient once.
+        """
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for name in model.UNITS[:2]:
-            setattr(model, name, fsdp_on_device(NO_REENTRANT(getattr(model, name))))
-        sharded = fsdp_on_device(model, backward_prefetch=None)
+            setattr(
+                model,
+                name,
+                FSDP(NO_REENTRANT(getattr(model, name)), device_id=self.device),
+            )
+        sharded = FSDP(model, device_id=self.device, backward_prefetch=None)
         rows = torch.ones(2, 4, device=self.device)
         with log.of("step"):
             sharded(rows).sum().backward()
@@ -129,8 +169,7 @@ class TestFSDPCheckpoint(TwoRankTest):
             for unit in model.UNITS[:2]
             for kind in ("all-gather", "reduce-scatter")
         }
-        self.check_equal(
-            "what a step does",
+        self.assertEqual(
             counts,
             {
                 "all-gather first": 2,
@@ -138,45 +177,82 @@ class TestFSDPCheckpoint(TwoRankTest):
                 "all-gather second": 2,
                 "reduce-scatter second": 1,
             },
+            "what a step does",
         )
 
 
-class TestFSDPCheckpointSubmodule(TwoRankTest):
+class TestFSDPCheckpointSubmodule(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint_submodule(self, use_reentrant):
-        """A part of what a wrapper holds is checkpointed, and saves fewer activations than without."""
+        """A part of what a wrapper holds is checkpointed, and saves fewer activations
+        than without.
+        """
 
         def build(wrap: bool) -> nn.Module:
             torch.manual_seed(0)
-            layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(self.device) for _ in range(2)]
+            layers = [
+                nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(
+                    self.device
+                )
+                for _ in range(2)
+            ]
             kind = REENTRANT if use_reentrant else NO_REENTRANT
             parts = [kind(layer) if wrap else layer for layer in layers]
-            # A reentrant backward ends with each checkpoint, and FSDP reduces then: one for each flat parameter.
-            return nn.Sequential(*map(fsdp_on_device, parts) if use_reentrant else parts)
+            # A reentrant backward ends with each checkpoint, and FSDP reduces then: one
+            # for each flat parameter.
+            return nn.Sequential(
+                *map(partial(FSDP, device_id=self.device), parts)
+                if use_reentrant
+                else parts
+            )
 
         results = []
         for wrap in (False, True):
             torch.manual_seed(0)
-            results.append(self._step(fsdp_on_device(nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)))))
-        self.check_equal("parameters after a step", results[1][1], results[0][1])
+            results.append(
+                self._step(
+                    FSDP(
+                        nn.Sequential(nn.Linear(3, 4, device=self.device), build(wrap)),
+                        device_id=self.device,
+                    )
+                )
+            )
+        self.assertEqual(results[1][1], results[0][1], "parameters after a step")
         self.assertLess(results[1][0], results[0][0], "tensors saved for backward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offloaded_activations_are_on_the_host(self):
-        """What an offloading wrapper saves for backward takes no memory of the device."""
+        """What an offloading wrapper saves for backward takes no memory of
+        the device.
+        """
         skip_without_accelerator("the host's memory is not accounted for")
         held = {}
-        for name, wrap in (("offloaded", offload_wrapper), ("kept", lambda module: module)):
+        for name, wrap in (
+            ("offloaded", offload_wrapper),
+            ("kept", lambda module: module),
+        ):
             layers = [nn.Linear(4, 4, device=self.device) for _ in range(3)]
-            model = fsdp_on_device(wrap(nn.Sequential(*layers)), use_orig_params=True)
+            model = FSDP(
+                wrap(nn.Sequential(*layers)),
+                device_id=self.device,
+                use_orig_params=True,
+            )
             rows = torch.ones(4096, 4, device=self.device, requires_grad=True)
             model(rows).sum().backward()
             before = torch.accelerator.memory_allocated()
             output = model(rows)
             held[name] = torch.accelerator.memory_allocated() - before - output.nbytes
             del output  # it keeps this round's rows and their gradient
-        self.assertLess(held["offloaded"], held["kept"] - rows.nbytes, "bytes of activations held on the device")
+        self.assertLess(
+            held["offloaded"],
+            held["kept"] - rows.nbytes,
+            "bytes of activations held on the device",
+        )
 
     def _step(self, model: FSDP) -> tuple[int, list[torch.Tensor]]:
         """Return how many tensors forward saved, and all parameters after a step."""
@@ -187,7 +263,7 @@ class TestFSDPCheckpointSubmodule(TwoRankTest):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = model(chain_rows(self.device, self.world_size, self.rank))
+            output = model(Chain.rows(self.device, self.world_size, self.rank))
         output.sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return len(saved), [param.detach() for param in get_full_params(model)]

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Communication hooks of FSDP1: what they are given, what becomes of what they leave, and where they are refused."""
+"""Communication hooks of FSDP1: what they are given, what becomes of what they leave,
+and where they are refused.
+"""
 
 import sys
 from typing import Any
@@ -14,16 +16,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    FourRankTest,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     get_full_params,
     skip_parameter_offload,
     skip_without_accelerator,
     world_mesh,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -39,7 +42,9 @@ COMPRESSED = {
 
 
 class Recorder:
-    """A state, and hooks that record it with what they are given, and reduce as FSDP does."""
+    """A state, and hooks that record it with what they are given, and reduce as FSDP
+    does.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, ...]] = []
@@ -49,7 +54,10 @@ class Recorder:
         state.sizes.append((grad.numel(), output.numel()))
         state.inputs.append(grad.clone())
         if grad.numel() != output.numel() * dist.get_world_size():
-            raise AssertionError(f"a hook was given {grad.numel()} elements for shards of {output.numel()}")
+            raise AssertionError(
+                f"a hook was given {grad.numel()} elements for shards of "
+                f"{output.numel()}"
+            )
         dist.reduce_scatter_tensor(output, grad)
         output /= dist.get_world_size()
 
@@ -60,22 +68,37 @@ class Recorder:
         grad /= dist.get_world_size()
 
 
-class TestCommunicationHooks(TwoRankTest):
+class TestCommunicationHooks(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, sharding_strategy: ShardingStrategy, **fsdp_kwargs: Any) -> FSDP:
         def wrap(module: nn.Module) -> FSDP:
-            return fsdp_on_device(module, sharding_strategy=sharding_strategy, **fsdp_kwargs)
+            return FSDP(
+                module,
+                device_id=self.device,
+                sharding_strategy=sharding_strategy,
+                **fsdp_kwargs,
+            )
 
         module = Chain(device=self.device)
         module.b = wrap(module.b)  # a and c are the root's own
         return wrap(module)
 
     def _backward(self, model: nn.Module, rank: int | None, step: int = 0) -> None:
-        model(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+        model(
+            Chain.rows(self.device, self.world_size, rank, step)
+        ).square().mean().backward()
 
     def _check_training(self, model: FSDP, **tolerance: float) -> None:
-        """Train as without hooks, with gradients that accumulate under ``no_sync`` and after it."""
+        """Train as without hooks, with gradients that accumulate under ``no_sync`` and
+        after it.
+        """
         reference = Chain(device=self.device)
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)
+        ]
         for step in (0, 2, 4):
             with model.no_sync():
                 self._backward(model, self.rank, step)
@@ -86,37 +109,59 @@ class TestCommunicationHooks(TwoRankTest):
                 optim.step()
                 optim.zero_grad()
         found = get_full_params(model)
-        self.check_equal("parameters trained with a hook", found, list(reference.parameters()), **tolerance)
+        self.assertEqual(
+            found,
+            list(reference.parameters()),
+            "parameters trained with a hook",
+            **tolerance,
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_behavior(self, sharding_strategy):
-        """A hook is given each unsharded gradient once for each reduction; what it leaves is the gradient."""
+        """A hook is given each unsharded gradient once for each reduction; what it
+        leaves is the gradient.
+        """
         self.run_subtests(
-            {"use_orig_params": [False, True], "cpu_offload": [CPUOffload(False), CPUOffload(True)]},
+            {
+                "use_orig_params": [False, True],
+                "cpu_offload": [CPUOffload(False), CPUOffload(True)],
+            },
             self._test_default_communication_hook_behavior,
             sharding_strategy=sharding_strategy,
         )
 
-    def _test_default_communication_hook_behavior(self, sharding_strategy: ShardingStrategy, **options: Any) -> None:
+    def _test_default_communication_hook_behavior(
+        self, sharding_strategy: ShardingStrategy, **options: Any
+    ) -> None:
         skip_parameter_offload(options["cpu_offload"])
         model, recorder = self._model(sharding_strategy, **options), Recorder()
         whole = sharding_strategy == WHOLE
-        model.register_comm_hook(recorder, recorder.whole if whole else recorder.sharded)
+        model.register_comm_hook(
+            recorder, recorder.whole if whole else recorder.sharded
+        )
         with model.no_sync():
             self._backward(model, self.rank)
-        self.check_equal("calls of the hook under no_sync", recorder.sizes, [])
+        self.assertEqual(recorder.sizes, [], "calls of the hook under no_sync")
         model.zero_grad()
         self._backward(model, self.rank)
         # Original parameters are aligned to four elements: c.weight has 6 and c.bias 2.
-        root, inner = (12 + 4 + 8 + 2, 16) if options["use_orig_params"] else (12 + 4 + 6 + 2, 15)
+        root, inner = (
+            (12 + 4 + 8 + 2, 16) if options["use_orig_params"] else (12 + 4 + 6 + 2, 15)
+        )
         even = inner + inner % 2
-        expected = [(inner,), (root,)] if whole else [(even, even // 2), (root, root // 2)]
-        self.check_equal("sizes of what the hook was given", recorder.sizes, expected)
+        expected = (
+            [(inner,), (root,)] if whole else [(even, even // 2), (root, root // 2)]
+        )
+        self.assertEqual(recorder.sizes, expected, "sizes of what the hook was given")
         own = Chain(device=self.device)
         self._backward(own, self.rank)
         given = recorder.inputs[0][:12]
-        self.check_equal("gradient of b.weight that the hook was given", given, own.b.weight.grad.flatten())
+        self.assertEqual(
+            given,
+            own.b.weight.grad.flatten(),
+            "gradient of b.weight that the hook was given",
+        )
         model.zero_grad()
         if not options["cpu_offload"].offload_params:
             self._check_training(model)
@@ -124,25 +169,41 @@ class TestCommunicationHooks(TwoRankTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_initialization(self, sharding_strategy):
-        """torch's own hooks reduce as FSDP does without one. Every module below the root gets hook and state."""
+        """torch's own hooks reduce as FSDP does without one. Every module below the
+        root gets hook and state.
+        """
         model = self._model(sharding_strategy)
         state = default_hooks.DefaultState(process_group=self.process_group)
-        hook = default_hooks.allreduce_hook if sharding_strategy == WHOLE else default_hooks.reduce_scatter_hook
-        self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None, None])
+        hook = (
+            default_hooks.allreduce_hook
+            if sharding_strategy == WHOLE
+            else default_hooks.reduce_scatter_hook
+        )
+        self.assertEqual(
+            [each._comm_hook for each in FSDP.fsdp_modules(model)], [None, None]
+        )
         model.register_comm_hook(state, hook)
-        self.check_equal("hooks of all modules", [each._comm_hook for each in FSDP.fsdp_modules(model)], [hook, hook])
+        self.assertEqual(
+            [each._comm_hook for each in FSDP.fsdp_modules(model)],
+            [hook, hook],
+            "hooks of all modules",
+        )
         states = [each._comm_hook_state for each in FSDP.fsdp_modules(model)]
-        self.check_equal("states of all hooks", states, [state, state])
+        self.assertEqual(states, [state, state], "states of all hooks")
         self._check_training(model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("dtype", [*COMPRESSED])
     @parametrize("sharding_strategy", STRATEGIES)
     def test_compressing_hook(self, sharding_strategy, dtype):
-        """Gradients travel in half of the bytes, and arrive in the parameters' type, divided by the world size."""
+        """Gradients travel in half of the bytes, and arrive in the parameters' type,
+        divided by the world size.
+        """
         skip_without_accelerator("these hooks record a stream, and the host has none")
         model = self._model(sharding_strategy)
-        model.register_comm_hook(default_hooks.LowPrecisionState(self.process_group), COMPRESSED[dtype])
+        model.register_comm_hook(
+            default_hooks.LowPrecisionState(self.process_group), COMPRESSED[dtype]
+        )
         sent: list[torch.dtype] = []
         name = "all_reduce" if sharding_strategy == WHOLE else "reduce_scatter_single"
         name = name if hasattr(dist, name) else "reduce_scatter_tensor"
@@ -157,62 +218,107 @@ class TestCommunicationHooks(TwoRankTest):
             self._backward(model, self.rank)
         finally:
             setattr(dist, name, original)
-        self.check_equal("types of what was sent", sent, [dtype, dtype])
-        types = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-        self.check_equal("types of gradients", types, {torch.float32})
+        self.assertEqual(sent, [dtype, dtype], "types of what was sent")
+        types = {
+            param.grad.dtype for param in model.parameters() if param.grad is not None
+        }
+        self.assertEqual(types, {torch.float32}, "types of gradients")
         model.zero_grad()
         self._check_training(model, rtol=0.05, atol=5e-3)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_predivision(self):
-        """Factors before and after the reduction make up the world size, and both are applied."""
+        """Factors before and after the reduction make up the world size, and both are
+        applied.
+        """
         for sharding_strategy in STRATEGIES:
             for before in (1.0, 2.0, 8.0):
                 model = self._model(sharding_strategy)
                 state = default_hooks.DefaultState(process_group=self.process_group)
-                self.assertEqual(state.gradient_predivide_factor * state.gradient_postdivide_factor, self.world_size)
+                self.assertEqual(
+                    state.gradient_predivide_factor * state.gradient_postdivide_factor,
+                    self.world_size,
+                )
                 state.gradient_predivide_factor = before
                 state.gradient_postdivide_factor = 16.0 / before
-                hook = default_hooks.allreduce_hook if sharding_strategy == WHOLE else default_hooks.reduce_scatter_hook
+                hook = (
+                    default_hooks.allreduce_hook
+                    if sharding_strategy == WHOLE
+                    else default_hooks.reduce_scatter_hook
+                )
                 model.register_comm_hook(state, hook)
                 reference = Chain(device=self.device)
                 before_step = get_full_params(model)
                 self._backward(reference, None)
                 self._backward(model, self.rank)
                 torch.optim.SGD(model.parameters(), lr=16.0 / self.world_size).step()
-                found = [old - new for old, new in zip(before_step, get_full_params(model), strict=True)]
-                what = f"gradients divided by {before} before and {16.0 / before} after the reduction"
-                self.check_equal(what, found, [param.grad for param in reference.parameters()])
+                found = [
+                    old - new
+                    for old, new in zip(
+                        before_step, get_full_params(model), strict=True
+                    )
+                ]
+                what = (
+                    f"gradients divided by {before} before and {16.0 / before} after "
+                    "the reduction"
+                )
+                self.assertEqual(
+                    found, [param.grad for param in reference.parameters()], what
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_registering_hook_non_root(self):
         model = self._model(ShardingStrategy.FULL_SHARD)
         self._backward(model, self.rank)  # now it knows its root
-        with self.assertRaisesRegex(AssertionError, "^register_comm_hook can only be called on a root instance"):
+        with self.assertRaisesRegex(
+            AssertionError, "^register_comm_hook can only be called on a root instance"
+        ):
             model.module.b.register_comm_hook(None, Recorder().sharded)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_registering_hook_submodules(self):
-        """There is one hook for a whole model; a submodule that has one already is refused, as is a second one."""
+        """There is one hook for a whole model; a submodule that has one already is
+        refused, as is a second one.
+        """
         model, recorder = self._model(ShardingStrategy.FULL_SHARD), Recorder()
-        model.module.b._comm_hook = recorder.sharded  # as if it had been a root when it was registered
-        with self.assertRaisesRegex(AssertionError, "^A communication hook is already registered"):
+        model.module.b._comm_hook = (
+            recorder.sharded
+        )  # as if it had been a root when it was registered
+        with self.assertRaisesRegex(
+            AssertionError, "^A communication hook is already registered"
+        ):
             model.register_comm_hook(recorder, recorder.sharded)
         model = self._model(ShardingStrategy.FULL_SHARD)
-        with self.assertRaisesRegex(ValueError, "^The communication hook must be callable but got 3"):
+        with self.assertRaisesRegex(
+            ValueError, "^The communication hook must be callable but got 3"
+        ):
             model.register_comm_hook(recorder, 3)
         model.register_comm_hook(recorder, recorder.sharded)
-        with self.assertRaisesRegex(AssertionError, "^A communication hook is already registered"):
+        with self.assertRaisesRegex(
+            AssertionError, "^A communication hook is already registered"
+        ):
             model.register_comm_hook(recorder, recorder.sharded)
 
 
-class TestCommunicationHooksHybrid(FourRankTest):
+class TestCommunicationHooksHybrid(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_registering_hook_hybrid_strategy(self):
         for sharding_strategy in HYBRID:
             module = Chain(device=self.device)
-            model = fsdp_on_device(module, sharding_strategy=sharding_strategy, device_mesh=world_mesh(2, 2))
-            with self.assertRaisesRegex(AssertionError, "^Communication hook is not supported for hybrid strategies"):
+            model = FSDP(
+                module,
+                device_id=self.device,
+                sharding_strategy=sharding_strategy,
+                device_mesh=world_mesh(2, 2),
+            )
+            with self.assertRaisesRegex(
+                AssertionError,
+                "^Communication hook is not supported for hybrid strategies",
+            ):
                 model.register_comm_hook(None, Recorder().sharded)
 
 

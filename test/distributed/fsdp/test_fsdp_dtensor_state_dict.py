@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Sharded state dicts of FSDP1 over a device mesh: each tensor is a DTensor that holds this rank's rows."""
+"""Sharded state dicts of FSDP1 over a device mesh: each tensor is a DTensor that holds
+this rank's rows.
+"""
 
 import sys
 from typing import Any
@@ -8,19 +10,25 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     get_full_params,
     world_mesh,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -29,12 +37,24 @@ if not dist.is_available():
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
-class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
-    def _trained(self, offload_to_cpu: bool = False, seed: int = 0) -> tuple[FSDP, torch.optim.Optimizer]:
-        """Return a model over a mesh after a step, with the type of its state dicts set."""
+class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _trained(
+        self, offload_to_cpu: bool = False, seed: int = 0
+    ) -> tuple[FSDP, torch.optim.Optimizer]:
+        """Return a model over a mesh after a step, with the type of its state dicts
+        set.
+        """
         mesh = world_mesh(self.world_size)
-        module = Chain(lambda layer: fsdp_on_device(layer, device_mesh=mesh), self.device, seed)
-        model = fsdp_on_device(module, device_mesh=mesh)
+        module = Chain(
+            lambda layer: FSDP(layer, device_id=self.device, device_mesh=mesh),
+            self.device,
+            seed,
+        )
+        model = FSDP(module, device_id=self.device, device_mesh=mesh)
         FSDP.set_state_dict_type(
             model,
             SHARDED,
@@ -42,32 +62,43 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
             ShardedOptimStateDictConfig(offload_to_cpu=offload_to_cpu),
         )
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        model(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        model(
+            Chain.rows(self.device, self.world_size, self.rank)
+        ).square().mean().backward()
         optim.step()
         return model, optim
 
     def _reference(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Chain(device=self.device)
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        model(chain_rows(self.device, self.world_size)).square().mean().backward()
+        model(Chain.rows(self.device, self.world_size)).square().mean().backward()
         optim.step()
         return model, optim
 
     def _own_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows, as ``torch.chunk`` divides them. Shape: as ``whole`` but for the first dimension."""
+        """Return this rank's rows, as ``torch.chunk`` divides them. Shape: as ``whole``
+        but for the first dimension.
+        """
         chunks = whole.detach().chunk(self.world_size)
         return chunks[self.rank] if self.rank < len(chunks) else whole.detach()[:0]
 
     def _check(self, what: str, found: Any, whole: torch.Tensor) -> None:
         self.assertIsInstance(found, DTensor, f"{what} is no DTensor")
-        self.check_equal(f"placements of {what}", list(found.placements), [Shard(0)])
-        self.check_equal(f"shape of {what}", found.shape, whole.shape)
-        self.check_equal(f"shard of {what}", found.to_local(), self._own_rows(whole), exact_device=False)
+        self.assertEqual(list(found.placements), [Shard(0)], f"placements of {what}")
+        self.assertEqual(found.shape, whole.shape, f"shape of {what}")
+        self.assertEqual(
+            found.to_local(),
+            self._own_rows(whole),
+            f"shard of {what}",
+            exact_device=False,
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("offload_to_cpu", [True, False])
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu):
-        """Each rank's part is its rows of the unsharded parameter, on the host if asked for."""
+        """Each rank's part is its rows of the unsharded parameter, on the host if asked
+        for.
+        """
         model, _ = self._trained(offload_to_cpu)
         expected = self._reference()[0].state_dict()
         state = model.state_dict()
@@ -75,7 +106,9 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
         for name, whole in expected.items():
             self._check(name, state[name], whole)
             kind = "cpu" if offload_to_cpu else self.device.type
-            self.assertEqual(state[name].to_local().device.type, kind, f"device of {name}")
+            self.assertEqual(
+                state[name].to_local().device.type, kind, f"device of {name}"
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fsdp_init_with_device_mesh(self):
@@ -85,7 +118,11 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
         state = FSDP.optim_state_dict(model, optim)["state"]
         for name, param in reference.named_parameters():
             for key in ("exp_avg", "exp_avg_sq"):
-                self._check(f"{key} of {name}", state[name][key], reference_optim.state[param][key])
+                self._check(
+                    f"{key} of {name}",
+                    state[name][key],
+                    reference_optim.state[param][key],
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("offload_to_cpu", [True, False])
@@ -95,13 +132,23 @@ class TestFSDPWithDeviceMeshAndDTensor(TwoRankTest):
         other, other_optim = self._trained(offload_to_cpu, seed=1)
         other.load_state_dict(model.state_dict())
         saved = FSDP.optim_state_dict(model, optim)
-        other_optim.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optim, saved))
-        self.check_equal("loaded parameters", get_full_params(other), get_full_params(model))
+        other_optim.load_state_dict(
+            FSDP.optim_state_dict_to_load(other, other_optim, saved)
+        )
+        self.assertEqual(
+            get_full_params(other), get_full_params(model), "loaded parameters"
+        )
         for each, its_optim in ((model, optim), (other, other_optim)):
             its_optim.zero_grad()
-            each(chain_rows(self.device, self.world_size, self.rank, 1)).square().mean().backward()
+            each(
+                Chain.rows(self.device, self.world_size, self.rank, 1)
+            ).square().mean().backward()
             its_optim.step()
-        self.check_equal("parameters after the next step", get_full_params(other), get_full_params(model))
+        self.assertEqual(
+            get_full_params(other),
+            get_full_params(model),
+            "parameters after the next step",
+        )
 
 
 instantiate_parametrized_tests(TestFSDPWithDeviceMeshAndDTensor)

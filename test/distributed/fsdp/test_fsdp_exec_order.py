@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""At the debug level DETAIL, FSDP1 tells when ranks, or steps of a rank, run their modules in another order."""
+"""At the debug level DETAIL, FSDP1 tells when ranks, or steps of a rank, run their
+modules in another order.
+"""
 
 import sys
 import warnings
@@ -11,8 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_fsdp import FSDPTest, compute_device
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -20,12 +26,19 @@ if not dist.is_available():
 
 
 class Branches(nn.Module):
-    """Layers of equal shapes, in the order of ``order``. Equal shapes: a wrong order hangs nobody."""
+    """Layers of equal shapes, in the order of ``order``. Equal shapes: a wrong order
+    hangs nobody.
+    """
 
     def __init__(self, strategy: ShardingStrategy) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(fsdp_on_device(nn.Linear(4, 4), sharding_strategy=strategy) for _ in range(3))
+        self.layers = nn.ModuleList(
+            FSDP(
+                nn.Linear(4, 4), device_id=compute_device(), sharding_strategy=strategy
+            )
+            for _ in range(3)
+        )
         self.order = [0, 1, 2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,55 +47,100 @@ class Branches(nn.Module):
         return x
 
 
-class TestFSDPExecOrder(TwoRankTest):
+class TestFSDPExecOrder(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, sharding_strategy: ShardingStrategy) -> FSDP:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        return fsdp_on_device(Branches(sharding_strategy), sharding_strategy=sharding_strategy)
+        return FSDP(
+            Branches(sharding_strategy),
+            device_id=self.device,
+            sharding_strategy=sharding_strategy,
+        )
 
     def _step(self, model: FSDP) -> list[str]:
         """Run a step and return its warnings about the order."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(torch.ones(2, 4, device=self.device)).sum().backward()
-        return [str(each.message) for each in caught if "Forward order differs" in str(each.message)]
+        return [
+            str(each.message)
+            for each in caught
+            if "Forward order differs" in str(each.message)
+        ]
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("sharding_strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    @parametrize(
+        "sharding_strategy",
+        [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+    )
     def test_invalid_first_iter_order(self, sharding_strategy):
         """Ranks that begin with different modules are told which."""
         model = self._model(sharding_strategy)
         model.module.order = [0, 1, 2] if self.rank == 0 else [0, 2, 1]
-        names = [rf"\[\[?'layers.{index}.weight', 'layers.{index}.bias'\]\]?" for index in (1, 2)]
+        names = [
+            rf"\[\[?'layers.{index}.weight', 'layers.{index}.bias'\]\]?"
+            for index in (1, 2)
+        ]
         expected = (
-            "Forward order differs across ranks: rank 0 is all-gathering parameters for "
+            "Forward order differs across ranks: rank 0 is all-gathering parameters "
+            "for "
             f"{names[0]} while rank 1 is all-gathering parameters for {names[1]}"
         )
-        with self.assertRaisesRegex(RuntimeError, expected.replace(r"layers.", r"layers\.\S*")):
+        with self.assertRaisesRegex(
+            RuntimeError, expected.replace(r"layers.", r"layers\.\S*")
+        ):
             self._step(model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("sharding_strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    @parametrize(
+        "sharding_strategy",
+        [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+    )
     @parametrize("iters_before_path_change", [1, 2])
-    def test_invalid_later_iter_order(self, sharding_strategy, iters_before_path_change):
-        """A step that differs from the first is told once, with the module expected and the one found."""
+    def test_invalid_later_iter_order(
+        self, sharding_strategy, iters_before_path_change
+    ):
+        """A step that differs from the first is told once, with the module expected and
+        the one found.
+        """
         for order, says in (
-            ([0, 2, 1], r"Expected to all-gather for .*layers\.1\..* but trying to all-gather .*layers\.2\."),
-            ([0, 1, 2, 2], r"Expected to not all-gather any more parameters .* but trying .*layers\.2\."),
+            (
+                [0, 2, 1],
+                r"Expected to all-gather for .*layers\.1\..* but trying to "
+                r"all-gather .*layers\.2\.",
+            ),
+            (
+                [0, 1, 2, 2],
+                r"Expected to not all-gather any more parameters .* but trying "
+                r".*layers\.2\.",
+            ),
         ):
             model = self._model(sharding_strategy)
             for _ in range(iters_before_path_change):
-                self.assertEqual(self._step(model), [], "warnings of steps in the first order")
+                self.assertEqual(
+                    self._step(model), [], "warnings of steps in the first order"
+                )
             model.module.order = order
             warned = self._step(model)
             self.assertTrue(warned, f"no warning of a step in the order {order}")
             first, *more = warned
-            self.assertRegex(first, f"differs from that of the first iteration on rank {self.rank}")
+            self.assertRegex(
+                first, f"differs from that of the first iteration on rank {self.rank}"
+            )
             self.assertRegex(first, says)
             self.assertLess(len(more), len(order), "warnings of one step")
-            self.assertEqual(self._step(model), [], "warnings of the step after the one that warned")
+            self.assertEqual(
+                self._step(model), [], "warnings of the step after the one that warned"
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("sharding_strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    @parametrize(
+        "sharding_strategy",
+        [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+    )
     def test_train_eval(self, sharding_strategy):
         """Evaluation in between, in whatever order, is not counted."""
         model = self._model(sharding_strategy)

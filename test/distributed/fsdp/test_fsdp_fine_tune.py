@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with modules frozen here and there: backward frees what it has passed, and trains what is not frozen.
+"""FSDP1 with modules frozen here and there: backward frees what it has passed, and
+trains what is not frozen.
 
-A frozen module has no gradient to reduce, so nothing tells FSDP that its backward is over except the gradients of its
-inputs.
+A frozen module has no gradient to reduce, so nothing tells FSDP that its backward is
+over except the gradients of its inputs.
 """
 
 import sys
@@ -12,14 +13,19 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    _runtime_utils,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    Chain,
+    FSDPTest,
     get_full_params,
     skip_parameter_offload,
 )
@@ -39,24 +45,37 @@ def is_frozen(index: int) -> bool:
 
 def unsharded(model: nn.Sequential) -> list[int]:
     """Return which layers have their parameters unsharded."""
-    sizes = [layer._handle.flat_param._full_param_padded.untyped_storage().size() for layer in model]
+    sizes = [
+        layer._handle.flat_param._full_param_padded.untyped_storage().size()
+        for layer in model
+    ]
     return [index for index, size in enumerate(sizes) if size]
 
 
 class TwoInputs(nn.Module):
-    """Passes two tensors through one layer, the second under a keyword and in a list."""
+    """Passes two tensors through one layer, the second under a keyword and in
+    a list.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, *, more: list[torch.Tensor], first: int) -> torch.Tensor:
-        """Compute with input ``first`` before the other, so that its gradient comes after the other's."""
+    def forward(
+        self, x: torch.Tensor, *, more: list[torch.Tensor], first: int
+    ) -> torch.Tensor:
+        """Compute with input ``first`` before the other, so that its gradient comes
+        after the other's.
+        """
         inputs = (x, more[0])
         return self.layer(inputs[first]) + self.layer(inputs[1 - first]).tanh()
 
 
-class TestFSDPFineTune(TwoRankTest):
+class TestFSDPFineTune(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _layers(self) -> nn.Sequential:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
@@ -66,25 +85,32 @@ class TestFSDPFineTune(TwoRankTest):
 
     def _sharded(self, layers: nn.Sequential, **fsdp_kwargs: Any) -> FSDP:
         for index, layer in enumerate(layers):
-            layers[index] = fsdp_on_device(layer, **fsdp_kwargs)
-        return fsdp_on_device(layers, **fsdp_kwargs)
+            layers[index] = FSDP(layer, device_id=self.device, **fsdp_kwargs)
+        return FSDP(layers, device_id=self.device, **fsdp_kwargs)
 
     def _rows(self, **kwargs: Any) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, self.rank, **kwargs)
+        return Chain.rows(self.device, self.world_size, self.rank, **kwargs)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_reshard_hooks(self):
-        """When a layer's backward is over, it is sharded again, whether or not it is frozen."""
+        """When a layer's backward is over, it is sharded again, whether or not it is
+        frozen.
+        """
         self.run_subtests(
             {
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+                "sharding_strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                ],
                 "use_orig_params": [False, True],
                 "inp_requires_grad": [False, True],
             },
             self._test_backward_reshard_hooks,
         )
 
-    def _test_backward_reshard_hooks(self, inp_requires_grad: bool, **fsdp_kwargs: Any) -> None:
+    def _test_backward_reshard_hooks(
+        self, inp_requires_grad: bool, **fsdp_kwargs: Any
+    ) -> None:
         model = self._sharded(self._layers(), backward_prefetch=None, **fsdp_kwargs)
         left: dict[int, list[int]] = {}
 
@@ -116,31 +142,51 @@ class TestFSDPFineTune(TwoRankTest):
             rows.register_hook(note(-1))
         with mock.patch.object(_runtime_utils, "_post_backward_reshard", counted):
             model(rows).sum().backward()
-        # Without a gradient of its input, nothing tells that the first layer is done but the end of backward.
+        # Without a gradient of its input, nothing tells that the first layer is done
+        # but the end of backward.
         expected = [3, 2, 1, 0] if inp_requires_grad else [3, 2, 1]
         if not inp_requires_grad:
             calls = [each for each in calls if each != 0]
-        self.check_equal("layers in the order of their resharding", calls, expected)
-        # What forward kept, and backward needed for nothing, stays until it is used next.
+        self.assertEqual(calls, expected, "layers in the order of their resharding")
+        # What forward kept, and backward needed for nothing, stays until it is used
+        # next.
         keeps = (
-            fsdp_kwargs["sharding_strategy"] == ShardingStrategy.SHARD_GRAD_OP and not fsdp_kwargs["use_orig_params"]
+            fsdp_kwargs["sharding_strategy"] == ShardingStrategy.SHARD_GRAD_OP
+            and not fsdp_kwargs["use_orig_params"]
         )
         kept = keeps and not inp_requires_grad
-        self.check_equal("layers still unsharded after backward", unsharded(model.module), [0] if kept else [])
-        late = {at: [each for each in those if each > at + 1] for at, those in left.items()}
-        self.check_equal("layers still unsharded when two layers have passed", late, {at: [] for at in left})
+        self.assertEqual(
+            unsharded(model.module),
+            [0] if kept else [],
+            "layers still unsharded after backward",
+        )
+        late = {
+            at: [each for each in those if each > at + 1] for at, those in left.items()
+        }
+        self.assertEqual(
+            late,
+            {at: [] for at in left},
+            "layers still unsharded when two layers have passed",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reshard_waits_for_all_inputs(self):
-        """A frozen module is resharded once, when the gradients of all its inputs exist, however they came in."""
+        """A frozen module is resharded once, when the gradients of all its inputs
+        exist, however they came in.
+        """
         self.run_subtests({"first": [0, 1]}, self._test_reshard_waits_for_all_inputs)
 
     def _test_reshard_waits_for_all_inputs(self, first: int) -> None:
-        frozen = fsdp_on_device(TwoInputs().requires_grad_(False))
-        model = fsdp_on_device(nn.ModuleList([frozen]))
+        frozen = FSDP(TwoInputs().requires_grad_(False), device_id=self.device)
+        model = FSDP(nn.ModuleList([frozen]), device_id=self.device)
         with FSDP.summon_full_params(model):
             reference = TwoInputs().to(self.device)
-            reference.load_state_dict({name: p.detach().clone() for name, p in frozen.module.named_parameters()})
+            reference.load_state_dict(
+                {
+                    name: p.detach().clone()
+                    for name, p in frozen.module.named_parameters()
+                }
+            )
         gradients: list[list[torch.Tensor]] = []
         calls: list[int] = []
         original, computed = _runtime_utils._post_backward_reshard, set()
@@ -149,7 +195,8 @@ class TestFSDPFineTune(TwoRankTest):
             calls.append(1)
             if computed != {0, 1}:
                 raise AssertionError(
-                    f"the frozen module was resharded when it had gradients of inputs {computed} alone"
+                    "the frozen module was resharded when it had gradients of "
+                    f"inputs {computed} alone"
                 )
             original(*args)
 
@@ -160,30 +207,45 @@ class TestFSDPFineTune(TwoRankTest):
                     each.register_hook(lambda _, index=index: computed.add(index))
                 module(inputs[0], more=[inputs[1]], first=first).sum().backward()
                 gradients.append([each.grad for each in inputs])
-        self.check_equal("gradients of the inputs", *gradients)
-        self.assertEqual(len(calls), 1, "times that the frozen module was resharded by its hook")
+        self.assertEqual(*gradients, "gradients of the inputs")
+        self.assertEqual(
+            len(calls), 1, "times that the frozen module was resharded by its hook"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks_multi_traversal(self):
         """A frozen layer that runs twice in a forward trains like the reference."""
         self.run_subtests(
-            {"use_orig_params": [False, True], "backward_prefetch": [*BackwardPrefetch]},
+            {
+                "use_orig_params": [False, True],
+                "backward_prefetch": [*BackwardPrefetch],
+            },
             self._test_hooks_multi_traversal,
         )
 
     def _test_hooks_multi_traversal(self, **fsdp_kwargs: Any) -> None:
         reference, model = self._layers(), self._sharded(self._layers(), **fsdp_kwargs)
         for module, rank in ((reference, None), (model, self.rank)):
-            optim = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.1)
+            optim = torch.optim.SGD(
+                [param for param in module.parameters() if param.requires_grad], lr=0.1
+            )
             for step in range(3):
-                module(module(chain_rows(self.device, self.world_size, rank, step))).square().mean().backward()
+                module(
+                    module(Chain.rows(self.device, self.world_size, rank, step))
+                ).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
-        self.check_equal("parameters after training", get_full_params(model), list(reference.parameters()))
+        self.assertEqual(
+            get_full_params(model),
+            list(reference.parameters()),
+            "parameters after training",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parity_with_ddp(self):
-        """The reference is unsharded, on the rows of all ranks, as DDP's gradients are."""
+        """The reference is unsharded, on the rows of all ranks, as DDP's
+        gradients are.
+        """
         self.run_subtests(
             {
                 "sharding_strategy": [*ShardingStrategy][:3],
@@ -195,16 +257,21 @@ class TestFSDPFineTune(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parity_with_non_frozen_fsdp(self):
-        """In reduced precision, frozen modules compute like ones whose gradients are thrown away."""
+        """In reduced precision, frozen modules compute like ones whose gradients are
+        thrown away.
+        """
         self.run_subtests(
-            {"use_orig_params": [False, True], "offload_params": [False, True]}, self._test_parity_in_low_precision
+            {"use_orig_params": [False, True], "offload_params": [False, True]},
+            self._test_parity_in_low_precision,
         )
 
     def _train(self, module: nn.Module, rank: int | None) -> None:
         trained = [param for param in module.parameters() if param.requires_grad]
         optim = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         for step in range(3):
-            module(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+            module(
+                Chain.rows(self.device, self.world_size, rank, step)
+            ).square().mean().backward()
             optim.step()
             optim.zero_grad()
 
@@ -215,28 +282,54 @@ class TestFSDPFineTune(TwoRankTest):
         self._train(reference, None)
         self._train(model, self.rank)
         with FSDP.summon_full_params(model):
-            exposed = {name: param.requires_grad for name, param in model.module.named_parameters()}
-        expected = [not is_frozen(index) for index in range(DEPTH) for _ in ("weight", "bias")]
-        self.check_equal("requires_grad of exposed parameters", list(exposed.values()), expected)
+            exposed = {
+                name: param.requires_grad
+                for name, param in model.module.named_parameters()
+            }
+        expected = [
+            not is_frozen(index) for index in range(DEPTH) for _ in ("weight", "bias")
+        ]
+        self.assertEqual(
+            list(exposed.values()), expected, "requires_grad of exposed parameters"
+        )
         found = get_full_params(model)
-        self.check_equal("parameters after training", found, list(reference.parameters()))
+        self.assertEqual(
+            found, list(reference.parameters()), "parameters after training"
+        )
         frozen = [index for index, trained in enumerate(expected) if not trained]
-        self.check_equal(
-            "frozen parameters after training", [found[at].detach() for at in frozen], [before[at] for at in frozen]
+        self.assertEqual(
+            [found[at].detach() for at in frozen],
+            [before[at] for at in frozen],
+            "frozen parameters after training",
         )
 
-    def _test_parity_in_low_precision(self, use_orig_params: bool, offload_params: bool) -> None:
+    def _test_parity_in_low_precision(
+        self, use_orig_params: bool, offload_params: bool
+    ) -> None:
         skip_parameter_offload(offload := CPUOffload(offload_params))
         precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-        options = {"mixed_precision": precision, "cpu_offload": offload, "use_orig_params": use_orig_params}
-        models = [self._sharded(layers, **options) for layers in (self._layers(), self._layers().requires_grad_())]
+        options = {
+            "mixed_precision": precision,
+            "cpu_offload": offload,
+            "use_orig_params": use_orig_params,
+        }
+        models = [
+            self._sharded(layers, **options)
+            for layers in (self._layers(), self._layers().requires_grad_())
+        ]
         for model in models:
-            optim = torch.optim.SGD([p for index in (1, 3) for p in model.module[index].parameters()], lr=0.1)
+            optim = torch.optim.SGD(
+                [p for index in (1, 3) for p in model.module[index].parameters()],
+                lr=0.1,
+            )
             for step in range(3):
                 model(self._rows(step=step)).square().mean().backward()
                 optim.step()
                 model.zero_grad()
-        self.check_equal("parameters after training", *([p.detach() for p in get_full_params(m)] for m in models))
+        self.assertEqual(
+            *([p.detach() for p in get_full_params(m)] for m in models),
+            "parameters after training",
+        )
 
 
 if __name__ == "__main__":

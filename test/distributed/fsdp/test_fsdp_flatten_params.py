@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""How FSDP1 lays parameters out in a flat parameter: which, where, with what padding, and whose part a rank holds."""
+"""How FSDP1 lays parameters out in a flat parameter: which, where, with what padding,
+and whose part a rank holds.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -7,10 +9,11 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, TwoRankTest, chain_rows, fsdp_on_device
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -30,7 +33,11 @@ class Transposed(nn.Module):
         return x @ self.weight + self.bias
 
 
-class TestFlattenParams(TwoRankTest):
+class TestFlattenParams(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _handle(
         self,
         params: Iterable[nn.Parameter],
@@ -61,60 +68,87 @@ class TestFlattenParams(TwoRankTest):
         model.b, model.c = nn.Linear(4, 3, device=self.device), model.a
         with torch.no_grad():
             for index, parameter in enumerate(model.b.parameters()):
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) + index)
+                parameter.copy_(
+                    torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+                    + index
+                )
         return model
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flatten_nothing(self):
-        with self.assertRaisesRegex(ValueError, "Cannot construct a FlatParamHandle with an empty parameter list"):
+        with self.assertRaisesRegex(
+            ValueError,
+            "Cannot construct a FlatParamHandle with an empty parameter list",
+        ):
             self._handle([], nn.Linear(2, 2))
-        with self.assertRaisesRegex(ValueError, "`params` were not found in `module`'s tree"):
+        with self.assertRaisesRegex(
+            ValueError, "`params` were not found in `module`'s tree"
+        ):
             self._handle(nn.Linear(2, 2).parameters(), nn.Linear(2, 2))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_empty_module(self):
         """A wrapper of a module without parameters has no handle, and runs it."""
-        model = fsdp_on_device(nn.Sequential())
+        model = FSDP(nn.Sequential(), device_id=self.device)
         self.assertIsNone(model._handle)
-        rows = chain_rows(self.device, 2, 0)
-        self.check_equal("output", model(rows), rows)
+        rows = Chain.rows(self.device, 2, 0)
+        self.assertEqual(model(rows), rows, "output")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_flattening(self):
-        """What is not given stays a parameter; what is given becomes a view, in the module's order."""
+        """What is not given stays a parameter; what is given becomes a view, in the
+        module's order.
+        """
         model, reference = Chain(device=self.device), Chain(device=self.device)
         handle = self._handle([model.c.bias, *model.a.parameters()], model)
         left = [name for name, _ in model.named_parameters()]
-        self.check_equal("names left", left, ["b.weight", "b.bias", "c.weight"])
-        self.check_equal("names flattened", list(handle.flat_param._fqns), ["a.weight", "a.bias", "c.bias"])
+        self.assertEqual(left, ["b.weight", "b.bias", "c.weight"], "names left")
+        self.assertEqual(
+            list(handle.flat_param._fqns),
+            ["a.weight", "a.bias", "c.bias"],
+            "names flattened",
+        )
         expected = self._flat([reference.a.weight, reference.a.bias, reference.c.bias])
-        self.check_equal("flat parameter", handle.flat_param.detach(), expected, atol=0, rtol=0)
+        self.assertEqual(
+            handle.flat_param.detach(), expected, "flat parameter", atol=0, rtol=0
+        )
         self._check_output(model, reference)
 
     def _check_output(self, model: nn.Module, reference: nn.Module) -> None:
-        rows = chain_rows(self.device, 2, self.rank)
-        self.check_equal("output", model(rows), reference(rows), atol=0, rtol=0)
+        rows = Chain.rows(self.device, 2, self.rank)
+        self.assertEqual(model(rows), reference(rows), "output", atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_numel_without_shared_params(self):
         model = Chain(device=self.device)
         handle = self._handle(model.parameters(), model)
-        self.check_equal("elements", handle.flat_param.numel(), 39)
-        self.check_equal("elements of each", list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2])
+        self.assertEqual(handle.flat_param.numel(), 39, "elements")
+        self.assertEqual(
+            list(handle.flat_param._numels), [12, 4, 12, 3, 6, 2], "elements of each"
+        )
         # Aligned, a flat parameter is also padded to a multiple of the world size.
         layer = nn.Linear(4, 3, device=self.device)
         flat = self._handle(layer.parameters(), layer, use_orig_params=True).flat_param
-        self.check_equal("elements with padding", list(flat._numels_with_padding), [12, 3, 1])
+        self.assertEqual(
+            list(flat._numels_with_padding), [12, 3, 1], "elements with padding"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_numel_with_shared_params(self):
         """A shared parameter counts once, under its first name."""
         model = self._tied()
         flat = self._handle(model.parameters(), model).flat_param
-        self.check_equal("elements", flat.numel(), 31)
-        self.check_equal("names", list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"])
-        shared = [(info.module_name, info.param_name, info.prim_module_name) for info in flat._shared_param_infos]
-        self.check_equal("shared parameters", shared, [("c", "weight", "a"), ("c", "bias", "a")])
+        self.assertEqual(flat.numel(), 31, "elements")
+        self.assertEqual(
+            list(flat._fqns), ["a.weight", "a.bias", "b.weight", "b.bias"], "names"
+        )
+        shared = [
+            (info.module_name, info.param_name, info.prim_module_name)
+            for info in flat._shared_param_infos
+        ]
+        self.assertEqual(
+            shared, [("c", "weight", "a"), ("c", "bias", "a")], "shared parameters"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_without_shared_params(self):
@@ -127,7 +161,9 @@ class TestFlattenParams(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_output_with_strides(self):
-        """A parameter that is not stored by rows keeps its strides, and so does its gradient's view."""
+        """A parameter that is not stored by rows keeps its strides, and so does its
+        gradient's view.
+        """
         self._test_output(Transposed, width=2)
 
     def _test_output(self, build, width=3):
@@ -135,20 +171,39 @@ class TestFlattenParams(TwoRankTest):
         for use_orig_params in (False, True):
             model, reference = build(device=self.device), build(device=self.device)
             expected = dict(reference.named_parameters())
-            handle = self._handle(model.parameters(), model, use_orig_params=use_orig_params)
+            handle = self._handle(
+                model.parameters(), model, use_orig_params=use_orig_params
+            )
             handle._use_unsharded_views(as_params=use_orig_params)
-            rows = chain_rows(self.device, 2, self.rank)[:, :width]
+            rows = Chain.rows(self.device, 2, self.rank)[:, :width]
             outputs = [each(rows) for each in (model, reference)]
-            self.check_equal("output", *outputs, atol=0, rtol=0)
-            views = dict(zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True))
+            self.assertEqual(*outputs, "output", atol=0, rtol=0)
+            views = dict(
+                zip(handle.flat_param._fqns, handle._get_unflat_views(), strict=True)
+            )
             for name, view in views.items():
-                self.check_equal(f"strides of {name}", view.stride(), expected[name].stride())
-                self.check_equal(f"value of {name}", view, expected[name], atol=0, rtol=0)
-            if not use_orig_params:  # as original parameters they are leaves, whose gradients FSDP itself flattens
+                self.assertEqual(
+                    view.stride(), expected[name].stride(), f"strides of {name}"
+                )
+                self.assertEqual(
+                    view, expected[name], f"value of {name}", atol=0, rtol=0
+                )
+            # Original parameters are leaves, whose gradients FSDP itself flattens.
+            if not use_orig_params:
                 for output in outputs:
                     output.square().sum().backward()
-                grads = dict(zip(views, handle._get_unflat_views(handle.flat_param.grad), strict=True))
-                self.check_equal("gradients", grads, {name: param.grad for name, param in expected.items()})
+                grads = dict(
+                    zip(
+                        views,
+                        handle._get_unflat_views(handle.flat_param.grad),
+                        strict=True,
+                    )
+                )
+                self.assertEqual(
+                    grads,
+                    {name: param.grad for name, param in expected.items()},
+                    "gradients",
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_flat_param_shard_metadata_unaligned(self):
@@ -159,7 +214,12 @@ class TestFlattenParams(TwoRankTest):
             shard=[(20, 0), (20, 1)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 3)},
-                {"b.weight": (4, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (4, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
@@ -172,7 +232,12 @@ class TestFlattenParams(TwoRankTest):
             shard=[(21, 0), (21, 0)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 4)},
-                {"b.weight": (5, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (5, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
@@ -185,58 +250,105 @@ class TestFlattenParams(TwoRankTest):
             shard=[(29, 0), (29, 0)],
             offsets=[
                 {"a.weight": (0, 11), "a.bias": (0, 3), "b.weight": (0, 4)},
-                {"b.weight": (5, 11), "b.bias": (0, 2), "c.weight": (0, 5), "c.bias": (0, 1)},
+                {
+                    "b.weight": (5, 11),
+                    "b.bias": (0, 2),
+                    "c.weight": (0, 5),
+                    "c.bias": (0, 1),
+                },
             ],
         )
 
     def _test_shard_metadata(self, options, numels, shard, offsets):
         model = Chain(device=self.device)
-        values = {name: param.detach().reshape(-1).clone() for name, param in model.named_parameters()}
+        values = {
+            name: param.detach().reshape(-1).clone()
+            for name, param in model.named_parameters()
+        }
         handle = self._handle(model.parameters(), model, **options)
-        self.check_equal("elements with padding", list(handle.flat_param._numels_with_padding), numels)
+        self.assertEqual(
+            list(handle.flat_param._numels_with_padding),
+            numels,
+            "elements with padding",
+        )
         handle.shard()
         flat, metadata = handle.flat_param, handle.shard_metadata()
-        self.check_equal("size and padding of the shard", (flat.numel(), flat._shard_numel_padded), shard[self.rank])
+        self.assertEqual(
+            (flat.numel(), flat._shard_numel_padded),
+            shard[self.rank],
+            "size and padding of the shard",
+        )
         found = dict(zip(metadata.param_names, metadata.param_offsets, strict=True))
-        self.check_equal("elements held of each", found, offsets[self.rank])
-        self.check_equal("numels", metadata.param_numels, tuple(values[name].numel() for name in found))
-        self.check_equal("first shape", metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank])
+        self.assertEqual(found, offsets[self.rank], "elements held of each")
+        self.assertEqual(
+            metadata.param_numels,
+            tuple(values[name].numel() for name in found),
+            "numels",
+        )
+        self.assertEqual(
+            metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank], "first shape"
+        )
         held = [info for info in flat._shard_param_infos if info.in_shard]
         for (name, (first, last)), info in zip(found.items(), held, strict=True):
             part = flat.detach()[info.offset_in_shard :][: info.numel_in_shard]
-            self.check_equal(f"shard of {name}", part, values[name][first : last + 1], atol=0, rtol=0)
+            self.assertEqual(
+                part, values[name][first : last + 1], f"shard of {name}", atol=0, rtol=0
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_orig_params_no_shard(self):
-        """New memory for an original parameter is copied into the flat parameter, and views it from then on."""
+        """New memory for an original parameter is copied into the flat parameter, and
+        views it from then on.
+        """
         model = nn.Linear(3, 2, bias=False).to(self.device)
-        handle = self._handle(model.parameters(), model, strategy=HandleShardingStrategy.NO_SHARD, use_orig_params=True)
+        handle = self._handle(
+            model.parameters(),
+            model,
+            strategy=HandleShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+        )
         handle.shard()
-        self.assertFalse(handle._writeback_orig_params(), "nothing has changed, but something was written back")
+        self.assertFalse(
+            handle._writeback_orig_params(),
+            "nothing has changed, but something was written back",
+        )
         model.weight.data = torch.full((2, 3), 5.0, device=self.device)
         self.assertTrue(handle._writeback_orig_params(), "new memory was not noticed")
-        self.check_equal("flat parameter", handle.flat_param.detach()[:6].tolist(), [5.0] * 6)
+        self.assertEqual(
+            handle.flat_param.detach()[:6].tolist(), [5.0] * 6, "flat parameter"
+        )
         handle.flat_param.detach()[:6].fill_(3)
         handle._use_unsharded_views(as_params=True)
-        self.check_equal("parameter", model.weight.detach().unique().tolist(), [3.0])
+        self.assertEqual(model.weight.detach().unique().tolist(), [3.0], "parameter")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_that_cannot_be_flattened(self):
         """They are refused, in words that say what differs."""
-        one, flat = torch.ones(2), self._handle((holder := nn.Linear(2, 2)).parameters(), holder).flat_param
+        one, flat = (
+            torch.ones(2),
+            self._handle((holder := nn.Linear(2, 2)).parameters(), holder).flat_param,
+        )
         cases = {
             "Cannot flatten integer dtype tensors": [one.int()],
-            "uniform dtype but got torch.float32 and torch.float64": [one, one.double()],
-            "uniform `requires_grad` when `use_orig_params=False`": [nn.Parameter(one), one],
+            "uniform dtype but got torch.float32 and torch.float64": [
+                one,
+                one.double(),
+            ],
+            "uniform `requires_grad` when `use_orig_params=False`": [
+                nn.Parameter(one),
+                one,
+            ],
             "on the same device but got both": [one, torch.ones(2, device="meta")],
             "Cannot flatten a `FlatParameter`": [flat],
         }
         for message, tensors in cases.items():
             params = [
-                tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+                tensor
+                if isinstance(tensor, nn.Parameter)
+                else nn.Parameter(tensor, requires_grad=False)
                 for tensor in tensors
             ]
-            with self.telling(message), self.assertRaisesRegex(ValueError, message):
+            with self.assertRaisesRegex(ValueError, message):
                 self._handle(params, nn.ParameterList(params))
 
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 trains a model whose trunk is frozen: the head learns as without FSDP, and the trunk stays what it is."""
+"""FSDP1 trains a model whose trunk is frozen: the head learns as without FSDP, and the
+trunk stays what it is.
+"""
 
 import sys
 from typing import Any
@@ -10,8 +12,12 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import Chain, TwoRankTest, chain_rows, fsdp_on_device, get_full_params
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_fsdp import Chain, FSDPTest, get_full_params
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -21,9 +27,13 @@ FREEZING = ["requires_grad", "grad_to_none"]
 
 
 class Network(nn.Module):
-    """A trunk without gradients, if asked for also without autograd, and a head on it."""
+    """A trunk without gradients, if asked for also without autograd, and a
+    head on it.
+    """
 
-    def __init__(self, trunk: nn.Module, head: nn.Module, disable_autograd: bool) -> None:
+    def __init__(
+        self, trunk: nn.Module, head: nn.Module, disable_autograd: bool
+    ) -> None:
         super().__init__()
         self.trunk, self.head, self.disable_autograd = trunk, head, disable_autograd
 
@@ -33,11 +43,24 @@ class Network(nn.Module):
         return self.head(torch.tanh(features))
 
 
-class TestFreezingWeights(TwoRankTest):
-    def _network(self, freezing: str, freeze_after_wrap: bool, disable_autograd: bool, **how: Any) -> nn.Module:
-        wrap_trunk, wrap_layers, wrap = how["wrap_trunk"], how["wrap_layers"], how["wrap"]
+class TestFreezingWeights(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _network(
+        self, freezing: str, freeze_after_wrap: bool, disable_autograd: bool, **how: Any
+    ) -> nn.Module:
+        wrap_trunk, wrap_layers, wrap = (
+            how["wrap_trunk"],
+            how["wrap_layers"],
+            how["wrap"],
+        )
         torch.manual_seed(0)
-        trunk, head = Chain(wrap_layers, self.device), nn.Linear(2, 3, device=self.device)
+        trunk, head = (
+            Chain(wrap_layers, self.device),
+            nn.Linear(2, 3, device=self.device),
+        )
 
         def freeze(module: nn.Module) -> None:
             if freezing == "requires_grad":
@@ -63,42 +86,74 @@ class TestFreezingWeights(TwoRankTest):
             self._test_freezing_weights,
             nested=with_nested_trunk,
             freezing=freezing_method,
-            forward_prefetch=with_nested_trunk,  # with one unit below the root there is little to prefetch
+            # With one unit below the root there is little to prefetch.
+            forward_prefetch=with_nested_trunk,
         )
 
     def _test_freezing_weights(
-        self, nested: bool, freezing: str, use_orig_params: bool, forward_prefetch: bool, **how: Any
+        self,
+        nested: bool,
+        freezing: str,
+        use_orig_params: bool,
+        forward_prefetch: bool,
+        **how: Any,
     ) -> None:
         def unwrapped(module: nn.Module) -> nn.Module:
             return module
 
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp_on_device(module, use_orig_params=use_orig_params, forward_prefetch=forward_prefetch)
+            return FSDP(
+                module,
+                device_id=self.device,
+                use_orig_params=use_orig_params,
+                forward_prefetch=forward_prefetch,
+            )
 
-        reference = self._network(freezing, wrap_trunk=unwrapped, wrap_layers=unwrapped, wrap=unwrapped, **how)
+        reference = self._network(
+            freezing, wrap_trunk=unwrapped, wrap_layers=unwrapped, wrap=unwrapped, **how
+        )
         layers = wrap if nested else unwrapped
         # With the layers wrapped, the trunk's own wrapper has no parameters left.
-        model = self._network(freezing, wrap_trunk=wrap, wrap_layers=layers, wrap=wrap, **how)
+        model = self._network(
+            freezing, wrap_trunk=wrap, wrap_layers=layers, wrap=wrap, **how
+        )
         before = [param.detach().clone() for param in reference.trunk.parameters()]
         self._train(reference, freezing, rank=None)
         self._train(model, freezing, rank=self.rank)
         names = [name for name, _ in reference.named_parameters()]
         found = dict(zip(names, get_full_params(model), strict=True))
-        self.check_equal("parameters after training the head", found, dict(reference.named_parameters()))
-        frozen = {name: old for name, old in zip(names, before, strict=False) if name.startswith("trunk")}
-        self.check_equal("frozen parameters after training", {name: found[name].detach() for name in frozen}, frozen)
+        self.assertEqual(
+            found,
+            dict(reference.named_parameters()),
+            "parameters after training the head",
+        )
+        frozen = {
+            name: old
+            for name, old in zip(names, before, strict=False)
+            if name.startswith("trunk")
+        }
+        self.assertEqual(
+            {name: found[name].detach() for name in frozen},
+            frozen,
+            "frozen parameters after training",
+        )
 
     def _train(self, model: nn.Module, freezing: str, rank: int | None) -> None:
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         trunk = (model.module if isinstance(model, FSDP) else model).trunk
         for step in range(3):
             optim.zero_grad()
-            model(chain_rows(self.device, self.world_size, rank, step)).square().mean().backward()
+            model(
+                Chain.rows(self.device, self.world_size, rank, step)
+            ).square().mean().backward()
             if freezing == "grad_to_none":
                 for param in trunk.parameters():
                     param.grad = None
             else:
-                self.assertTrue(all(param.grad is None for param in trunk.parameters()), "a frozen one got a gradient")
+                self.assertTrue(
+                    all(param.grad is None for param in trunk.parameters()),
+                    "a frozen one got a gradient",
+                )
             optim.step()
 
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 is told to ignore: it is neither sharded nor moved nor cast nor reduced, at any depth."""
+"""What FSDP1 is told to ignore: it is neither sharded nor moved nor cast nor reduced,
+at any depth.
+"""
 
 import functools
 import sys
@@ -10,18 +12,23 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._common_utils import _get_module_fsdp_state, clean_tensor_name
+from torch.distributed.fsdp._common_utils import (
+    _get_module_fsdp_state,
+    clean_tensor_name,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     skip_without_accelerator,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -53,25 +60,47 @@ class Nested(nn.Module):
         return self.last(self.block(x))
 
 
-class TestFSDPIgnoredModules(TwoRankTest):
+class TestFSDPIgnoredModules(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _ignoring(self, modules: list[nn.Module], by: str) -> dict[str, Any]:
         if by == "ignored_modules":
             return {"ignored_modules": modules}
         if by == "modules":
             return {"ignored_states": modules}
-        return {"ignored_states": [param for module in modules for param in module.parameters()]}
+        return {
+            "ignored_states": [
+                param for module in modules for param in module.parameters()
+            ]
+        }
 
     def _plain(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters that are not in a flat parameter."""
         named = model.named_parameters()
-        return {clean_tensor_name(name) for name, param in named if "_flat_param" not in name}
+        return {
+            clean_tensor_name(name)
+            for name, param in named
+            if "_flat_param" not in name
+        }
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules", "parameters"])
     def test_ignored_modules_nested(self, ignored_by):
-        """Ignoring a module ignores all below it. Whoever wraps around a wrapper ignores what that one ignores."""
+        """Ignoring a module ignores all below it. Whoever wraps around a wrapper
+        ignores what that one ignores.
+        """
         for ignored, wrapped, expected in (
-            ("block", "", {f"block.{i}.linear.{kind}" for i in (0, 1) for kind in ("weight", "bias")}),
+            (
+                "block",
+                "",
+                {
+                    f"block.{i}.linear.{kind}"
+                    for i in (0, 1)
+                    for kind in ("weight", "bias")
+                },
+            ),
             ("block.1", "", {"block.1.linear.weight", "block.1.linear.bias"}),
             ("block.1", "block", {"block.1.linear.weight", "block.1.linear.bias"}),
             ("last.linear", "block", {"last.linear.weight", "last.linear.bias"}),
@@ -79,134 +108,251 @@ class TestFSDPIgnoredModules(TwoRankTest):
             model = Nested().to(self.device)
             ignoring = self._ignoring([model.get_submodule(ignored)], ignored_by)
             if wrapped and ignored.startswith(wrapped):
-                model.block, ignoring = fsdp_on_device(model.block, **ignoring), {}
+                model.block, ignoring = (
+                    FSDP(model.block, device_id=self.device, **ignoring),
+                    {},
+                )
             elif wrapped:
-                model.block = fsdp_on_device(model.block)
-            sharded = fsdp_on_device(model, **ignoring)
-            what = f"parameters that are not sharded with {ignored} ignored below {wrapped or 'the root'}"
-            self.check_equal(what, self._plain(sharded), expected)
-            total = torch.tensor(sum(m._flat_param.numel() for m in FSDP.fsdp_modules(sharded) if m._has_params))
+                model.block = FSDP(model.block, device_id=self.device)
+            sharded = FSDP(model, device_id=self.device, **ignoring)
+            what = (
+                f"parameters that are not sharded with {ignored} ignored below "
+                f"{wrapped or 'the root'}"
+            )
+            self.assertEqual(self._plain(sharded), expected, what)
+            total = torch.tensor(
+                sum(
+                    m._flat_param.numel()
+                    for m in FSDP.fsdp_modules(sharded)
+                    if m._has_params
+                )
+            )
             total = total.to(self.device)
             dist.all_reduce(total)
             all_of = sum(p.numel() for p in Nested().parameters())
             left = sum(Nested().get_parameter(name).numel() for name in expected)
             # One element of padding for each flat parameter of odd size.
-            self.assertTrue(all_of - left <= total.item() <= all_of - left + 2, f"{total.item()} elements are sharded")
+            self.assertTrue(
+                all_of - left <= total.item() <= all_of - left + 2,
+                f"{total.item()} elements are sharded",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules", "parameters"])
     def test_ignored_parameters_are_trained_apart(self, ignored_by):
         """Ignored gradients are each rank's own; the others are averaged."""
         model = Chain(device=self.device)
-        sharded = fsdp_on_device(model, use_orig_params=True, **self._ignoring([model.b], ignored_by))
+        sharded = FSDP(
+            model,
+            device_id=self.device,
+            use_orig_params=True,
+            **self._ignoring([model.b], ignored_by),
+        )
         own, reference = Chain(device=self.device), Chain(device=self.device)
-        own(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
-        reference(chain_rows(self.device, self.world_size)).square().mean().backward()
-        sharded(chain_rows(self.device, self.world_size, self.rank)).square().mean().backward()
+        own(
+            Chain.rows(self.device, self.world_size, self.rank)
+        ).square().mean().backward()
+        reference(Chain.rows(self.device, self.world_size)).square().mean().backward()
+        sharded(
+            Chain.rows(self.device, self.world_size, self.rank)
+        ).square().mean().backward()
         found = {"weight": model.b.weight.grad, "bias": model.b.bias.grad}
         expected = {"weight": own.b.weight.grad, "bias": own.b.bias.grad}
-        self.check_equal("gradients of the ignored layer", found, expected)
+        self.assertEqual(found, expected, "gradients of the ignored layer")
         with FSDP.summon_full_params(sharded, with_grads=True):
-            found = {name: getattr(model, name).weight.grad.clone() for name in ("a", "c")}
+            found = {
+                name: getattr(model, name).weight.grad.clone() for name in ("a", "c")
+            }
         expected = {name: getattr(reference, name).weight.grad for name in ("a", "c")}
-        self.check_equal("gradients of the sharded layers", found, expected)
+        self.assertEqual(found, expected, "gradients of the sharded layers")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules"])
     def test_ignored_modules_keep_type_and_device(self, ignored_by):
-        """Mixed precision casts neither parameters nor buffers of what is ignored; ``device_id`` does not move it."""
+        """Mixed precision casts neither parameters nor buffers of what is ignored;
+        ``device_id`` does not move it.
+        """
         low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)
         for below in ("", "block"):
             model = Nested().to(self.device)
             ignoring = self._ignoring([model.block[1]], ignored_by)
             if below:
-                model.block = fsdp_on_device(model.block, mixed_precision=low, **ignoring)
-                sharded = fsdp_on_device(model, mixed_precision=low)
+                model.block = FSDP(
+                    model.block, device_id=self.device, mixed_precision=low, **ignoring
+                )
+                sharded = FSDP(model, device_id=self.device, mixed_precision=low)
                 block = model.block.module
             else:
-                sharded = fsdp_on_device(model, mixed_precision=low, **ignoring)
+                sharded = FSDP(
+                    model, device_id=self.device, mixed_precision=low, **ignoring
+                )
                 block = model.block
-            sharded(chain_rows(self.device, self.world_size, self.rank)).float().sum().backward()
-            types = [block[0].scale.dtype, block[1].scale.dtype, block[1].linear.weight.dtype, model.last.scale.dtype]
+            sharded(
+                Chain.rows(self.device, self.world_size, self.rank)
+            ).float().sum().backward()
+            types = [
+                block[0].scale.dtype,
+                block[1].scale.dtype,
+                block[1].linear.weight.dtype,
+                model.last.scale.dtype,
+            ]
             expected = [torch.float16, torch.float32, torch.float32, torch.float16]
-            self.check_equal("types of a buffer, an ignored one, an ignored parameter, a buffer", types, expected)
+            self.assertEqual(
+                types,
+                expected,
+                "types of a buffer, an ignored one, an ignored parameter, a buffer",
+            )
         model = Nested()
         ignoring = self._ignoring([model.block[1]], ignored_by)
-        fsdp_on_device(model, **ignoring)
-        found = {name: tensor.device.type for name, tensor in model.block[1].state_dict().items()}
-        self.check_equal("devices of what is ignored", found, dict.fromkeys(found, "cpu"))
-        self.assertEqual(model.block[0].scale.device, self.device, "device of a buffer that is not ignored")
+        FSDP(model, device_id=self.device, **ignoring)
+        found = {
+            name: tensor.device.type
+            for name, tensor in model.block[1].state_dict().items()
+        }
+        self.assertEqual(
+            found, dict.fromkeys(found, "cpu"), "devices of what is ignored"
+        )
+        self.assertEqual(
+            model.block[0].scale.device,
+            self.device,
+            "device of a buffer that is not ignored",
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_are_not_synchronized(self):
-        """``sync_module_states`` takes rank 0's parameters, except where they are ignored."""
-        skip_without_accelerator("sync_module_states needs parameters on an accelerator")
+        """``sync_module_states`` takes rank 0's parameters, except where they are
+        ignored.
+        """
+        skip_without_accelerator(
+            "sync_module_states needs parameters on an accelerator"
+        )
         model = Chain(device=self.device, seed=self.rank)
         before = model.b.weight.detach().clone()
-        sharded = fsdp_on_device(model, ignored_states=[model.b], sync_module_states=True)
-        self.check_equal("ignored parameters", model.b.weight.detach(), before)
+        sharded = FSDP(
+            model,
+            device_id=self.device,
+            ignored_states=[model.b],
+            sync_module_states=True,
+        )
+        self.assertEqual(model.b.weight.detach(), before, "ignored parameters")
         with FSDP.summon_full_params(sharded):
-            self.check_equal("synchronized parameters", model.a.weight, Chain(device=self.device).a.weight)
+            self.assertEqual(
+                model.a.weight,
+                Chain(device=self.device).a.weight,
+                "synchronized parameters",
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_states_auto_wrap(self):
         """A policy does not wrap what is ignored, nor lose sight of what is below."""
         for policy in (
             ModuleWrapPolicy({Scaled}),
-            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Scaled}),
+            functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls={Scaled}
+            ),
         ):
             model = Nested().to(self.device)
-            sharded = fsdp_on_device(model, ignored_states=[model.block[1]], auto_wrap_policy=policy)
-            wrapped = [clean_tensor_name(name) for name, m in sharded.named_modules() if isinstance(m, FSDP) and name]
+            sharded = FSDP(
+                model,
+                device_id=self.device,
+                ignored_states=[model.block[1]],
+                auto_wrap_policy=policy,
+            )
+            wrapped = [
+                clean_tensor_name(name)
+                for name, m in sharded.named_modules()
+                if isinstance(m, FSDP) and name
+            ]
             self.assertEqual(wrapped, ["block.0", "last"], "wrapped modules")
-            self.check_equal(
-                "parameters not sharded", self._plain(sharded), {"block.1.linear.weight", "block.1.linear.bias"}
+            self.assertEqual(
+                self._plain(sharded),
+                {"block.1.linear.weight", "block.1.linear.bias"},
+                "parameters not sharded",
             )
             self.assertIsNone(_get_module_fsdp_state(model.block[1]))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_diff_ignored_modules_across_ranks(self):
-        """Ranks may ignore different modules that hold no parameters of their own to be sharded."""
+        """Ranks may ignore different modules that hold no parameters of their own to be
+        sharded.
+        """
         for rank in (0, 1):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.ReLU()).to(self.device)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.ReLU()).to(
+                self.device
+            )
             ignored = [model[1]] if self.rank == rank else [model[2]]
-            sharded = fsdp_on_device(model, ignored_modules=ignored)
-            sharded(chain_rows(self.device, self.world_size, self.rank)).sum().backward()
+            sharded = FSDP(model, device_id=self.device, ignored_modules=ignored)
+            sharded(
+                Chain.rows(self.device, self.world_size, self.rank)
+            ).sum().backward()
             self.assertEqual(sharded._ignored_modules, set(ignored))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_not_under_wrapped_root(self):
-        """What is ignored but elsewhere changes nothing for the module that is wrapped."""
+        """What is ignored but elsewhere changes nothing for the module that
+        is wrapped.
+        """
         for by in ("ignored_modules", "modules", "parameters"):
             model = Nested().to(self.device)
-            model.block = fsdp_on_device(model.block, **self._ignoring([model.block[0], model.last], by))
-            model.last = fsdp_on_device(model.last, **self._ignoring([model.block.module[0]], by))
+            model.block = FSDP(
+                model.block,
+                device_id=self.device,
+                **self._ignoring([model.block[0], model.last], by),
+            )
+            model.last = FSDP(
+                model.last,
+                device_id=self.device,
+                **self._ignoring([model.block.module[0]], by),
+            )
             expected = {"block.0.linear.weight", "block.0.linear.bias"}
-            self.check_equal(f"parameters not sharded, ignored by {by}", self._plain(model), expected)
+            self.assertEqual(
+                self._plain(model), expected, f"parameters not sharded, ignored by {by}"
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_invalid(self):
         model = Nested().to(self.device)
-        wrapped = fsdp_on_device(Nested().to(self.device))
+        wrapped = FSDP(Nested().to(self.device), device_id=self.device)
         for ignored, error, says in (
-            ([wrapped], ValueError, "`ignored_modules` should not include FSDP modules"),
-            ([torch.zeros(1)], ValueError, r"ignored_modules expects nn.Module list elements but got types \[<class"),
+            (
+                [wrapped],
+                ValueError,
+                "`ignored_modules` should not include FSDP modules",
+            ),
+            (
+                [torch.zeros(1)],
+                ValueError,
+                r"ignored_modules expects nn.Module list elements but got types "
+                r"\[<class",
+            ),
         ):
             with self.assertRaisesRegex(error, says):
-                fsdp_on_device(model, ignored_modules=ignored)
-        with self.assertWarnsRegex(UserWarning, "Trying to ignore the top-level module passed into the FSDP"):
-            fsdp_on_device(model, ignored_modules=[model])
+                FSDP(model, device_id=self.device, ignored_modules=ignored)
+        with self.assertWarnsRegex(
+            UserWarning, "Trying to ignore the top-level module passed into the FSDP"
+        ):
+            FSDP(model, device_id=self.device, ignored_modules=[model])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_states_check(self):
         model = Nested().to(self.device)
-        with self.assertRaisesRegex(ValueError, "Cannot pass both ignored_modules and ignored_states at the"):
-            fsdp_on_device(model, ignored_modules=[model.block], ignored_states=[model.block])
+        with self.assertRaisesRegex(
+            ValueError, "Cannot pass both ignored_modules and ignored_states at the"
+        ):
+            FSDP(
+                model,
+                device_id=self.device,
+                ignored_modules=[model.block],
+                ignored_states=[model.block],
+            )
         mixed = [model.last, *model.block.parameters()]
         for ignored in (mixed, mixed[::-1]):
             with self.assertRaises((ValueError, TypeError)) as refused:
-                fsdp_on_device(model, ignored_states=ignored)
-            self.assertIn("ignored_states expects all nn.Parameter or all nn.Module list", str(refused.exception))
+                FSDP(model, device_id=self.device, ignored_states=ignored)
+            self.assertIn(
+                "ignored_states expects all nn.Parameter or all nn.Module list",
+                str(refused.exception),
+            )
 
 
 instantiate_parametrized_tests(TestFSDPIgnoredModules)

@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 passes every kind of input to the wrapped module: keyword arguments, dictionaries, tuples, lists.
+"""FSDP1 passes every kind of input to the wrapped module: keyword arguments,
+dictionaries, tuples, lists.
 
-Each is compared with DDP on the same data. An input that is dropped, swapped or detached changes the parameters or the
-gradients of the inputs.
+Each is compared with DDP on the same data. An input that is dropped, swapped or
+detached changes the parameters or the gradients of the inputs.
 """
 
 import sys
@@ -12,7 +13,7 @@ import torch.nn as nn
 from torch import distributed as dist
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -28,7 +29,9 @@ NUM_STEPS = 3
 
 
 class ContainerModel(nn.Module):
-    """Takes two tensors from any container. The second counts twice, so that swapping them changes the output."""
+    """Takes two tensors from any container. The second counts twice, so that swapping
+    them changes the output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +46,11 @@ class ContainerModel(nn.Module):
         if kwargs:
             return kwargs["first"], kwargs["second"]
         (container,) = args
-        return (container["first"], container["second"]) if isinstance(container, dict) else container
+        return (
+            (container["first"], container["second"])
+            if isinstance(container, dict)
+            else container
+        )
 
 
 def as_keywords(first, second):
@@ -62,10 +69,16 @@ def as_list(first, second):
     return ([first, second],), {}
 
 
-class TestInput(TwoRankTest):
+class TestInput(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _inputs(self, step):
         torch.manual_seed(100 * step + self.rank)
-        return [torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)]
+        return [
+            torch.rand(8, 4, device=self.device, requires_grad=True) for _ in range(2)
+        ]
 
     def _train(self, model, pack):
         """Train for several steps and return the gradients of the inputs."""
@@ -91,8 +104,12 @@ class TestInput(TwoRankTest):
         ],
     )
     def test_input_type(self, pack):
-        """Training with each kind of input equals DDP's, including the gradients of the inputs."""
-        check_ddp_parity(self, lambda _: ContainerModel(), lambda model: self._train(model, pack))
+        """Training with each kind of input equals DDP's, including the gradients of the
+        inputs.
+        """
+        check_ddp_parity(
+            self, lambda _: ContainerModel(), lambda model: self._train(model, pack)
+        )
 
 
 instantiate_parametrized_tests(TestInput)

@@ -1,8 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""Mixed precision of FSDP1: the type of each tensor at each moment, and correct training in these types.
+"""Mixed precision of FSDP1: the type of each tensor at each moment, and correct
+training in these types.
 
-A wrong type raises no error; training is only slower or less accurate. So the tests check every type where it is used:
-in forward, in collectives, in the optimizer, in state dicts.
+A wrong type raises no error; training is only slower or less accurate. So the tests
+check every type where it is used: in forward, in collectives, in the optimizer, in
+state dicts.
 """
 
 import contextlib
@@ -27,29 +29,44 @@ from torch_ext.testing._internal.common_fsdp import (
     REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
+    FSDPTest,
     TransformerWithSharedParams,
-    TwoRankTest,
     get_devtype,
     get_full_params,
     patch_reduce_scatter,
     skip_parameter_offload,
     skip_without_accelerator,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests, subtest
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF, BRAIN, SINGLE, DOUBLE = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 
 ALL_HALF = MixedPrecision(param_dtype=HALF, reduce_dtype=HALF, buffer_dtype=HALF)
-ALL_DIFFERENT = MixedPrecision(param_dtype=HALF, reduce_dtype=SINGLE, buffer_dtype=BRAIN)
+ALL_DIFFERENT = MixedPrecision(
+    param_dtype=HALF, reduce_dtype=SINGLE, buffer_dtype=BRAIN
+)
 PRECISIONS = [
     subtest(ALL_HALF, name="all_half"),
     subtest(MixedPrecision(reduce_dtype=HALF), name="reduce_only"),
     subtest(MixedPrecision(buffer_dtype=HALF), name="buffers_only"),
-    subtest(MixedPrecision(param_dtype=HALF, buffer_dtype=HALF), name="parameters_and_buffers"),
+    subtest(
+        MixedPrecision(param_dtype=HALF, buffer_dtype=HALF),
+        name="parameters_and_buffers",
+    ),
     subtest(MixedPrecision(), name="none"),
     subtest(ALL_DIFFERENT, name="all_different"),
 ]
@@ -62,7 +79,9 @@ BUFFER_DTYPE = DOUBLE
 
 
 class Probe(nn.Module):
-    """A linear layer that accepts an input of any type and records the types that its forward sees."""
+    """A linear layer that accepts an input of any type and records the types that its
+    forward sees.
+    """
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -71,17 +90,25 @@ class Probe(nn.Module):
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {"input": x.dtype, "parameter": self.linear.weight.dtype, "buffer": self.buffer.dtype}
+        self.seen = {
+            "input": x.dtype,
+            "parameter": self.linear.weight.dtype,
+            "buffer": self.buffer.dtype,
+        }
         return self.linear(x.to(self.linear.weight.dtype))
 
 
 @contextlib.contextmanager
 def noted_reductions() -> Iterator[list[torch.dtype]]:
-    """Yield a list that collects the types of the output and input of each reduce-scatter, in order."""
+    """Yield a list that collects the types of the output and input of each
+    reduce-scatter, in order.
+    """
     types: list[torch.dtype] = []
     reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
-    def noting(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noting(
+        output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         types.extend((output.dtype, input.dtype))
         return reduce_scatter(output, input, *args, **kwargs)
 
@@ -89,16 +116,36 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
         yield types
 
 
-class MixedPrecisionTest(TwoRankTest):
-    def _fsdp(self, module: nn.Module, precision: MixedPrecision | None = None, **fsdp_kwargs: Any) -> FSDP:
-        return FSDP(module.to(self.device), device_id=self.device, mixed_precision=precision, **fsdp_kwargs)
+class MixedPrecisionTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
 
-    def _nested(self, param_dtype: torch.dtype, precision: MixedPrecision, **fsdp_kwargs: Any) -> FSDP:
+    def _fsdp(
+        self,
+        module: nn.Module,
+        precision: MixedPrecision | None = None,
+        **fsdp_kwargs: Any,
+    ) -> FSDP:
+        return FSDP(
+            module.to(self.device),
+            device_id=self.device,
+            mixed_precision=precision,
+            **fsdp_kwargs,
+        )
+
+    def _nested(
+        self, param_dtype: torch.dtype, precision: MixedPrecision, **fsdp_kwargs: Any
+    ) -> FSDP:
         torch.manual_seed(0)
         inner, outer = Probe().to(self.device), Probe().to(self.device)
         inner.linear.to(param_dtype)
         outer.linear.to(param_dtype)
-        options = {"device_id": self.device, "mixed_precision": precision, **fsdp_kwargs}
+        options = {
+            "device_id": self.device,
+            "mixed_precision": precision,
+            **fsdp_kwargs,
+        }
         return FSDP(nn.Sequential(FSDP(inner, **options), outer), **options)
 
     def _rows(self, dtype: torch.dtype = SINGLE, width: int = 10) -> torch.Tensor:
@@ -111,8 +158,12 @@ class MixedPrecisionTest(TwoRankTest):
 class TypesOfTraining(MixedPrecisionTest):
     """Checks types over a few training steps. Subclasses set the world size."""
 
-    def _check_low_precision_shards(self, model: FSDP, precision: MixedPrecision) -> None:
-        """Low-precision copies of the shards are freed after use, and not made if nothing is cast."""
+    def _check_low_precision_shards(
+        self, model: FSDP, precision: MixedPrecision
+    ) -> None:
+        """Low-precision copies of the shards are freed after use, and not made if
+        nothing is cast.
+        """
         for module in FSDP.fsdp_modules(model):
             if precision.param_dtype is None:
                 self.assertFalse(hasattr(module._flat_param, "_mp_shard"))
@@ -124,18 +175,32 @@ class TypesOfTraining(MixedPrecisionTest):
         expected = precision.buffer_dtype or BUFFER_DTYPE
         self.assertEqual([buffer.dtype for buffer in model.buffers()], [expected] * 2)
 
-    def _check_forward(self, model: FSDP, precision: MixedPrecision, full: torch.dtype) -> None:
+    def _check_forward(
+        self, model: FSDP, precision: MixedPrecision, full: torch.dtype
+    ) -> None:
         compute = precision.param_dtype or full
-        expected = {"input": compute, "parameter": compute, "buffer": precision.buffer_dtype or BUFFER_DTYPE}
+        expected = {
+            "input": compute,
+            "parameter": compute,
+            "buffer": precision.buffer_dtype or BUFFER_DTYPE,
+        }
         self.assertEqual([probe.seen for probe in self._probes(model)], [expected] * 2)
         self._check_buffers(model, precision)
-        if any(module._handle.uses_sharded_strategy for module in FSDP.fsdp_modules(model)):
+        if any(
+            module._handle.uses_sharded_strategy for module in FSDP.fsdp_modules(model)
+        ):
             self._check_low_precision_shards(model, precision)
 
-    def _check_at_rest(self, model: FSDP, precision: MixedPrecision, full: torch.dtype) -> None:
-        """The optimizer and state dicts see full precision. Buffers stay cast until they are saved."""
+    def _check_at_rest(
+        self, model: FSDP, precision: MixedPrecision, full: torch.dtype
+    ) -> None:
+        """The optimizer and state dicts see full precision. Buffers stay cast until
+        they are saved.
+        """
         self._check_low_precision_shards(model, precision)
-        gradients = [param.grad for param in model.parameters() if param.grad is not None]
+        gradients = [
+            param.grad for param in model.parameters() if param.grad is not None
+        ]
         self.assertTrue(gradients)
         for tensor in (*model.parameters(), *gradients):
             self.assertEqual(tensor.dtype, full)
@@ -143,7 +208,9 @@ class TypesOfTraining(MixedPrecisionTest):
             self._check_low_precision_shards(model, precision)
             self.assertEqual({param.dtype for param in model.parameters()}, {full})
         for name, tensor in model.state_dict().items():
-            self.assertEqual(tensor.dtype, BUFFER_DTYPE if name.endswith("buffer") else full, name)
+            self.assertEqual(
+                tensor.dtype, BUFFER_DTYPE if name.endswith("buffer") else full, name
+            )
         self._check_buffers(model, precision)
 
     def _test_types(
@@ -157,7 +224,9 @@ class TypesOfTraining(MixedPrecisionTest):
         skip_parameter_offload(cpu_offload)
         model = self._nested(full, precision, cpu_offload=cpu_offload, **fsdp_kwargs)
         optim = torch.optim.Adam(model.parameters())
-        scaler = ShardedGradScaler(device=get_devtype().type, enabled=scales, init_scale=4.0)
+        scaler = ShardedGradScaler(
+            device=get_devtype().type, enabled=scales, init_scale=4.0
+        )
         with noted_reductions() as reduced:
             for _ in range(2):
                 optim.zero_grad()
@@ -170,8 +239,16 @@ class TypesOfTraining(MixedPrecisionTest):
                 scaler.update()
         if self.world_size > 1:
             expected = precision.reduce_dtype or precision.param_dtype or full
-            self.assertEqual(reduced, [expected] * 8, "types of what is reduced and of what comes out")
-        moments = [state[name] for state in optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            self.assertEqual(
+                reduced,
+                [expected] * 8,
+                "types of what is reduced and of what comes out",
+            )
+        moments = [
+            state[name]
+            for state in optim.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
         self.assertEqual({moment.dtype for moment in moments}, {full})
 
 
@@ -180,7 +257,11 @@ class TestFSDPMixedPrecisionSharded(TypesOfTraining):
     @parametrize("precision", PRECISIONS)
     def test_mixed_precision_e2e(self, precision):
         self.run_subtests(
-            {"full": [SINGLE, DOUBLE], "cpu_offload": OFFLOADS, "sharding_strategy": STRATEGIES},
+            {
+                "full": [SINGLE, DOUBLE],
+                "cpu_offload": OFFLOADS,
+                "sharding_strategy": STRATEGIES,
+            },
             self._test_types,
             precision=precision,
         )
@@ -189,7 +270,12 @@ class TestFSDPMixedPrecisionSharded(TypesOfTraining):
     @parametrize("precision", PRECISIONS)
     def test_mixed_precision_with_scaler_and_original_parameters(self, precision):
         self.run_subtests(
-            {"full": [SINGLE], "cpu_offload": OFFLOADS, "use_orig_params": [False, True], "scales": [True]},
+            {
+                "full": [SINGLE],
+                "cpu_offload": OFFLOADS,
+                "use_orig_params": [False, True],
+                "scales": [True],
+            },
             self._test_types,
             precision=precision,
         )
@@ -206,19 +292,30 @@ class TestFSDPMixedPrecisionUnsharded(TypesOfTraining):
     @parametrize("precision", PRECISIONS)
     def test_mixed_precision_e2e(self, precision):
         self.run_subtests(
-            {"full": [SINGLE, DOUBLE], "cpu_offload": OFFLOADS, "sharding_strategy": STRATEGIES[:1]},
+            {
+                "full": [SINGLE, DOUBLE],
+                "cpu_offload": OFFLOADS,
+                "sharding_strategy": STRATEGIES[:1],
+            },
             self._test_types,
             precision=precision,
         )
 
 
 class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
-    def _reference_step(self, module: nn.Module, rows: torch.Tensor, precision: MixedPrecision) -> None:
-        """Set the mean gradients of ``module``: computed in one type, summed in another, stored in float32."""
+    def _reference_step(
+        self, module: nn.Module, rows: torch.Tensor, precision: MixedPrecision
+    ) -> None:
+        """Set the mean gradients of ``module``: computed in one type, summed in
+        another, stored in float32.
+        """
         low = copy.deepcopy(module).to(precision.param_dtype or SINGLE)
         low(rows).square().sum().backward()
         for param, low_param in zip(module.parameters(), low.parameters(), strict=True):
-            grad = low_param.grad.to(precision.reduce_dtype or low_param.dtype) / self.world_size
+            grad = (
+                low_param.grad.to(precision.reduce_dtype or low_param.dtype)
+                / self.world_size
+            )
             dist.all_reduce(grad)
             param.grad = grad.to(param.dtype)
 
@@ -226,10 +323,16 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
         torch.manual_seed(0)
         reference = nn.Sequential(Probe(), Probe()).to(self.device)
         model = self._fsdp(
-            copy.deepcopy(reference), precision, auto_wrap_policy=ModuleWrapPolicy({Probe}), **fsdp_kwargs
+            copy.deepcopy(reference),
+            precision,
+            auto_wrap_policy=ModuleWrapPolicy({Probe}),
+            **fsdp_kwargs,
         )
         before = get_full_params(model)
-        optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9)
+            for each in (reference, model)
+        ]
         for step in range(3):
             torch.manual_seed(10 * step + self.rank)
             rows = self._rows()
@@ -241,7 +344,8 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
                 optim.step()
         after = get_full_params(model)
         self.assertNotEqual(after, before)
-        # A sum of two addends is rounded once, in either order, so the results must be equal.
+        # A sum of two addends is rounded once, in either order, so the results must be
+        # equal.
         self.assertEqual(after, list(reference.parameters()), atol=0, rtol=0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -249,7 +353,10 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
     def test_training_is_that_of_a_copy_in_low_precision(self, param_dtype):
         self.run_subtests(
             {
-                "precision": [MixedPrecision(param_dtype, reduce_dtype) for reduce_dtype in (BRAIN, SINGLE, None)],
+                "precision": [
+                    MixedPrecision(param_dtype, reduce_dtype)
+                    for reduce_dtype in (BRAIN, SINGLE, None)
+                ],
                 "sharding_strategy": STRATEGIES,
                 "use_orig_params": [False, True],
             },
@@ -258,20 +365,29 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_scaler_saves_gradients_that_half_precision_loses(self):
-        """A gradient of 2**-26 is zero in float16, and exact if the loss is scaled by 2**16."""
+        """A gradient of 2**-26 is zero in float16, and exact if the loss is scaled by
+        2**16.
+        """
 
         def gradient(scales: bool) -> torch.Tensor:
             torch.manual_seed(0)
             model = self._fsdp(nn.Linear(4, 4, bias=False), ALL_HALF)
             optim = torch.optim.SGD(model.parameters(), lr=1.0)
-            scaler = ShardedGradScaler(device=get_devtype().type, enabled=scales, init_scale=2.0**16)
+            scaler = ShardedGradScaler(
+                device=get_devtype().type, enabled=scales, init_scale=2.0**16
+            )
             rows = torch.full((1, 4), 2.0**-13, device=self.device)
             scaler.scale(model(rows).float().sum() * 2.0**-13).backward()
             scaler.unscale_(optim)
             return next(model.parameters()).grad
 
         self.assertEqual(gradient(False), torch.zeros(8, device=self.device))
-        self.assertEqual(gradient(True), torch.full((8,), 2.0**-26, device=self.device), atol=0, rtol=0)
+        self.assertEqual(
+            gradient(True),
+            torch.full((8,), 2.0**-26, device=self.device),
+            atol=0,
+            rtol=0,
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_accumulate_in_full_precision(self):
@@ -279,7 +395,12 @@ class TestFSDPMixedPrecisionNumerics(MixedPrecisionTest):
         model = self._fsdp(nn.Linear(1, 2, bias=False), ALL_HALF)
         for value in (2048.0, 1.0):
             model(torch.full((1, 1), value, device=self.device)).sum().backward()
-        self.assertEqual(next(model.parameters()).grad, torch.full((1,), 2049.0, device=self.device), atol=0, rtol=0)
+        self.assertEqual(
+            next(model.parameters()).grad,
+            torch.full((1,), 2049.0, device=self.device),
+            atol=0,
+            rtol=0,
+        )
 
 
 class TestFSDPMixedPrecisionInputs(MixedPrecisionTest):
@@ -289,21 +410,30 @@ class TestFSDPMixedPrecisionInputs(MixedPrecisionTest):
         first, second = self._probes(model)
         chain = nn.Sequential(*model.values())
         self._fsdp(chain, root)(self._rows()).sum().backward()
-        return "; ".join(f"{kind} {first.seen[kind]} then {second.seen[kind]}" for kind in ("input", "parameter"))
+        return "; ".join(
+            f"{kind} {first.seen[kind]} then {second.seen[kind]}"
+            for kind in ("input", "parameter")
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_who_casts_inputs(self):
-        """Two options say whether the root casts its inputs, one whether a child does. By default only the root casts.
+        """Two options say whether the root casts its inputs, one whether a child does.
+        By default only the root casts.
 
-        A plain module within the root belongs to the root. The child's input is the plain module's output, in the type
-        in which the root computes.
+        A plain module within the root belongs to the root. The child's input is the
+        plain module's output, in the type in which the root computes.
         """
         table = []
         for cast_root, cast in itertools.product([True, False], repeat=2):
-            root = MixedPrecision(HALF, cast_root_forward_inputs=cast_root, cast_forward_inputs=cast)
+            root = MixedPrecision(
+                HALF, cast_root_forward_inputs=cast_root, cast_forward_inputs=cast
+            )
             for child_cast in (True, False):
                 child = MixedPrecision(BRAIN, cast_forward_inputs=child_cast)
-                table.append(f"root's {cast_root:d} own {cast:d} child's {child_cast:d}: {self._seen(root, child)}")
+                table.append(
+                    f"root's {cast_root:d} own {cast:d} child's {child_cast:d}: "
+                    f"{self._seen(root, child)}"
+                )
         table.append(f"root only: {self._seen(MixedPrecision(HALF), None)}")
         table.append(f"child only: {self._seen(None, MixedPrecision(HALF))}")
         self.assertExpectedInline(
@@ -332,16 +462,27 @@ child only: input float32 then float32; parameter float32 then float16""",
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_embedding_indices_are_not_cast(self):
         self.run_subtests(
-            {"precision": [ALL_HALF, MixedPrecision(reduce_dtype=HALF), MixedPrecision(HALF, SINGLE, HALF)]},
+            {
+                "precision": [
+                    ALL_HALF,
+                    MixedPrecision(reduce_dtype=HALF),
+                    MixedPrecision(HALF, SINGLE, HALF),
+                ]
+            },
             self._test_embedding,
         )
 
     def _test_embedding(self, precision: MixedPrecision) -> None:
         transformer = TransformerWithSharedParams.init(
-            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+            self.process_group,
+            FSDPInitMode.NO_FSDP,
+            DEVICEInitMode.DEVICE_BEFORE,
+            deterministic=True,
         )
         seen: list[torch.dtype] = []
-        transformer.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        transformer.embed_tokens.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].dtype)
+        )
         model = self._fsdp(transformer, precision)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         before = get_full_params(model)
@@ -365,9 +506,13 @@ class Normalized(nn.Module):
         self.last = nn.Linear(8, 4, bias=False)
         self.seen: list[torch.dtype] = []
         norm.register_forward_hook(
-            lambda module, args, output: self.seen.extend((args[0].dtype, module.weight.dtype, output.dtype))
+            lambda module, args, output: self.seen.extend(
+                (args[0].dtype, module.weight.dtype, output.dtype)
+            )
         )
-        self.last.register_forward_pre_hook(lambda _, args: self.seen.append(args[0].dtype))
+        self.last.register_forward_pre_hook(
+            lambda _, args: self.seen.append(args[0].dtype)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.norm(self.first(x)))
@@ -376,7 +521,11 @@ class Normalized(nn.Module):
 class TestFSDPMixedPrecisionModules(MixedPrecisionTest):
     def _check_norm_in_full_precision(self, model: FSDP) -> None:
         self.assertEqual(
-            [name for name, module in model.named_modules() if isinstance(module, FSDP)],
+            [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, FSDP)
+            ],
             ["", "_fsdp_wrapped_module.norm"],
         )
         self.assertEqual(model.norm.mixed_precision.param_dtype, None)
@@ -397,52 +546,89 @@ class TestFSDPMixedPrecisionModules(MixedPrecisionTest):
         norm = nn.BatchNorm1d(8)
         if convert_sync_bn:
             norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
-        with self.assertWarnsRegex(UserWarning, r"BatchNorm[\s\S]*will be wrapped as separate FSDP"):
-            model = self._fsdp(Normalized(norm), ALL_HALF, auto_wrap_policy=lambda *args, **kwargs: False)
+        with self.assertWarnsRegex(
+            UserWarning, r"BatchNorm[\s\S]*will be wrapped as separate FSDP"
+        ):
+            model = self._fsdp(
+                Normalized(norm),
+                ALL_HALF,
+                auto_wrap_policy=lambda *args, **kwargs: False,
+            )
         self._check_norm_in_full_precision(model)
         self.assertEqual(model.norm.running_mean.dtype, SINGLE)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_classes_stay_in_full_precision(self):
-        precision = MixedPrecision(HALF, HALF, HALF, _module_classes_to_ignore=(nn.LayerNorm,))
+        precision = MixedPrecision(
+            HALF, HALF, HALF, _module_classes_to_ignore=(nn.LayerNorm,)
+        )
         with self.assertWarnsRegex(UserWarning, "LayerNorm"):
-            model = self._fsdp(Normalized(nn.LayerNorm(8)), precision, auto_wrap_policy=lambda *args, **kwargs: False)
+            model = self._fsdp(
+                Normalized(nn.LayerNorm(8)),
+                precision,
+                auto_wrap_policy=lambda *args, **kwargs: False,
+            )
         self._check_norm_in_full_precision(model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_batch_norm_is_cast_if_no_class_is_ignored(self):
         precision = MixedPrecision(HALF, HALF, HALF, _module_classes_to_ignore=())
-        model = self._fsdp(Normalized(nn.BatchNorm1d(8)), precision, auto_wrap_policy=lambda *args, **kwargs: False)
+        model = self._fsdp(
+            Normalized(nn.BatchNorm1d(8)),
+            precision,
+            auto_wrap_policy=lambda *args, **kwargs: False,
+        )
         self.assertNotIsInstance(model.norm, FSDP)
         model(self._rows(width=2))
         self.assertEqual(model.module.seen, [HALF] * 4)
-        self.assertEqual((model.norm.running_mean.dtype, model.norm.num_batches_tracked.dtype), (HALF, torch.int64))
+        self.assertEqual(
+            (model.norm.running_mean.dtype, model.norm.num_batches_tracked.dtype),
+            (HALF, torch.int64),
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_modules_of_unlike_precision_under_one_root(self):
         types = [HALF, BRAIN, SINGLE]
-        layers = [self._fsdp(Probe(), MixedPrecision(dtype, cast_forward_inputs=True)) for dtype in types]
+        layers = [
+            self._fsdp(Probe(), MixedPrecision(dtype, cast_forward_inputs=True))
+            for dtype in types
+        ]
         model = self._fsdp(nn.Sequential(*layers))
         with noted_reductions() as reduced:
             model(self._rows()).sum().backward()
-        self.assertEqual(reduced, [dtype for dtype in reversed(types) for _ in ("output", "input")])
+        self.assertEqual(
+            reduced, [dtype for dtype in reversed(types) for _ in ("output", "input")]
+        )
         for probe, dtype in zip(self._probes(model), types, strict=True):
-            self.assertEqual(probe.seen, {"input": dtype, "parameter": dtype, "buffer": BUFFER_DTYPE})
+            self.assertEqual(
+                probe.seen, {"input": dtype, "parameter": dtype, "buffer": BUFFER_DTYPE}
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_follow_the_innermost_wrapper(self):
         inner = self._fsdp(Probe(), MixedPrecision(buffer_dtype=BRAIN))
-        model = self._fsdp(nn.Sequential(inner, Probe()), MixedPrecision(buffer_dtype=HALF))
+        model = self._fsdp(
+            nn.Sequential(inner, Probe()), MixedPrecision(buffer_dtype=HALF)
+        )
         model(self._rows())
-        self.assertEqual([probe.seen["buffer"] for probe in self._probes(model)], [BRAIN, HALF])
+        self.assertEqual(
+            [probe.seen["buffer"] for probe in self._probes(model)], [BRAIN, HALF]
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_of_ignored_modules_are_not_cast(self):
         ignored = Probe().to(self.device)
-        model = self._fsdp(nn.Sequential(Probe(), ignored), ALL_HALF, ignored_modules=[ignored])
+        model = self._fsdp(
+            nn.Sequential(Probe(), ignored), ALL_HALF, ignored_modules=[ignored]
+        )
         model(self._rows())
-        self.assertEqual([probe.seen["buffer"] for probe in self._probes(model)], [HALF, BUFFER_DTYPE])
-        self.assertEqual([probe.seen["parameter"] for probe in self._probes(model)], [HALF, SINGLE])
+        self.assertEqual(
+            [probe.seen["buffer"] for probe in self._probes(model)],
+            [HALF, BUFFER_DTYPE],
+        )
+        self.assertEqual(
+            [probe.seen["parameter"] for probe in self._probes(model)], [HALF, SINGLE]
+        )
 
 
 class TestFSDPMixedPrecisionGradients(MixedPrecisionTest):
@@ -456,22 +642,32 @@ class TestFSDPMixedPrecisionGradients(MixedPrecisionTest):
         model = self._nested(SINGLE, precision, **options)
         for _ in range(2):
             model(self._rows()).sum().backward()
-            with_gradient = [param for param in model.parameters() if param.grad is not None]
+            with_gradient = [
+                param for param in model.parameters() if param.grad is not None
+            ]
             gradients = [param.grad for param in with_gradient]
             self.assertTrue(gradients)
             self.assertEqual({grad.dtype for grad in gradients}, {expected})
-            self.assertEqual([grad.device for grad in gradients], [param.device for param in with_gradient])
+            self.assertEqual(
+                [grad.device for grad in gradients],
+                [param.device for param in with_gradient],
+            )
             model.zero_grad()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("keep", [True, False])
     def test_keep_low_precision_grads(self, keep):
-        # The only combination with offloading that works. In others FSDP assigns a host parameter a gradient of another
-        # type than its own, which autograd refuses.
-        offloaded = {"use_orig_params": True, "cpu_offload": CPUOffload(offload_params=True)}
+        # The only combination with offloading that works. In others FSDP assigns a host
+        # parameter a gradient of another type than its own, which autograd refuses.
+        offloaded = {
+            "use_orig_params": True,
+            "cpu_offload": CPUOffload(offload_params=True),
+        }
         on_device = [
             {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-            for use_orig_params, strategy in itertools.product([False, True], STRATEGIES)
+            for use_orig_params, strategy in itertools.product(
+                [False, True], STRATEGIES
+            )
         ]
         self.run_subtests(
             {"options": [*on_device, offloaded]},
@@ -483,7 +679,9 @@ class TestFSDPMixedPrecisionGradients(MixedPrecisionTest):
 
 class TestFSDPMixedPrecisionEval(MixedPrecisionTest):
     def _test_eval(self, full_in_eval: bool, use_orig_params: bool) -> None:
-        with mock.patch.dict(os.environ, {FULL_PRECISION_IN_EVAL: str(int(full_in_eval))}):
+        with mock.patch.dict(
+            os.environ, {FULL_PRECISION_IN_EVAL: str(int(full_in_eval))}
+        ):
             model = self._nested(SINGLE, ALL_HALF, use_orig_params=use_orig_params)
         rows = self._rows()
         whole = [param.detach().clone() for param in get_full_params(model)]
@@ -494,25 +692,44 @@ class TestFSDPMixedPrecisionEval(MixedPrecisionTest):
             compute = SINGLE if full_in_eval and not training else HALF
             buffers = BUFFER_DTYPE if full_in_eval and not training else HALF
             expected = {"input": compute, "parameter": compute, "buffer": buffers}
-            self.assertEqual([probe.seen for probe in self._probes(model)], [expected] * 2)
+            self.assertEqual(
+                [probe.seen for probe in self._probes(model)], [expected] * 2
+            )
             self.assertEqual(output.dtype, compute)
             if compute == SINGLE:
                 self._check_output(model, rows, output)
             output.sum().backward()
-            self.assertEqual({param.grad.dtype for param in model.parameters() if param.grad is not None}, {SINGLE})
+            self.assertEqual(
+                {
+                    param.grad.dtype
+                    for param in model.parameters()
+                    if param.grad is not None
+                },
+                {SINGLE},
+            )
             model.zero_grad()
         self.assertEqual(get_full_params(model), whole)
 
-    def _check_output(self, model: FSDP, rows: torch.Tensor, output: torch.Tensor) -> None:
+    def _check_output(
+        self, model: FSDP, rows: torch.Tensor, output: torch.Tensor
+    ) -> None:
         with FSDP.summon_full_params(model):
-            weights = [probe.linear.weight.detach().clone() for probe in self._probes(model)]
+            weights = [
+                probe.linear.weight.detach().clone() for probe in self._probes(model)
+            ]
         self.assertEqual(output, rows @ weights[0].T @ weights[1].T)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("full_in_eval", [True, False])
     def test_full_precision_in_eval(self, full_in_eval):
-        """With the option set, evaluation uses full precision; training after it does not."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_eval, full_in_eval=full_in_eval)
+        """With the option set, evaluation uses full precision; training after it does
+        not.
+        """
+        self.run_subtests(
+            {"use_orig_params": [False, True]},
+            self._test_eval,
+            full_in_eval=full_in_eval,
+        )
 
 
 for case in (

@@ -1,8 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with several forwards of one wrapped module before a single backward, compared with DDP.
+"""FSDP1 with several forwards of one wrapped module before a single backward, compared
+with DDP.
 
-A module that runs twice is unsharded twice, but must reduce its gradient once, after both uses have contributed.
-Reducing after the first loses the second, and reducing twice counts gradients twice. Both change the parameters.
+A module that runs twice is unsharded twice, but must reduce its gradient once, after
+both uses have contributed. Reducing after the first loses the second, and reducing
+twice counts gradients twice. Both change the parameters.
 """
 
 import sys
@@ -12,7 +14,7 @@ import torch.nn as nn
 from torch import distributed as dist
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -23,7 +25,9 @@ NUM_STEPS = 3
 
 
 class Model(nn.Module):
-    """Runs its inner layer ``num_inner`` times in each forward, each time on a different input."""
+    """Runs its inner layer ``num_inner`` times in each forward, each time on a
+    different input.
+    """
 
     def __init__(self, wrap, num_inner):
         super().__init__()
@@ -36,9 +40,15 @@ class Model(nn.Module):
         return self.outer(sum(self.inner(x + use) for use in range(self.num_inner)))
 
 
-class TestMultiForward(TwoRankTest):
+class TestMultiForward(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _dist_train(self, model, num_root):
-        """Train with ``num_root`` forwards of the model for each backward; return the gradient of the input."""
+        """Train with ``num_root`` forwards of the model for each backward; return the
+        gradient of the input.
+        """
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
         torch.manual_seed(1 + self.rank)
         in_data = torch.rand(8, 4, device=self.device, requires_grad=True)
@@ -50,17 +60,27 @@ class TestMultiForward(TwoRankTest):
         return in_data.grad
 
     def _test_multi_forward(self, num_inner, num_root):
-        check_ddp_parity(self, lambda wrap: Model(wrap, num_inner), lambda model: self._dist_train(model, num_root))
+        check_ddp_parity(
+            self,
+            lambda wrap: Model(wrap, num_inner),
+            lambda model: self._dist_train(model, num_root),
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward(self):
         """A submodule runs several times within one forward."""
-        self.run_subtests({"num_inner": [2, 3], "num_root": [1]}, self._test_multi_forward)
+        self.run_subtests(
+            {"num_inner": [2, 3], "num_root": [1]}, self._test_multi_forward
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_root_forward(self):
-        """The root runs several times before one backward, and its submodule once or twice in each."""
-        self.run_subtests({"num_inner": [1, 2], "num_root": [2, 3]}, self._test_multi_forward)
+        """The root runs several times before one backward, and its submodule once or
+        twice in each.
+        """
+        self.run_subtests(
+            {"num_inner": [1, 2], "num_root": [2, 3]}, self._test_multi_forward
+        )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 lets overlap, and what it must wait for. Both are asked of the streams' clocks, never of time."""
+"""What FSDP1 lets overlap, and what it must wait for. Both are asked of the streams'
+clocks, never of time.
+"""
 
 import sys
 
 import torch
 from torch import distributed as dist
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     ThreeUnits,
-    TwoRankTest,
     WatchedUnits,
-    fsdp_on_device,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -25,13 +31,16 @@ if not dist.is_available():
 
 def watched_units(device: torch.device, **options: object) -> WatchedUnits:
     def shard(model: ThreeUnits) -> torch.nn.Module:
-        model.first, model.second = (fsdp_on_device(unit, **options) for unit in (model.first, model.second))
-        return fsdp_on_device(model, **options)
+        model.first, model.second = (
+            FSDP(unit, device_id=device, **options)
+            for unit in (model.first, model.second)
+        )
+        return FSDP(model, device_id=device, **options)
 
     return WatchedUnits(device, shard)
 
 
-class TestForwardOverlapWorldSizeOne(TwoRankTest):
+class TestForwardOverlapWorldSizeOne(FSDPTest):
     @property
     def world_size(self) -> int:
         return 1
@@ -41,13 +50,23 @@ class TestForwardOverlapWorldSizeOne(TwoRankTest):
         """A rank alone gathers nothing, so that forward waits for nobody."""
         watched = watched_units(self.device)
         watched.run_steps(1)
-        self.assertEqual([name for name in watched.order.names if "gather" in name], [], "what a rank alone gathers")
+        self.assertEqual(
+            [name for name in watched.order.names if "gather" in name],
+            [],
+            "what a rank alone gathers",
+        )
 
 
-class TestForwardOverlapWorldSizeTwo(TwoRankTest):
+class TestForwardOverlapWorldSizeTwo(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_overlap(self):
-        """A unit is gathered, and before that cast or copied from the host, while the one before it is computed."""
+        """A unit is gathered, and before that cast or copied from the host, while the
+        one before it is computed.
+        """
         self.run_subtests(
             {
                 "options": [
@@ -73,7 +92,9 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_prefetch(self):
-        """From the second step on, a unit is gathered before the one before it has been issued."""
+        """From the second step on, a unit is gathered before the one before it has been
+        issued.
+        """
         watched = watched_units(self.device, forward_prefetch=True)
         watched.run_steps(2)
         watched.check(
@@ -87,7 +108,9 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_overlap(self):
-        """With each kind of prefetching, a unit is gathered as early as asked. Reductions overlap what comes after."""
+        """With each kind of prefetching, a unit is gathered as early as asked.
+        Reductions overlap what comes after.
+        """
         kinds = {
             BackwardPrefetch.BACKWARD_PRE: (
                 "gather second overlaps 1 backward: computed last",
@@ -105,21 +128,22 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
         for backward_prefetch, (second, first) in kinds.items():
             watched = watched_units(self.device, backward_prefetch=backward_prefetch)
             watched.run_steps(2)
-            with self.telling(str(backward_prefetch)):
-                watched.check(
-                    self,
-                    f"""\
+            watched.check(
+                self,
+                f"""\
 1 backward: {second}
 1 backward: {first}
 1 backward: gather second comes before 1 backward: computed second
 1 backward: gather first comes before 1 backward: computed first
 1 backward: reduce second overlaps 1 backward: computed first
 1 backward: reduce second comes before 1 backward: reduce first""",
-                )
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_and_optimizer_are_ordered(self):
-        """The optimizer comes after every reduction, and the next forward's all-gathers after the optimizer."""
+        """The optimizer comes after every reduction, and the next forward's all-gathers
+        after the optimizer.
+        """
         watched = watched_units(self.device)
         watched.run_steps(2)
         watched.check(
@@ -135,26 +159,35 @@ class TestForwardOverlapWorldSizeTwo(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_limit_all_gathers(self):
-        """With the limit, the host waits until the unit two before has been freed; so memory for it is free."""
+        """With the limit, the host waits until the unit two before has been freed; so
+        memory for it is free.
+        """
         for limited, relation in ((True, "comes before"), (False, "overlaps")):
             watched = watched_units(self.device, limit_all_gathers=limited)
             watched.run_steps(1)
-            with self.telling(f"limit_all_gathers={limited}"):
-                watched.check(
-                    self,
-                    f"""\
+            watched.check(
+                self,
+                f"""\
 0 forward: computed first overlaps 0 forward: gather second
 0 forward: computed first {relation} 0 backward: gather second
 0 forward: computed second overlaps 0 backward: gather second""",
-                )
+            )
 
 
-class TestHybridOverlap(FourRankTest):
+class TestHybridOverlap(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_reduce_overlap(self):
-        """A unit's shards are all-reduced while the next unit is reduced, and the optimizer waits for both."""
+        """A unit's shards are all-reduced while the next unit is reduced, and the
+        optimizer waits for both.
+        """
         watched = watched_units(
-            self.device, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=world_mesh(2, 2)
+            self.device,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=world_mesh(2, 2),
         )
         watched.run_steps(1)
         watched.check(

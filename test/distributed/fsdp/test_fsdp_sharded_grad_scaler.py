@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""``ShardedGradScaler``: every rank scales alike, whichever of them overflows, with one optimizer or several."""
+"""``ShardedGradScaler``: every rank scales alike, whichever of them overflows, with one
+optimizer or several.
+"""
 
 import sys
 from typing import Any
@@ -14,9 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     get_full_params,
     skip_parameter_offload,
 )
@@ -29,19 +29,40 @@ if not dist.is_available():
 INFINITE = float("inf")
 
 
-class TestShardGradScaler(TwoRankTest):
+class TestShardGradScaler(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _scaler(self, **options: Any) -> ShardedGradScaler:
-        return ShardedGradScaler(device=self.device.type, **{"init_scale": 8.0, **options})
+        return ShardedGradScaler(
+            device=self.device.type, **{"init_scale": 8.0, **options}
+        )
 
     def _model(self, **fsdp_kwargs: Any) -> FSDP:
-        return fsdp_on_device(Chain(device=self.device), **fsdp_kwargs)
+        return FSDP(Chain(device=self.device), device_id=self.device, **fsdp_kwargs)
 
-    def _step(self, scaler: ShardedGradScaler, model: FSDP, optims: list[Any], overflow: Any = None) -> None:
-        """Step each optimizer. ``overflow`` is a rank and which optimizer is given an infinite gradient there."""
-        loss = model(chain_rows(self.device, self.world_size, self.rank)).square().mean()
+    def _step(
+        self,
+        scaler: ShardedGradScaler,
+        model: FSDP,
+        optims: list[Any],
+        overflow: Any = None,
+    ) -> None:
+        """Step each optimizer. ``overflow`` is a rank and which optimizer is given an
+        infinite gradient there.
+        """
+        loss = (
+            model(Chain.rows(self.device, self.world_size, self.rank)).square().mean()
+        )
         scaler.scale(loss).backward()
         if overflow is not None and overflow[0] == self.rank:
-            held = [p for group in optims[overflow[1]].param_groups for p in group["params"] if p.grad is not None]
+            held = [
+                p
+                for group in optims[overflow[1]].param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             held[-1].grad.view(-1)[-1] = INFINITE
         for optim in optims:
             scaler.step(optim)
@@ -51,24 +72,36 @@ class TestShardGradScaler(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_grad_scaling(self):
-        """``scale`` scales tensors, and lists and tuples of them at any depth, and keeps their types."""
+        """``scale`` scales tensors, and lists and tuples of them at any depth, and
+        keeps their types.
+        """
         scaler = self._scaler(init_scale=2.0)
         one = torch.ones(2, device=self.device)
         half = one.to(torch.float16)
-        self.check_equal("a scaled tensor", scaler.scale(half), 2 * half)
+        self.assertEqual(scaler.scale(half), 2 * half, "a scaled tensor")
         found = scaler.scale([one, (half, [3 * one])])
-        self.check_equal("a scaled list", found, [2 * one, (2 * half, [6 * one])])
-        self.assertEqual([type(found), type(found[1]), type(found[1][1])], [list, tuple, list])
-        with self.assertRaisesRegex(ValueError, "must be a Tensor or an iterable of Tensors"):
+        self.assertEqual(found, [2 * one, (2 * half, [6 * one])], "a scaled list")
+        self.assertEqual(
+            [type(found), type(found[1]), type(found[1][1])], [list, tuple, list]
+        )
+        with self.assertRaisesRegex(
+            ValueError, "must be a Tensor or an iterable of Tensors"
+        ):
             scaler.scale([one, 3])
         off = self._scaler(enabled=False)
         self.assertIs(off.scale(one), one)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_growth(self):
-        """The scale grows after as many good steps in a row as the interval says. A bad one starts the count anew."""
+        """The scale grows after as many good steps in a row as the interval says. A bad
+        one starts the count anew.
+        """
         self.run_subtests(
-            {"use_orig_params": [False, True], "cpu_offload": [CPUOffload(False), CPUOffload(True)]}, self._test_growth
+            {
+                "use_orig_params": [False, True],
+                "cpu_offload": [CPUOffload(False), CPUOffload(True)],
+            },
+            self._test_growth,
         )
 
     def _test_growth(self, **fsdp_kwargs: Any) -> None:
@@ -84,20 +117,40 @@ class TestShardGradScaler(TwoRankTest):
             self._step(scaler, model, [optim], overflow)
             scales.append(scaler.get_scale())
             after = get_full_params(model)
-            moved.append(any(not torch.equal(old, new) for old, new in zip(before, after, strict=True)))
-        self.check_equal("scales after each step", scales, [8.0, 2.0, 2.0, 8.0, 2.0, 2.0, 8.0, 8.0, 32.0])
-        self.check_equal("steps that moved parameters", moved, [overflow is None for overflow in bad])
+            moved.append(
+                any(
+                    not torch.equal(old, new)
+                    for old, new in zip(before, after, strict=True)
+                )
+            )
+        self.assertEqual(
+            scales,
+            [8.0, 2.0, 2.0, 8.0, 2.0, 2.0, 8.0, 8.0, 32.0],
+            "scales after each step",
+        )
+        self.assertEqual(
+            moved, [overflow is None for overflow in bad], "steps that moved parameters"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_inf_gradients_skip_optim_step(self):
-        """Of two optimizers, the one whose gradients overflow on any rank does not step; the scale is one for both."""
+        """Of two optimizers, the one whose gradients overflow on any rank does not
+        step; the scale is one for both.
+        """
         for use_orig_params in (False, True):
             for overflow in ((0, 0), (1, 0), (0, 1), (1, 1)):
                 self._test_two_optimizers(use_orig_params, overflow)
 
-    def _test_two_optimizers(self, use_orig_params: bool, overflow: tuple[int, int]) -> None:
-        module = Chain(lambda layer: fsdp_on_device(layer, use_orig_params=use_orig_params), self.device)
-        model = fsdp_on_device(module, use_orig_params=use_orig_params)
+    def _test_two_optimizers(
+        self, use_orig_params: bool, overflow: tuple[int, int]
+    ) -> None:
+        module = Chain(
+            lambda layer: FSDP(
+                layer, device_id=self.device, use_orig_params=use_orig_params
+            ),
+            self.device,
+        )
+        model = FSDP(module, device_id=self.device, use_orig_params=use_orig_params)
         parts = [nn.ModuleList([module.a, module.b]), nn.ModuleList([module.c])]
         optims = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
         scaler = self._scaler(growth_interval=1)
@@ -110,49 +163,76 @@ class TestShardGradScaler(TwoRankTest):
             return {name for name, old, new in pairs if not torch.equal(old, new)}
 
         what = f"when optimizer {overflow[1]} overflows on rank {overflow[0]}"
-        self.check_equal(f"layers that moved {what}", moved(overflow), {"c"} if overflow[1] == 0 else {"a", "b"})
-        self.check_equal(f"scale {what}", scaler.get_scale(), 4.0)
+        self.assertEqual(
+            moved(overflow),
+            {"c"} if overflow[1] == 0 else {"a", "b"},
+            f"layers that moved {what}",
+        )
+        self.assertEqual(scaler.get_scale(), 4.0, f"scale {what}")
         # What was found is forgotten with the next step.
-        self.check_equal(f"layers that moved after a step {what}", moved(None), {"a", "b", "c"})
-        self.check_equal(f"scale after a step {what}", scaler.get_scale(), 8.0)
+        self.assertEqual(
+            moved(None), {"a", "b", "c"}, f"layers that moved after a step {what}"
+        )
+        self.assertEqual(scaler.get_scale(), 8.0, f"scale after a step {what}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_new_scale(self):
-        """``update`` takes a scale of the user's, as a number or as a tensor that may change afterwards."""
+        """``update`` takes a scale of the user's, as a number or as a tensor that may
+        change afterwards.
+        """
         model = self._model()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = self._scaler()
         self._step(scaler, model, [optim])
         scaler.update(3.0)
-        self.check_equal("scale that was given as a number", scaler.get_scale(), 3.0)
+        self.assertEqual(scaler.get_scale(), 3.0, "scale that was given as a number")
         scale = torch.tensor(5.0, device=self.device)
         scaler.update(scale)
         scale.fill_(7.0)
-        self.check_equal("scale that was given as a tensor", scaler.get_scale(), 5.0)
+        self.assertEqual(scaler.get_scale(), 5.0, "scale that was given as a tensor")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unscaling_twice_raises(self):
         model = self._model()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = self._scaler()
-        scaler.scale(model(chain_rows(self.device, 2, self.rank)).sum()).backward()
-        gradient = next(param.grad.clone() for param in model.parameters() if param.grad is not None)
-        scaler.unscale_(optim)
-        self.check_equal(
-            "unscaled gradient", next(p.grad for p in model.parameters() if p.grad is not None), gradient / 8
+        scaler.scale(model(Chain.rows(self.device, 2, self.rank)).sum()).backward()
+        gradient = next(
+            param.grad.clone() for param in model.parameters() if param.grad is not None
         )
-        with self.assertRaisesRegex(RuntimeError, "has already been called on this optimizer since the last update"):
+        scaler.unscale_(optim)
+        self.assertEqual(
+            next(p.grad for p in model.parameters() if p.grad is not None),
+            gradient / 8,
+            "unscaled gradient",
+        )
+        with self.assertRaisesRegex(
+            RuntimeError,
+            "has already been called on this optimizer since the last update",
+        ):
             scaler.unscale_(optim)
         scaler.step(optim)
-        with self.assertRaisesRegex(RuntimeError, r"unscale_\(\) is being called after step\(\)"):
+        with self.assertRaisesRegex(
+            RuntimeError, r"unscale_\(\) is being called after step\(\)"
+        ):
             scaler.unscale_(optim)
 
 
-class TestShardedGradScalerParityWithDDP(TwoRankTest):
+class TestShardedGradScalerParityWithDDP(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_sharded_grad_scaler_found_inf(self):
-        """A rank whose gradients are all finite learns of an overflow before it steps."""
-        model = fsdp_on_device(nn.Linear(4, 4, device=self.device), use_orig_params=True)
+        """A rank whose gradients are all finite learns of an overflow before
+        it steps.
+        """
+        model = FSDP(
+            nn.Linear(4, 4, device=self.device),
+            device_id=self.device,
+            use_orig_params=True,
+        )
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = ShardedGradScaler(device=self.device.type, init_scale=2.0)
         for culprit in (0, 1):
@@ -161,8 +241,10 @@ class TestShardedGradScalerParityWithDDP(TwoRankTest):
                 model.module.weight.grad[0] = INFINITE
             scaler.unscale_(optim)
             found = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
-            self.check_equal(
-                f"overflows known when rank {culprit} has one", [f.item() > 0 for f in found.values()], [True]
+            self.assertEqual(
+                [f.item() > 0 for f in found.values()],
+                [True],
+                f"overflows known when rank {culprit} has one",
             )
             scaler.step(optim)
             scaler.update()

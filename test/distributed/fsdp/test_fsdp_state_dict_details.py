@@ -1,9 +1,12 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 state dicts, besides the round trips of ``test_fsdp_state_dict``: more guarantees, and errors."""
+"""FSDP1 state dicts, besides the round trips of ``test_fsdp_state_dict``: more
+guarantees, and errors.
+"""
 
 import sys
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,117 +25,201 @@ from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FSDPStateDictTest,
+    FSDPTest,
     _zero_model,
     compute_device,
-    fsdp_on_device,
-    train_on_random_batches,
+    get_full_params,
 )
-from torch_ext.testing._internal.common_fsdp import (
-    StateDictModel as Model,
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
 
-class TestFSDPStateDictDetails(FSDPStateDictTest):
+def linear() -> nn.Linear:
+    return nn.Linear(10, 10, bias=False, device=compute_device())
+
+
+def nested(**fsdp_kwargs: Any) -> FSDP:
+    inner = FSDP(linear(), device_id=compute_device(), **fsdp_kwargs)
+    return FSDP(
+        nn.Sequential(inner, linear()), device_id=compute_device(), **fsdp_kwargs
+    )
+
+
+def save(model: FSDP, state_dict_type: StateDictType) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, state_dict_type):
+        return model.state_dict()
+
+
+def load(
+    model: FSDP, state_dict_type: StateDictType, state_dict: dict[str, Any]
+) -> None:
+    with FSDP.state_dict_type(model, state_dict_type):
+        model.load_state_dict(state_dict)
+
+
+class TestFSDPStateDictDetails(FSDPTest):
     """Guarantees besides the round trips."""
+
+    @property
+    def world_size(self):
+        return 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offload_to_cpu_of_shards(self):
         """Shards go to the host on every rank and load from there.
 
-        The shards of a local state dict cannot be offloaded: their parameter requires grad, which ``ShardedTensor.cpu``
-        of torch 2.13 takes for a mismatch.
+        The shards of a local state dict cannot be offloaded: their parameter requires
+        grad, which ``ShardedTensor.cpu`` of torch 2.13 takes for a mismatch.
         """
-        model, model_new = self._initialize_model(True), fsdp_on_device(Model(True))
-        with self._get_state_dict_mgr(model, "sharded_state_dict", True):
+        model, model_new = nested(), nested()
+        config = ShardedStateDictConfig(offload_to_cpu=True)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
             state_dict = model.state_dict()
-        devices = {local.tensor.device for state in state_dict.values() for local in state.local_shards()}
+        devices = {
+            local.tensor.device
+            for state in state_dict.values()
+            for local in state.local_shards()
+        }
         self.assertEqual(devices, {torch.device("cpu")})
         _zero_model(model_new)
-        self._load_state_dict(model_new, "sharded_state_dict", state_dict)
-        self._compare_models(model, model_new, self.assertEqual)
+        load(model_new, StateDictType.SHARDED_STATE_DICT, state_dict)
+        self.assertEqual(get_full_params(model_new), get_full_params(model))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_state_dict_types(self):
-        """A context sets the type of a module and of all below it, and restores what was set before, not a default."""
+        """A context sets the type of a module and of all below it, and restores what
+        was set before, not a default.
+        """
         full = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
         sharded = ShardedStateDictConfig(offload_to_cpu=True)
         optim = FullOptimStateDictConfig(rank0_only=True)
-        model = fsdp_on_device(nn.Sequential(fsdp_on_device(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        model = FSDP(
+            nn.Sequential(
+                FSDP(nn.Linear(2, 2), device_id=self.device), nn.Linear(2, 2)
+            ),
+            device_id=self.device,
+        )
         modules = {"the root": model, "the module below": model.module[0]}
 
         def settings() -> dict[str, list[object]]:
             found = {}
             for name, module in modules.items():
                 now = FSDP.get_state_dict_type(module)
-                found[name] = [now.state_dict_type, now.state_dict_config, now.optim_state_dict_config]
+                found[name] = [
+                    now.state_dict_type,
+                    now.state_dict_config,
+                    now.optim_state_dict_config,
+                ]
             return found
 
         default = settings()
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full, optim):
-            expected = {name: [StateDictType.FULL_STATE_DICT, full, optim] for name in modules}
+            expected = {
+                name: [StateDictType.FULL_STATE_DICT, full, optim] for name in modules
+            }
             self.assertEqual(settings(), expected, "settings in a context")
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded):
-                inner = [StateDictType.SHARDED_STATE_DICT, sharded, ShardedOptimStateDictConfig()]
+                inner = [
+                    StateDictType.SHARDED_STATE_DICT,
+                    sharded,
+                    ShardedOptimStateDictConfig(),
+                ]
                 inner = dict.fromkeys(modules, inner)
                 self.assertEqual(settings(), inner, "settings in a context within")
                 with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
                     self.assertNotEqual(settings(), inner)
-                self.assertEqual(settings(), inner, "settings restored by the innermost context")
-            self.assertEqual(settings(), expected, "settings restored by the context within")
+                self.assertEqual(
+                    settings(), inner, "settings restored by the innermost context"
+                )
+            self.assertEqual(
+                settings(), expected, "settings restored by the context within"
+            )
         self.assertEqual(settings(), default, "settings restored by the context")
 
         with FSDP.state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT):
-            with self.assertRaisesRegex(AssertionError, "All FSDP modules must have the same state dict settings"):
+            with self.assertRaisesRegex(
+                AssertionError,
+                "All FSDP modules must have the same state dict settings",
+            ):
                 FSDP.get_state_dict_type(model)
-            with self.assertRaisesRegex(AssertionError, "All FSDP modules should have the same state_dict_type"):
+            with self.assertRaisesRegex(
+                AssertionError, "All FSDP modules should have the same state_dict_type"
+            ):
                 FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-        FSDP.set_state_dict_type(model.module[0], *default["the module below"])  # the refusal came after the root's
-        with self.assertRaisesRegex(RuntimeError, "Expected state_dict_config of type .*ShardedStateDictConfig"):
+        FSDP.set_state_dict_type(
+            model.module[0], *default["the module below"]
+        )  # the refusal came after the root's
+        with self.assertRaisesRegex(
+            RuntimeError, "Expected state_dict_config of type .*ShardedStateDictConfig"
+        ):
             FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, full)
-        with self.assertRaisesRegex(RuntimeError, "Expected optim_state_dict_config of type .*ShardedOptim"):
-            FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded, optim)
+        with self.assertRaisesRegex(
+            RuntimeError, "Expected optim_state_dict_config of type .*ShardedOptim"
+        ):
+            FSDP.set_state_dict_type(
+                model, StateDictType.SHARDED_STATE_DICT, sharded, optim
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("state_dict_type", ["state_dict", "sharded_state_dict"])
+    @parametrize(
+        "state_dict_type",
+        [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
+    )
     def test_forward_after_load_uses_what_was_loaded(self, state_dict_type):
         self.run_subtests(
             {
-                "strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+                "strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                    ShardingStrategy.NO_SHARD,
+                ],
                 "use_orig_params": [True, False],
             },
             self._test_forward_after_load_uses_what_was_loaded,
             state_dict_type=state_dict_type,
         )
 
-    def _test_forward_after_load_uses_what_was_loaded(self, state_dict_type, strategy, use_orig_params):
-        """Some strategies keep the unsharded parameter after forward; loading must invalidate it."""
-        create = partial(self._get_simple_nested_model, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    def _test_forward_after_load_uses_what_was_loaded(
+        self, state_dict_type, strategy, use_orig_params
+    ):
+        """Some strategies keep the unsharded parameter after forward; loading must
+        invalidate it.
+        """
+        create = partial(
+            nested, sharding_strategy=strategy, use_orig_params=use_orig_params
+        )
         model, model_new = create(), create()
         batch = torch.rand(2, 10, device=compute_device())
         with torch.no_grad():
             self.assertNotEqual(model(batch), model_new(batch))
-            self._load_state_dict(model_new, state_dict_type, self._state_dict(model, state_dict_type))
+            load(model_new, state_dict_type, save(model, state_dict_type))
             self.assertEqual(model(batch), model_new(batch))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_state_dict_does_not_change_with_the_model(self):
         """A full state dict is a copy, so more training does not change it."""
-        model = self._get_simple_nested_model()
-        state_dict = self._state_dict(model, "state_dict")
+        model = nested()
+        state_dict = save(model, StateDictType.FULL_STATE_DICT)
         before = deepcopy(state_dict)
-        train_on_random_batches(model, 1, 10, steps=1)
+        model(torch.rand(1, 10, device=compute_device())).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         self.assertEqual(before, state_dict)
-        self.assertNotEqual(before, self._state_dict(model, "state_dict"))
+        self.assertNotEqual(before, save(model, StateDictType.FULL_STATE_DICT))
 
 
-class TestFSDPStateDictRefusals(FSDPStateDictTest):
+class TestFSDPStateDictRefusals(FSDPTest):
     """How FSDP handles the combinations that the round trips skip."""
+
+    @property
+    def world_size(self):
+        return 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("config", [LocalStateDictConfig, ShardedStateDictConfig])
@@ -142,17 +229,21 @@ class TestFSDPStateDictRefusals(FSDPStateDictTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_with_orig_params_does_not_load(self):
-        model = self._get_simple_model(use_orig_params=True)
-        state_dict = self._state_dict(model, "local_state_dict")
-        with self.assertRaisesRegex(RuntimeError, f'Unexpected key\\(s\\) in state_dict: "{FLAT_PARAM}"'):
-            self._load_state_dict(model, "local_state_dict", state_dict)
+        model = FSDP(linear(), device_id=self.device, use_orig_params=True)
+        state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
+        with self.assertRaisesRegex(
+            RuntimeError, f'Unexpected key\\(s\\) in state_dict: "{FLAT_PARAM}"'
+        ):
+            load(model, StateDictType.LOCAL_STATE_DICT, state_dict)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_of_no_shard_is_a_full_one(self):
-        model = self._get_simple_model(sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = FSDP(
+            linear(), device_id=self.device, sharding_strategy=ShardingStrategy.NO_SHARD
+        )
         with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
-            state_dict = self._state_dict(model, "local_state_dict")
-        self.assertEqual(state_dict, self._state_dict(model, "state_dict"))
+            state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
+        self.assertEqual(state_dict, save(model, StateDictType.FULL_STATE_DICT))
 
 
 instantiate_parametrized_tests(TestFSDPStateDictDetails)

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 over tensor parallelism: each rank holds a shard of its tensor-parallel part, and all train as one."""
+"""FSDP1 over tensor parallelism: each rank holds a shard of its tensor-parallel part,
+and all train as one.
+"""
 
 import sys
 from typing import Any
@@ -11,14 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    FourRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     get_devtype,
     skip_without_accelerator,
 )
@@ -40,31 +44,54 @@ PLACEMENTS = {
 }
 
 
-class TestTPFSDPIntegration(FourRankTest):
+class TestTPFSDPIntegration(FSDPTest):
     """Two data-parallel ranks of two tensor-parallel ones."""
+
+    @property
+    def world_size(self):
+        return 4
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
 
-    def _sharded(self, mesh: DeviceMesh, seed: int = 0, each: bool = False, **fsdp_kwargs: Any) -> FSDP:
-        """Return a chain in both parallelisms, wrapped as a whole or also layer by layer."""
-        model = parallelize_module(Chain(device=self.device, seed=seed), mesh["tp"], PLAN)
+    def _sharded(
+        self, mesh: DeviceMesh, seed: int = 0, each: bool = False, **fsdp_kwargs: Any
+    ) -> FSDP:
+        """Return a chain in both parallelisms, wrapped as a whole or also layer by
+        layer.
+        """
+        model = parallelize_module(
+            Chain(device=self.device, seed=seed), mesh["tp"], PLAN
+        )
         if each:
             for name in Chain.LAYERS:
-                setattr(model, name, fsdp_on_device(getattr(model, name), device_mesh=mesh["dp"], **fsdp_kwargs))
-        return fsdp_on_device(model, device_mesh=mesh["dp"], **fsdp_kwargs)
+                setattr(
+                    model,
+                    name,
+                    FSDP(
+                        getattr(model, name),
+                        device_id=self.device,
+                        device_mesh=mesh["dp"],
+                        **fsdp_kwargs,
+                    ),
+                )
+        return FSDP(model, device_id=self.device, device_mesh=mesh["dp"], **fsdp_kwargs)
 
     def _whole(self, model: FSDP) -> dict[str, torch.Tensor]:
-        """Return the parameters of a sharded state dict, whole. Checks how each was sharded."""
+        """Return the parameters of a sharded state dict, whole. Checks how each was
+        sharded.
+        """
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
         for name, placements in PLACEMENTS.items():
             self.assertIsInstance(state[name], DTensor, name)
-            self.check_equal(f"placements of {name}", list(state[name].placements), placements)
+            self.assertEqual(
+                list(state[name].placements), placements, f"placements of {name}"
+            )
         return {name: tensor.full_tensor() for name, tensor in state.items()}
 
     def _step(self, model: nn.Module, rank: int | None, step: int) -> torch.Tensor:
-        rows = chain_rows(self.device, 2, rank, step).requires_grad_()
+        rows = Chain.rows(self.device, 2, rank, step).requires_grad_()
         model(rows).square().mean().backward()
         return rows.grad
 
@@ -74,27 +101,50 @@ class TestTPFSDPIntegration(FourRankTest):
         layouts = [
             {"each": True},
             {"use_orig_params": True},
-            {"each": True, "use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+            {
+                "each": True,
+                "use_orig_params": True,
+                "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+            },
         ]
-        self.run_subtests({"layout": layouts}, self._test_fsdp_tp_integration, mesh=self._mesh())
+        self.run_subtests(
+            {"layout": layouts}, self._test_fsdp_tp_integration, mesh=self._mesh()
+        )
 
     def _test_fsdp_tp_integration(self, layout, mesh):
         reference, model = Chain(device=self.device), self._sharded(mesh, **layout)
         dp_rank = mesh.get_local_rank("dp")
         own = slice(2 * dp_rank, 2 * dp_rank + 2)
-        self.check_equal("parameters before training", self._whole(model), dict(reference.named_parameters()))
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (reference, model)]
+        self.assertEqual(
+            self._whole(model),
+            dict(reference.named_parameters()),
+            "parameters before training",
+        )
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for each in (reference, model)
+        ]
         for step in range(2):
             expected = 2 * self._step(reference, None, step)[own]
-            self.check_equal(f"gradient of the input in step {step}", self._step(model, dp_rank, step), expected)
+            self.assertEqual(
+                self._step(model, dp_rank, step),
+                expected,
+                f"gradient of the input in step {step}",
+            )
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        self.check_equal("parameters after training", self._whole(model), dict(reference.named_parameters()))
+        self.assertEqual(
+            self._whole(model),
+            dict(reference.named_parameters()),
+            "parameters after training",
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_extension_grad(self):
-        """Gradients are those of this rank's tensor-parallel part, averaged over data-parallel ranks alone."""
+        """Gradients are those of this rank's tensor-parallel part, averaged over
+        data-parallel ranks alone.
+        """
         mesh, reference = self._mesh(), Chain(device=self.device)
         model = self._sharded(mesh, use_orig_params=True)
         self._step(reference, None, 0)
@@ -103,12 +153,20 @@ class TestTPFSDPIntegration(FourRankTest):
         expected = {}
         for name, parameter in reference.named_parameters():
             placement, gradient = PLACEMENTS[name][1], parameter.grad
-            expected[name] = gradient.chunk(2, placement.dim)[tp_rank] if placement.is_shard() else gradient
+            expected[name] = (
+                gradient.chunk(2, placement.dim)[tp_rank]
+                if placement.is_shard()
+                else gradient
+            )
         with FSDP.summon_full_params(model, with_grads=True):
             for name, parameter in model.named_parameters():
                 name, grad = name.replace("_fsdp_wrapped_module.", ""), parameter.grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
-                self.check_equal(f"gradient of {name}", local.view(expected[name].shape), expected[name])
+                self.assertEqual(
+                    local.view(expected[name].shape),
+                    expected[name],
+                    f"gradient of {name}",
+                )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharded_state_dict_is_loaded(self):
@@ -120,15 +178,29 @@ class TestTPFSDPIntegration(FourRankTest):
             FSDP.state_dict_type(target, StateDictType.SHARDED_STATE_DICT),
         ):
             target.load_state_dict(source.state_dict())
-        self.check_equal("loaded parameters", self._whole(target), self._whole(source), atol=0, rtol=0)
+        self.assertEqual(
+            self._whole(target),
+            self._whole(source),
+            "loaded parameters",
+            atol=0,
+            rtol=0,
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_sync_module_state(self):
-        """Data-parallel ranks take the states of their first; each tensor-parallel part keeps its own."""
+        """Data-parallel ranks take the states of their first; each tensor-parallel part
+        keeps its own.
+        """
         skip_without_accelerator("FSDP1 synchronizes states on an accelerator alone")
         mesh = self._mesh()
-        model = self._sharded(mesh, seed=mesh.get_local_rank("dp"), sync_module_states=True)
-        self.check_equal("parameters", self._whole(model), dict(Chain(device=self.device).named_parameters()))
+        model = self._sharded(
+            mesh, seed=mesh.get_local_rank("dp"), sync_module_states=True
+        )
+        self.assertEqual(
+            self._whole(model),
+            dict(Chain(device=self.device).named_parameters()),
+            "parameters",
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""A parameter whose elements the world size does not divide, or that has fewer than there are ranks."""
+"""A parameter whose elements the world size does not divide, or that has fewer than
+there are ranks.
+"""
 
 import sys
 from typing import Any
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import TwoRankTest, fsdp_on_device, get_full_params
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -19,7 +21,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestUnevenParamShard(TwoRankTest):
+class TestUnevenParamShard(FSDPTest):
     @property
     def world_size(self) -> int:
         return 3
@@ -31,7 +33,7 @@ class TestUnevenParamShard(TwoRankTest):
         linear = nn.Linear(numel, 1, bias=False)
         with torch.no_grad():
             linear.weight.copy_(self._weight(numel))
-        return fsdp_on_device(linear, **fsdp_kwargs)
+        return FSDP(linear, device_id=self.device, **fsdp_kwargs)
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_one_iteration(self):
@@ -40,7 +42,10 @@ class TestUnevenParamShard(TwoRankTest):
             {
                 "numel": [1, 2, 4, 5, 7],
                 "use_orig_params": [False, True],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+                "sharding_strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                ],
             },
             self._test_one_iteration,
         )
@@ -50,21 +55,39 @@ class TestUnevenParamShard(TwoRankTest):
         inputs = [torch.arange(float(numel)) * (rank + 1) for rank in range(3)]
         optim = torch.optim.SGD(model.parameters(), lr=1.0)
         output = model(inputs[self.rank].to(self.device).unsqueeze(0))
-        self.check_equal("output", output.item(), (self._weight(numel) @ inputs[self.rank]).item())
+        self.assertEqual(
+            output.item(), (self._weight(numel) @ inputs[self.rank]).item(), "output"
+        )
         output.sum().backward()
         optim.step()
         (weight,) = get_full_params(model)
         expected = self._weight(numel) - sum(inputs) / 3
-        self.check_equal("weight after a step", weight.detach().cpu().view(1, -1), expected)
+        self.assertEqual(
+            weight.detach().cpu().view(1, -1), expected, "weight after a step"
+        )
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_shards(self):
-        """Shards are of one size but for the padding of the last; ranks beyond the end hold padding alone."""
-        for numel, expected in ((1, [[1], [], []]), (4, [[1, 2], [3, 4], []]), (7, [[1, 2, 3], [4, 5, 6], [7]])):
+        """Shards are of one size but for the padding of the last; ranks beyond the end
+        hold padding alone.
+        """
+        for numel, expected in (
+            (1, [[1], [], []]),
+            (4, [[1, 2], [3, 4], []]),
+            (7, [[1, 2, 3], [4, 5, 6], [7]]),
+        ):
             flat = self._model(numel)._flat_param
             held = flat.numel() - flat._shard_numel_padded
-            self.check_equal(f"shard of {numel} elements", flat.detach()[:held].tolist(), expected[self.rank])
-            self.assertEqual(flat.numel(), -(-numel // 3), f"size of a shard of {numel} elements with its padding")
+            self.assertEqual(
+                flat.detach()[:held].tolist(),
+                expected[self.rank],
+                f"shard of {numel} elements",
+            )
+            self.assertEqual(
+                flat.numel(),
+                -(-numel // 3),
+                f"size of a shard of {numel} elements with its padding",
+            )
 
 
 if __name__ == "__main__":

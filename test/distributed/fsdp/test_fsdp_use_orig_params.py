@@ -1,9 +1,11 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with ``use_orig_params=True``: what an optimizer and a user see, and what FSDP takes back from them.
+"""FSDP1 with ``use_orig_params=True``: what an optimizer and a user see, and what FSDP
+takes back from them.
 
-The original parameters are views of the flat one. Whoever replaces such a view, or its gradient, between two steps
-expects FSDP to use what was put there: each parameter of a flat one is replaced in turn. The reference is an unsharded
-model on the rows of all ranks.
+The original parameters are views of the flat one. Whoever replaces such a view, or its
+gradient, between two steps expects FSDP to use what was put there: each parameter of a
+flat one is replaced in turn. The reference is an unsharded model on the rows of all
+ranks.
 """
 
 import sys
@@ -19,20 +21,26 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
-    TwoRankTest,
-    chain_rows,
-    fsdp_on_device,
+    FSDPTest,
     get_full_params,
     shards_of,
     skip_parameter_offload,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-FULL, KEEPS, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL, KEEPS, WHOLE = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 STRATEGIES = [FULL, KEEPS, WHOLE]
 OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 NAMES = [f"{layer}.{kind}" for layer in Chain.LAYERS for kind in ("weight", "bias")]
@@ -43,30 +51,45 @@ def plain_name(name: str) -> str:
     return clean_tensor_name(name).removeprefix("0.")
 
 
-class OriginalParametersTest(TwoRankTest):
-    def _pair(self, **fsdp_kwargs: Any) -> tuple[Chain, FSDP]:
-        """Return an unsharded model, and an equal one in one flat parameter, below a root that has none.
+class OriginalParametersTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
 
-        The parameters of a root stay unsharded after a forward, until there is a backward.
+    def _pair(self, **fsdp_kwargs: Any) -> tuple[Chain, FSDP]:
+        """Return an unsharded model, and an equal one in one flat parameter, below a
+        root that has none.
+
+        The parameters of a root stay unsharded after a forward, until there is a
+        backward.
         """
         fsdp_kwargs["use_orig_params"] = True
-        inner = fsdp_on_device(Chain(device=self.device), **fsdp_kwargs)
-        return Chain(device=self.device), fsdp_on_device(nn.Sequential(inner), **fsdp_kwargs)
+        inner = FSDP(Chain(device=self.device), device_id=self.device, **fsdp_kwargs)
+        return Chain(device=self.device), FSDP(
+            nn.Sequential(inner), device_id=self.device, **fsdp_kwargs
+        )
 
     def _rows(self, step: int = 0) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, self.rank, step)
+        return Chain.rows(self.device, self.world_size, self.rank, step)
 
     def _all_rows(self, step: int = 0) -> torch.Tensor:
-        return chain_rows(self.device, self.world_size, step=step)
+        return Chain.rows(self.device, self.world_size, step=step)
 
     def _backward(self, reference: nn.Module, model: nn.Module, step: int = 0) -> None:
         reference(self._all_rows(step)).square().mean().backward()
         output = model(self._rows(step))
-        self.assertTrue(output.requires_grad, "the output of a module that is trained carries no gradient")
+        self.assertTrue(
+            output.requires_grad,
+            "the output of a module that is trained carries no gradient",
+        )
         output.square().mean().backward()
 
-    def _own(self, tensors: dict[str, torch.Tensor], model: FSDP) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of each tensor, in the shape in which FSDP exposes it."""
+    def _own(
+        self, tensors: dict[str, torch.Tensor], model: FSDP
+    ) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of each tensor, in the shape in which FSDP
+        exposes it.
+        """
         if model.sharding_strategy == WHOLE:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         return shards_of(tensors, self.rank, self.world_size)
@@ -76,68 +99,118 @@ class OriginalParametersTest(TwoRankTest):
 
     def _check_parameters(self, what: str, model: FSDP, reference: Chain) -> None:
         found = dict(zip(NAMES, get_full_params(model), strict=True))
-        self.check_equal(what, found, dict(reference.named_parameters()))
+        self.assertEqual(found, dict(reference.named_parameters()), what)
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
     """Parameters of one flat parameter may be treated differently."""
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
-        biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-        return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01}]
+        weights = [
+            param for name, param in model.named_parameters() if name.endswith("weight")
+        ]
+        biases = [
+            param for name, param in model.named_parameters() if name.endswith("bias")
+        ]
+        return [
+            {"params": weights, "weight_decay": 0.1},
+            {"params": biases, "lr": 0.01},
+        ]
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_diff_hyperparams(self):
         self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "cpu_offload": OFFLOADS, "set_to_none": [True, False]},
+            {
+                "sharding_strategy": STRATEGIES,
+                "cpu_offload": OFFLOADS,
+                "set_to_none": [True, False],
+            },
             self._test_diff_hyperparams,
         )
 
     def _test_diff_hyperparams(
-        self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload, set_to_none: bool
+        self,
+        sharding_strategy: ShardingStrategy,
+        cpu_offload: CPUOffload,
+        set_to_none: bool,
     ) -> None:
         skip_parameter_offload(cpu_offload)
-        reference, model = self._pair(sharding_strategy=sharding_strategy, cpu_offload=cpu_offload)
-        optims = [torch.optim.Adam(self._groups(each), lr=0.1, eps=1e-3) for each in (reference, model)]
+        reference, model = self._pair(
+            sharding_strategy=sharding_strategy, cpu_offload=cpu_offload
+        )
+        optims = [
+            torch.optim.Adam(self._groups(each), lr=0.1, eps=1e-3)
+            for each in (reference, model)
+        ]
         for step in range(3):
             self._backward(reference, model, step)
             for optim in optims:
                 optim.step()
                 optim.zero_grad(set_to_none=set_to_none)
-        self._check_parameters("parameters after training with two groups", model, reference)
+        self._check_parameters(
+            "parameters after training with two groups", model, reference
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_diff_trainability(self):
-        """Each parameter alone is frozen in turn, then each alone is trained, then all are again."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_diff_trainability)
+        """Each parameter alone is frozen in turn, then each alone is trained, then all
+        are again.
+        """
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES}, self._test_diff_trainability
+        )
 
     def _test_diff_trainability(self, sharding_strategy: ShardingStrategy) -> None:
         reference, model = self._pair(sharding_strategy=sharding_strategy)
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)
+        ]
         alone = [{name} for name in NAMES]
-        for step, trained in enumerate([*(set(NAMES) - each for each in alone), *alone, set(NAMES)]):
+        for step, trained in enumerate(
+            [*(set(NAMES) - each for each in alone), *alone, set(NAMES)]
+        ):
             for each in (reference, model):
                 for name, param in each.named_parameters():
                     param.requires_grad_(plain_name(name) in trained)
             self._backward(reference, model, step)
-            has_gradient = {name for name, param in self._params(model).items() if param.grad is not None}
-            held = {name for name, own in self._own(dict(reference.named_parameters()), model).items() if own.numel()}
-            self.check_equal(f"gradients when {sorted(trained)} are trained", has_gradient, trained & held)
+            has_gradient = {
+                name
+                for name, param in self._params(model).items()
+                if param.grad is not None
+            }
+            held = {
+                name
+                for name, own in self._own(
+                    dict(reference.named_parameters()), model
+                ).items()
+                if own.numel()
+            }
+            self.assertEqual(
+                has_gradient,
+                trained & held,
+                f"gradients when {sorted(trained)} are trained",
+            )
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            self._check_parameters(f"parameters after a step that trained {sorted(trained)}", model, reference)
+            self._check_parameters(
+                f"parameters after a step that trained {sorted(trained)}",
+                model,
+                reference,
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multiple_optimizers(self):
         """Two optimizers take turns; the gradients of the one that waits accumulate."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_multiple_optimizers)
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES}, self._test_multiple_optimizers
+        )
 
     def _test_multiple_optimizers(self, sharding_strategy: ShardingStrategy) -> None:
         reference, model = self._pair(sharding_strategy=sharding_strategy)
         optims = [
-            [torch.optim.SGD(group["params"], lr=0.1) for group in self._groups(each)] for each in (reference, model)
+            [torch.optim.SGD(group["params"], lr=0.1) for group in self._groups(each)]
+            for each in (reference, model)
         ]
         for step in range(4):
             self._backward(reference, model, step)
@@ -150,9 +223,14 @@ class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
 class TestFSDPUseOrigParamsUnshardReshard(OriginalParametersTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_summon_between_two_forwards(self):
-        """The second forward uses what was written in between, though its strategy may have kept the old values."""
+        """The second forward uses what was written in between, though its strategy may
+        have kept the old values.
+        """
         self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "mixed_precision": [None, MixedPrecision(param_dtype=torch.float64)]},
+            {
+                "sharding_strategy": STRATEGIES,
+                "mixed_precision": [None, MixedPrecision(param_dtype=torch.float64)],
+            },
             self._test_summon_between_two_forwards,
         )
 
@@ -167,17 +245,25 @@ class TestFSDPUseOrigParamsUnshardReshard(OriginalParametersTest):
                 param.mul_(2)
             expected = reference(self._rows())
         found = model(self._rows()).detach()
-        self.check_equal("output after parameters were doubled", found.to(expected.dtype), expected)
+        self.assertEqual(
+            found.to(expected.dtype), expected, "output after parameters were doubled"
+        )
         self._check_parameters("parameters after they were doubled", model, reference)
 
 
 class TestFSDPUseOrigParamsParamAccess(OriginalParametersTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_access_params_after_forward(self):
-        """After forward the parameters are shards again, unless the strategy keeps them."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_access_params_after_forward)
+        """After forward the parameters are shards again, unless the strategy keeps
+        them.
+        """
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES}, self._test_access_params_after_forward
+        )
 
-    def _test_access_params_after_forward(self, sharding_strategy: ShardingStrategy) -> None:
+    def _test_access_params_after_forward(
+        self, sharding_strategy: ShardingStrategy
+    ) -> None:
         reference, model = self._pair(sharding_strategy=sharding_strategy)
         whole = {name: param.detach() for name, param in reference.named_parameters()}
         own = self._own(whole, model)
@@ -185,11 +271,15 @@ class TestFSDPUseOrigParamsParamAccess(OriginalParametersTest):
         def exposed() -> dict[str, torch.Tensor]:
             return {name: param.detach() for name, param in self._params(model).items()}
 
-        self.check_equal("parameters before forward", exposed(), own)
+        self.assertEqual(exposed(), own, "parameters before forward")
         output = model(self._rows())
-        self.check_equal("parameters after forward", exposed(), whole if sharding_strategy == KEEPS else own)
+        self.assertEqual(
+            exposed(),
+            whole if sharding_strategy == KEEPS else own,
+            "parameters after forward",
+        )
         output.sum().backward()
-        self.check_equal("parameters after backward", exposed(), own)
+        self.assertEqual(exposed(), own, "parameters after backward")
 
 
 class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
@@ -199,25 +289,38 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
     @parametrize("replace", ["parameter", "data"])
     def test_param_writeback(self, replace):
         self.run_subtests(
-            {"sharding_strategy": [FULL, WHOLE], "cpu_offload": OFFLOADS}, self._test_param_writeback, replace=replace
+            {"sharding_strategy": [FULL, WHOLE], "cpu_offload": OFFLOADS},
+            self._test_param_writeback,
+            replace=replace,
         )
 
-    def _test_param_writeback(self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload, replace: str) -> None:
+    def _test_param_writeback(
+        self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload, replace: str
+    ) -> None:
         skip_parameter_offload(cpu_offload)
-        reference, model = self._pair(sharding_strategy=sharding_strategy, cpu_offload=cpu_offload)
+        reference, model = self._pair(
+            sharding_strategy=sharding_strategy, cpu_offload=cpu_offload
+        )
         if cpu_offload.offload_params:
-            # Without it the change is lost: docs/findings/offloaded_before_the_first_forward.md.
+            # Without it the change is lost:
+            # docs/findings/offloaded_before_the_first_forward.md.
             model(self._rows())
         for step, name in enumerate([*NAMES, None]):
             changed = [name] if name else NAMES  # in the end, all of them at once
             with torch.no_grad():
                 for each in changed:
-                    reference.get_parameter(each).copy_(2 * reference.get_parameter(each) + 1)
+                    reference.get_parameter(each).copy_(
+                        2 * reference.get_parameter(each) + 1
+                    )
             values = self._own(dict(reference.named_parameters()), model)
             for each in changed:
                 self._replace(model, each, values[each].clone(), replace)
             what = f"after {', '.join(changed)} was replaced"
-            self.check_equal(f"output {what}", model(self._rows(step)).detach(), reference(self._rows(step)).detach())
+            self.assertEqual(
+                model(self._rows(step)).detach(),
+                reference(self._rows(step)).detach(),
+                f"output {what}",
+            )
             self._check_parameters(f"parameters {what}", model, reference)
 
     def _replace(self, model: FSDP, name: str, value: torch.Tensor, how: str) -> None:
@@ -231,17 +334,24 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_replaced_parameter_is_trained(self):
-        """An optimizer that was made after the replacement trains it, each of them in turn."""
+        """An optimizer that was made after the replacement trains it, each of them in
+        turn.
+        """
         reference, model = self._pair()
         for step, name in enumerate(NAMES):
             values = self._own(dict(reference.named_parameters()), model)
             self._replace(model, name, values[name].clone(), "parameter")
-            optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+            optims = [
+                torch.optim.SGD(each.parameters(), lr=0.1)
+                for each in (reference, model)
+            ]
             self._backward(reference, model, step)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            self._check_parameters(f"parameters trained after {name} was replaced", model, reference)
+            self._check_parameters(
+                f"parameters trained after {name} was replaced", model, reference
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("change", ["new", "none", "others_none"])
@@ -252,11 +362,18 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             change=change,
         )
 
-    def _test_grad_writeback(self, sharding_strategy: ShardingStrategy, backward_again: bool, change: str) -> None:
-        """Gradients are replaced after a backward. A forward follows, or another backward, and then a step."""
+    def _test_grad_writeback(
+        self, sharding_strategy: ShardingStrategy, backward_again: bool, change: str
+    ) -> None:
+        """Gradients are replaced after a backward. A forward follows, or another
+        backward, and then a step.
+        """
         reference, model = self._pair(sharding_strategy=sharding_strategy)
         # Decay tells a gradient that is zero, which moves a parameter, from none.
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.5) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.5)
+            for each in (reference, model)
+        ]
         for step, name in enumerate(NAMES):
             self._backward(reference, model, step)
             self._change_gradients(reference, model, name, change)
@@ -267,16 +384,25 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            what = {"new": f"{name} was replaced", "none": f"{name} was set to None"}.get(
-                change, f"all but {name} were"
+            what = {
+                "new": f"{name} was replaced",
+                "none": f"{name} was set to None",
+            }.get(change, f"all but {name} were")
+            self._check_parameters(
+                f"parameters after a step in which the gradient of {what}",
+                model,
+                reference,
             )
-            self._check_parameters(f"parameters after a step in which the gradient of {what}", model, reference)
 
-    def _change_gradients(self, reference: Chain, model: FSDP, name: str, change: str) -> None:
+    def _change_gradients(
+        self, reference: Chain, model: FSDP, name: str, change: str
+    ) -> None:
         whole, own = dict(reference.named_parameters()), self._params(model)
         if change == "new":
             whole[name].grad = whole[name].grad * 3 + 1
-            values = self._own({each: param.grad for each, param in whole.items()}, model)
+            values = self._own(
+                {each: param.grad for each, param in whole.items()}, model
+            )
             if values[name].numel():
                 own[name].grad = values[name].to(own[name].device, copy=True)
             return
@@ -286,30 +412,51 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_without_a_backward_are_used(self):
-        """A user may set gradients when there are none at all. Parameters that get none keep none."""
-        self.run_subtests({"sharding_strategy": [FULL, WHOLE]}, self._test_gradients_without_a_backward_are_used)
+        """A user may set gradients when there are none at all. Parameters that get none
+        keep none.
+        """
+        self.run_subtests(
+            {"sharding_strategy": [FULL, WHOLE]},
+            self._test_gradients_without_a_backward_are_used,
+        )
 
-    def _test_gradients_without_a_backward_are_used(self, sharding_strategy: ShardingStrategy) -> None:
+    def _test_gradients_without_a_backward_are_used(
+        self, sharding_strategy: ShardingStrategy
+    ) -> None:
         for name in NAMES:
             reference, model = self._pair(sharding_strategy=sharding_strategy)
             whole, own = dict(reference.named_parameters()), self._params(model)
-            whole[name].grad = torch.arange(float(whole[name].numel()), device=self.device).view(whole[name].shape)
-            values = self._own({each: param if each != name else param.grad for each, param in whole.items()}, model)
+            whole[name].grad = torch.arange(
+                float(whole[name].numel()), device=self.device
+            ).view(whole[name].shape)
+            values = self._own(
+                {
+                    each: param if each != name else param.grad
+                    for each, param in whole.items()
+                },
+                model,
+            )
             if values[name].numel():
                 own[name].grad = values[name].clone()
             self._backward(reference, model)
             for each in (reference, model):
                 torch.optim.SGD(each.parameters(), lr=0.1).step()
-            self._check_parameters(f"parameters after {name} was given a gradient", model, reference)
+            self._check_parameters(
+                f"parameters after {name} was given a gradient", model, reference
+            )
 
     def _name_of_own(self) -> str:
-        """Return the name of a parameter that this rank holds, so that every rank fails, each for its own."""
+        """Return the name of a parameter that this rank holds, so that every rank
+        fails, each for its own.
+        """
         return NAMES[0] if self.rank == 0 else NAMES[-1]
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_shape_mismatch(self):
         """What is put in the place of a shard must have its shape."""
-        self.run_subtests({"of_gradient": [False, True]}, self._test_writeback_shape_mismatch)
+        self.run_subtests(
+            {"of_gradient": [False, True]}, self._test_writeback_shape_mismatch
+        )
 
     def _test_writeback_shape_mismatch(self, of_gradient: bool) -> None:
         _, model = self._pair()
@@ -317,12 +464,18 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
         param = self._params(model)[name]
         wrong = torch.zeros(param.numel() + 1, device=self.device)
         if of_gradient:
-            # torch refuses a gradient of another shape than its parameter's, so this comes from outside of it.
-            with self.assertRaisesRegex(RuntimeError, "attempting to assign a gradient of size"):
+            # torch refuses a gradient of another shape than its parameter's, so this
+            # comes from outside of it.
+            with self.assertRaisesRegex(
+                RuntimeError, "attempting to assign a gradient of size"
+            ):
                 param.grad = wrong
             return
         self._replace(model, name, wrong, "parameter")
-        expected = rf"Cannot writeback when the parameter shape changes\nExpects torch.Size\(\[{param.numel()}\]\)"
+        expected = (
+            rf"Cannot writeback when the parameter shape changes\nExpects "
+            rf"torch.Size\(\[{param.numel()}\]\)"
+        )
         with self.assertRaisesRegex(RuntimeError, expected):
             model(self._rows())
 
@@ -333,20 +486,33 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             reference, model = self._pair(sharding_strategy=KEEPS)
             loss = model(self._rows()).sum()
             name = self._name_of_own()
-            own = shards_of(dict(reference.named_parameters()), self.rank, self.world_size)[name]
+            own = shards_of(
+                dict(reference.named_parameters()), self.rank, self.world_size
+            )[name]
             self._replace(model, name, own.clone(), how)
             with self.assertRaises((AssertionError, RuntimeError)) as refused:
                 loss.backward()
-            self.assertIn("changing the parameters between forward and backward", str(refused.exception))
+            self.assertIn(
+                "changing the parameters between forward and backward",
+                str(refused.exception),
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_changing_a_shared_parameter_raises(self):
         module = Chain(device=self.device)
         module.c = nn.Linear(4, 3, device=self.device)
         module.c.weight = module.b.weight
-        model = fsdp_on_device(nn.ModuleDict({"b": module.b, "c": module.c}), use_orig_params=True)
-        model.module["c"].weight = nn.Parameter(model.module["c"].weight.detach().clone())
-        with self.assertRaisesRegex(NotImplementedError, "Changing shared parameters is not supported yet"):
+        model = FSDP(
+            nn.ModuleDict({"b": module.b, "c": module.c}),
+            device_id=self.device,
+            use_orig_params=True,
+        )
+        model.module["c"].weight = nn.Parameter(
+            model.module["c"].weight.detach().clone()
+        )
+        with self.assertRaisesRegex(
+            NotImplementedError, "Changing shared parameters is not supported yet"
+        ):
             with FSDP.summon_full_params(model):
                 pass
 
@@ -359,38 +525,62 @@ class TestFSDPUseOrigParamsFQNs(OriginalParametersTest):
         seen: dict[str, torch.Tensor] = {}
         chain = model.module[0].module
         chain.a.register_forward_pre_hook(
-            lambda *_: seen.update({name: param.detach().clone() for name, param in chain.named_parameters()})
+            lambda *_: seen.update(
+                {
+                    name: param.detach().clone()
+                    for name, param in chain.named_parameters()
+                }
+            )
         )
         model(self._rows())
-        self.check_equal("parameters in forward", seen, {n: p.detach() for n, p in reference.named_parameters()})
+        self.assertEqual(
+            seen,
+            {n: p.detach() for n, p in reference.named_parameters()},
+            "parameters in forward",
+        )
         self.assertEqual(list(self._params(model)), NAMES)
 
 
 class TestFSDPUseOrigParamsNoSync(OriginalParametersTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_correctness(self):
-        """Under ``no_sync`` each rank sees its own whole gradients, then the shards of the sum of all."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_no_sync_correctness)
+        """Under ``no_sync`` each rank sees its own whole gradients, then the shards of
+        the sum of all.
+        """
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES}, self._test_no_sync_correctness
+        )
 
     def _test_no_sync_correctness(self, sharding_strategy: ShardingStrategy) -> None:
         reference, model = self._pair(sharding_strategy=sharding_strategy)
 
         def gradients(params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-            return {name: param.grad.detach().clone() for name, param in params.items() if param.grad is not None}
+            return {
+                name: param.grad.detach().clone()
+                for name, param in params.items()
+                if param.grad is not None
+            }
 
         with model.no_sync():
             for step in range(2):
                 model(self._rows(step)).square().mean().backward()
                 reference(self._rows(step)).square().mean().backward()
-                found, expected = gradients(self._params(model)), gradients(dict(reference.named_parameters()))
-                self.check_equal(f"gradients of backward {step} under no_sync", found, expected)
+                found, expected = (
+                    gradients(self._params(model)),
+                    gradients(dict(reference.named_parameters())),
+                )
+                self.assertEqual(
+                    found, expected, f"gradients of backward {step} under no_sync"
+                )
         reference.zero_grad()
         for step in range(2):
             reference(self._all_rows(step)).square().mean().backward()
         self._backward(reference, model, step=2)
         expected = self._own(gradients(dict(reference.named_parameters())), model)
         expected = {name: own for name, own in expected.items() if own.numel()}
-        self.check_equal("gradients after a reduction", gradients(self._params(model)), expected)
+        self.assertEqual(
+            gradients(self._params(model)), expected, "gradients after a reduction"
+        )
 
 
 class TestFSDPUseOrigParamsInit(OriginalParametersTest):
@@ -398,35 +588,54 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
     def test_all_may_be_frozen_and_thawed(self):
         """The optimizer moves parameters again that were all frozen for a step."""
         reference, model = self._pair()
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)
+        ]
         for step, thawed in enumerate((False, True)):
             for each in (reference, model):
                 each.requires_grad_(thawed)
             if thawed:
                 self._backward(reference, model, step)
             else:
-                with torch.no_grad():  # with autograd, FSDP1 (torch 2.13) expects a backward before the thaw
+                # With autograd, FSDP1 (torch 2.13) expects a backward before the thaw.
+                with torch.no_grad():
                     model(self._rows(step))
             for optim in optims:
                 optim.step()
         held = {name for name, param in self._params(model).items() if param.numel()}
-        found = {name for name, param in self._params(model).items() if param.grad is not None}
-        self.check_equal("gradients after thawing", found, held)
+        found = {
+            name
+            for name, param in self._params(model).items()
+            if param.grad is not None
+        }
+        self.assertEqual(found, held, "gradients after thawing")
         self._check_parameters("parameters after thawing", model, reference)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_non_uniform_requires_grad(self):
-        """A flat parameter can be frozen as a whole alone. Only original parameters can differ."""
+        """A flat parameter can be frozen as a whole alone. Only original parameters can
+        differ.
+        """
         module = Chain(device=self.device)
         module.b.requires_grad_(False)
-        with self.assertRaisesRegex(ValueError, "Must flatten tensors with uniform `requires_grad` when"):
-            fsdp_on_device(module, use_orig_params=False)
-        model = fsdp_on_device(Chain(device=self.device).requires_grad_(False), use_orig_params=True)
-        self.assertEqual([param.requires_grad for param in model.parameters()], 6 * [False])
+        with self.assertRaisesRegex(
+            ValueError, "Must flatten tensors with uniform `requires_grad` when"
+        ):
+            FSDP(module, device_id=self.device, use_orig_params=False)
+        model = FSDP(
+            Chain(device=self.device).requires_grad_(False),
+            device_id=self.device,
+            use_orig_params=True,
+        )
+        self.assertEqual(
+            [param.requires_grad for param in model.parameters()], 6 * [False]
+        )
         module = Chain(device=self.device)
         module.b.requires_grad_(False)
-        model = fsdp_on_device(module, use_orig_params=True)
-        trained = {name for name, param in self._params(model).items() if param.requires_grad}
+        model = FSDP(module, device_id=self.device, use_orig_params=True)
+        trained = {
+            name for name, param in self._params(model).items() if param.requires_grad
+        }
         self.assertEqual(trained, {name for name in NAMES if not name.startswith("b.")})
 
 

@@ -1,6 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
-"""A pickler that sends shared memory by handle, so that workers on one machine share parameters."""
+"""A pickler that sends shared memory by handle, so that workers on one machine share
+parameters.
+"""
 
 import contextlib
 import copyreg
@@ -14,14 +16,20 @@ from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.dist_utils import dist_init
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
-from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (  # noqa: E501
+    TensorPipeRpcAgentTestFixture,
+)
 from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
 
 
 @contextlib.contextmanager
 def fs_sharing():
-    """Share memory through files, which any process can open; descriptors need a common parent."""
+    """Share memory through files, which any process can open; descriptors need a common
+    parent.
+    """
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -35,7 +43,10 @@ class ShareMemoryRPCPickler(_InternalRPCPickler):
         super().__init__()
         self._dispatch_table = copyreg.dispatch_table.copy()
         storages = dict.fromkeys(torch._storage_classes, reductions.reduce_storage)
-        tensors = dict.fromkeys([*torch._tensor_classes, torch.Tensor, nn.Parameter], reductions.reduce_tensor)
+        tensors = dict.fromkeys(
+            [*torch._tensor_classes, torch.Tensor, nn.Parameter],
+            reductions.reduce_tensor,
+        )
         self._dispatch_table.update(storages | tensors)
 
 
@@ -51,7 +62,9 @@ class ShareMemoryTest(RpcAgentTestFixture):
         return 2
 
     def _filled_by_the_peer(self):
-        """Have the other worker fill the parameters of a module in shared memory, and return them here."""
+        """Have the other worker fill the parameters of a module in shared memory, and
+        return them here.
+        """
         module = nn.Linear(2, 3)
         module.share_memory()
         fill_parameters(module, 1.0)
@@ -70,7 +83,11 @@ class ShareMemoryTest(RpcAgentTestFixture):
             self.assertEqual(parameter, torch.full_like(parameter, 1.0))
 
 
-globals().update(generate_tests("TensorPipe", TensorPipeRpcAgentTestFixture, [ShareMemoryTest], __name__))
+globals().update(
+    generate_tests(
+        "TensorPipe", TensorPipeRpcAgentTestFixture, [ShareMemoryTest], __name__
+    )
+)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,16 +1,21 @@
-"""The modules behind ``common_fsdp``, which exports what each of them lists in ``__all__``. Import from there.
+"""The modules behind ``common_fsdp``, which exports what each of them lists in
+``__all__``. Import from there.
 
 ::
 
-    state_dict, optim_state, fsdp2_parity           bases and models of single suites
-      -> cases, compiled, step_log, streams,        base classes; a test compiled; a step logged; what overlaps;
-         watched_units, extensions                  tensor subclasses
-        -> fsdp1_parity, subtests                   FSDP1 against DDP; grids whose points may skip
-          -> models, state                          modules to wrap; their parameters and buffers
-            -> patches                              contexts that replace what FSDP calls
-              -> device                             the device under test
+    cases, compiled        base classes; a test that runs compiled too
+    fsdp2_parity           FSDP2 against an unsharded replica
+    ddp, step_log          logs of collectives and of training steps
+    streams, watched_units the order of work on streams
+    extensions             the contract of tensor subclasses
+      -> fsdp1_parity      FSDP1 against DDP
+         subtests          grids whose points may skip
+        -> models          modules to wrap
+           state           their parameters and buffers
+          -> patches       contexts that replace what FSDP calls
+            -> device      the device under test
 
-A module imports only from lines below its own, or within its line. The exception is ``device``: when it is used, it
-reads ``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` from ``common_fsdp``, because test files assign them
-there.
+A module imports only from lines below its own, or within its line. The exception is
+``device``: when it is used, it reads ``DEVICE_TYPE``, ``DEVICE_COUNT`` and
+``DISTRIBUTED_BACKEND`` from ``common_fsdp``, because test files assign them there.
 """

@@ -1,4 +1,6 @@
-"""Base classes of FSDP tests: ranks are processes, threads, or processes that serve all tests of a class."""
+"""Base classes of FSDP tests: ranks are processes, threads, or processes that serve all
+tests of a class.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Precision, Trainer
-from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from torch_ext.testing._internal._fsdp.fsdp1_parity import (
+    ParityCheck,
+    Precision,
+    Trainer,
+)
+from torch_ext.testing._internal._fsdp.models.base import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTestModel,
+)
 from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -38,8 +53,6 @@ __all__ = [
     "FSDPTestContinuous",
     "FSDPTestMixin",
     "FSDPTestMultiThread",
-    "FourRankTest",
-    "TwoRankTest",
 ]
 
 wording.hide(re.escape(__file__), "_run")
@@ -53,7 +66,9 @@ def _skip_without_devices(world_size: int) -> None:
 
 
 def _use_device(rank: int) -> list[int] | None:
-    """Make the device of ``rank`` current and return ``device_ids`` for ``barrier``, which is None on the host."""
+    """Make the device of ``rank`` current and return ``device_ids`` for ``barrier``,
+    which is None on the host.
+    """
     if not device.is_accelerator():
         return None
     index = device.rank_device(rank).index
@@ -62,7 +77,8 @@ def _use_device(rank: int) -> list[int] | None:
 
 
 def _silence_desync_debugging() -> None:
-    # Its clean-up thread makes short tests fail now and then: https://github.com/pytorch/pytorch/issues/90848
+    # Its clean-up thread makes short tests fail now and then:
+    # https://github.com/pytorch/pytorch/issues/90848
     os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
 
 
@@ -76,10 +92,11 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
-    """Ranks are threads of one process over the threaded process group. Each test has its own default group.
+    """Ranks are threads of one process over the threaded process group. Each test has
+    its own default group.
 
-    Ranks start at no cost, but they share what threads share: module globals, the host's random generator, the current
-    device.
+    Ranks start at no cost, but they share what threads share: module globals, the
+    host's random generator, the current device.
     """
 
     @property
@@ -98,7 +115,9 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(SubtestMixin):
-    """What FSDP1 test cases share, however their ranks start: the run of a rank, checks, training, parity with DDP."""
+    """What FSDP1 test cases share, however their ranks start: the run of a rank,
+    checks, training, parity with DDP.
+    """
 
     if TYPE_CHECKING:
         rank: int
@@ -109,7 +128,9 @@ class FSDPTestMixin(SubtestMixin):
         run_test: Callable[[str, Any], None]
 
     def _notes_file(self) -> str:
-        """Return the path of a file of this test, through which ranks send notes to the parent half."""
+        """Return the path of a file of this test, through which ranks send notes to the
+        parent half.
+        """
         raise NotImplementedError
 
     def announce(self, text: str) -> None:
@@ -126,11 +147,14 @@ class FSDPTestMixin(SubtestMixin):
         super().tearDown()
 
     @classmethod
-    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
-        """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed, run, leave the group.
+    def _run(
+        cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any
+    ) -> None:
+        """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed,
+        run, leave the group.
 
-        Barriers before and after the test keep a rank that skips at once from closing the store while a slower one
-        still joins.
+        Barriers before and after the test keep a rank that skips at once from closing
+        the store while a slower one still joins.
 
         Args:
             fake_pg: (keyword) use a group that communicates with nobody.
@@ -148,15 +172,27 @@ class FSDPTestMixin(SubtestMixin):
         dist.destroy_process_group()
 
     def _join_group(self, *, fake: bool) -> None:
-        meeting_point = {"store": FakeStore()} if fake else {"init_method": self.init_method}
+        meeting_point = (
+            {"store": FakeStore()} if fake else {"init_method": self.init_method}
+        )
         backend = "fake" if fake else device.distributed_backend()
         try:
-            dist.init_process_group(backend, world_size=int(self.world_size), rank=self.rank, **meeting_point)
+            dist.init_process_group(
+                backend,
+                world_size=int(self.world_size),
+                rank=self.rank,
+                **meeting_point,
+            )
         except RuntimeError as error:
             # torch says so if it was built without the backend
             if "recompile" in str(error):
                 skip_rank("backend_unavailable")
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank. Ranks share devices if there are too few."""
+        return device.rank_device(self.rank)
 
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
         self.assertEqual(fsdp_model.cpu_offload, cpu_offload)
@@ -182,28 +218,40 @@ class FSDPTestMixin(SubtestMixin):
     ) -> torch.Tensor:
         """Train ``model`` by SGD with momentum and return the last loss, detached.
 
-        Checks the type of each loss, and that FSDP is idle at the end. With offloading, the parameters of an FSDP model
-        must be on the host after backward, and after forward if the strategy reshards there.
+        Checks the type of each loss, and that FSDP is idle at the end. With offloading,
+        the parameters of an FSDP model must be on the host after backward, and after
+        forward if the strategy reshards there.
 
         Args:
-            model: FSDP, DDP or a similar wrapper whose ``module`` is an :class:`FSDPTestModel`.
+            model: FSDP, DDP or a similar wrapper whose ``module`` is an
+                :class:`FSDPTestModel`.
             num_steps: at least 1.
-            autocast: run forward under autocast, in the type of ``mixed_precision`` if it has one.
+            autocast: run forward under autocast, in the type of ``mixed_precision`` if
+                it has one.
             lr: learning rate.
             fsdp_cpu_offload: as given to the constructor of an FSDP model.
             save_model: save, zero and load the model's state after each step.
-            mixed_precision: as given to the constructor of an FSDP model; the inputs of other models are cast to its
-                ``param_dtype``.
+            mixed_precision: as given to the constructor of an FSDP model; the inputs of
+                other models are cast to its ``param_dtype``.
             enable_sharded_grad_scaler: scale the loss.
             use_pure_fp16: the model is float16; inputs are cast.
             sharded_grad_scaler_kwargs: for the scaler's constructor.
         """
         precision = Precision(
-            mixed_precision, use_pure_fp16, enable_sharded_grad_scaler, dict(sharded_grad_scaler_kwargs or {})
+            mixed_precision,
+            use_pure_fp16,
+            enable_sharded_grad_scaler,
+            dict(sharded_grad_scaler_kwargs or {}),
         )
         offloads = fsdp_cpu_offload is not None and fsdp_cpu_offload.offload_params
         trainer = Trainer(
-            self, model, autocast=autocast, lr=lr, offloads=offloads, save_model=save_model, precision=precision
+            self,
+            model,
+            autocast=autocast,
+            lr=lr,
+            offloads=offloads,
+            save_model=save_model,
+            precision=precision,
         )
         return trainer.train(num_steps)
 
@@ -227,19 +275,25 @@ class FSDPTestMixin(SubtestMixin):
         sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
         **fsdp_kwargs: Any,
     ) -> None:
-        """Check that FSDP trains like a reference, which is DDP unless you give ``ref_init_fn``.
+        """Check that FSDP trains like a reference, which is DDP unless you give
+        ``ref_init_fn``.
 
-        Compares the last loss and, in full precision, all parameters. Offloaded parameters must be on the host before
-        and after training. FSDP must refuse offloading with ``DEVICE_AFTER``.
+        Compares the last loss and, in full precision, all parameters. Offloaded
+        parameters must be on the host before and after training. FSDP must refuse
+        offloading with ``DEVICE_AFTER``.
 
         Args:
             model_class: the model, built deterministically for both sides.
-            fsdp_init_mode: how FSDP wraps it, not ``NO_FSDP``. If the root is not wrapped, it is wrapped here.
-            device_init_mode: when the FSDP model moves to the device. The reference is always built there.
-            ref_init_fn: wraps the plain model into a data-parallel one with an attribute ``module``.
+            fsdp_init_mode: how FSDP wraps it, not ``NO_FSDP``. If the root is not
+                wrapped, it is wrapped here.
+            device_init_mode: when the FSDP model moves to the device. The reference is
+                always built there.
+            ref_init_fn: wraps the plain model into a data-parallel one with an
+                attribute ``module``.
             num_iters: training steps on each side.
             save_model: save, zero and load the FSDP model after each step.
-            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision, forward_prefetch, use_orig_params,
+            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision,
+            forward_prefetch, use_orig_params,
             fsdp_kwargs: for FSDP's constructor.
             enable_sharded_grad_scaler: scale losses on both sides.
             use_pure_fp16: both models are float16, and parameters are not compared.
@@ -269,7 +323,10 @@ class FSDPTestMixin(SubtestMixin):
             save_model=save_model,
             cpu_offload=cpu_offload,
             precision=Precision(
-                mixed_precision, use_pure_fp16, enable_sharded_grad_scaler, dict(sharded_grad_scaler_kwargs or {})
+                mixed_precision,
+                use_pure_fp16,
+                enable_sharded_grad_scaler,
+                dict(sharded_grad_scaler_kwargs or {}),
             ),
             init_kwargs=dict(init_kwargs or {}),
             fsdp_kwargs=constructor_kwargs,
@@ -277,7 +334,9 @@ class FSDPTestMixin(SubtestMixin):
 
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
-    """Ranks are processes, fresh for each test. They have joined the default group when the test's body starts."""
+    """Ranks are processes, fresh for each test. They have joined the default group when
+    the test's body starts.
+    """
 
     def setUp(self) -> None:
         super().setUp()
@@ -301,14 +360,28 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
     def init_method(self) -> str:
         return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
 
+    def shared_folder(self) -> str:
+        """Return an empty folder, the same on all ranks, which is removed after the
+        run. Collective.
+        """
+        folder = [
+            tempfile.mkdtemp(dir=os.path.dirname(self.file_name))
+            if self.rank == 0
+            else ""
+        ]
+        dist.broadcast_object_list(folder)
+        return folder[0]
+
     def _notes_file(self) -> str:
         return f"{self.file_name}.notes"
 
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
-    """Ranks are processes that serve all tests of the class. This is faster, but only the first test has fresh ones.
+    """Ranks are processes that serve all tests of the class. This is faster, but only
+    the first test has fresh ones.
 
-    Every test starts and ends with a barrier, so that a leftover collective of one test cannot match one of the next.
+    Every test starts and ends with a barrier, so that a leftover collective of one test
+    cannot match one of the next.
     """
 
     # Starting the ranks replaces it with a number.
@@ -345,43 +418,3 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     def _notes_file(self) -> str:
         return f"{self.rdvz_file}.notes"
-
-
-class TwoRankTest(FSDPTest):
-    """An ``FSDPTest`` with two ranks, on any device and however many there are."""
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank. Ranks share devices if there are too few."""
-        return device.rank_device(self.rank)
-
-    @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
-        """Put ``what`` in front of the message of an assertion that fails in the body."""
-        try:
-            yield
-        except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from None
-
-    def check_equal(self, what: str, found: Any, expected: Any, **tolerance: Any) -> None:
-        """Like ``assertEqual``, with ``what`` in front of the message, also if the two have other keys or lengths."""
-        with self.telling(what):
-            self.assertEqual(found, expected, **tolerance)
-
-
-class FourRankTest(TwoRankTest):
-    """An ``FSDPTest`` with four ranks: enough for two shards of two replicas, and for empty shards."""
-
-    @property
-    def world_size(self) -> int:
-        return 4
-
-    def shared_folder(self) -> str:
-        """Return an empty folder, the same on all ranks, which is removed after the run. Collective."""
-        folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name)) if self.rank == 0 else ""]
-        dist.broadcast_object_list(folder)
-        return folder[0]

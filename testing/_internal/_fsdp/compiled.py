@@ -1,4 +1,6 @@
-"""Runs an FSDP2 test twice: eagerly, and with the computation of each module compiled."""
+"""Runs an FSDP2 test twice: eagerly, and with the computation of each module
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ class FullyShardMode(Enum):
     COMPILED_COMPUTE = auto()
 
 
-def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that runs a test eagerly, then again with each module compiled when it is fully sharded.
+def compiled_fsdp_test(
+    compile_compute_on_module: type | None = None,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that runs a test eagerly, then again with each module compiled
+    when it is fully sharded.
 
-    The test must call ``fully_shard`` as a global of its module. That global and the compiler's settings are restored
-    afterwards, even if the test raises.
+    The test must call ``fully_shard`` as a global of its module. That global and the
+    compiler's settings are restored afterwards, even if the test raises.
 
-    Inductor generates C++ for the host and the simulated accelerator, and needs Triton for GPUs. Accelerators that it
-    does not support compile with ``aot_eager``, which runs the same graphs, forward and backward, op by op.
+    Inductor generates C++ for the host and the simulated accelerator, and needs Triton
+    for GPUs. Accelerators that it does not support compile with ``aot_eager``, which
+    runs the same graphs, forward and backward, op by op.
 
     Args:
-        compile_compute_on_module: compile only instances of this class; ``None`` compiles every module.
+        compile_compute_on_module: compile only instances of this class; ``None``
+            compiles every module.
     """
 
     def decorator(func: Callable[..., Any]) -> Callable[..., None]:
@@ -61,7 +68,10 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
     # Imported here, because nothing else needs the compiler.
     dynamo = private.dynamo_config
     slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
-        (ItemSlot(func.__globals__, fully_shard.__name__), partial(_shard_and_compile, only)),
+        (
+            ItemSlot(func.__globals__, fully_shard.__name__),
+            partial(_shard_and_compile, only),
+        ),
         # The compiler would fork its workers from a rank that has threads.
         (AttributeSlot(inductor.config, "compile_threads"), 1),
     ]
@@ -73,7 +83,9 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
         yield
 
 
-def _shard_and_compile(only: type | None, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _shard_and_compile(
+    only: type | None, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     sharded = fully_shard(module, *args, **kwargs)
     if only is None or isinstance(module, only):
         module.compile(backend=compile_backend())
@@ -81,8 +93,14 @@ def _shard_and_compile(only: type | None, module: Any, *args: Any, **kwargs: Any
 
 
 def compile_backend() -> str:
-    """Return the backend with which :func:`compiled_fsdp_test` compiles on the device under test."""
-    return "inductor" if not device.is_accelerator() or _inductor_serves(device.get_devtype().type) else "aot_eager"
+    """Return the backend with which :func:`compiled_fsdp_test` compiles on the device
+    under test.
+    """
+    return (
+        "inductor"
+        if not device.is_accelerator() or _inductor_serves(device.get_devtype().type)
+        else "aot_eager"
+    )
 
 
 def _inductor_serves(device_type: str) -> bool:

@@ -1,7 +1,9 @@
-"""The device under test: its type, each rank's own device, meshes over the world, and delays.
+"""The device under test: its type, each rank's own device, meshes over the world, and
+delays.
 
-``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are attributes of ``common_fsdp``. They are read there on
-each use, so a test file that assigns one changes it for all that follows.
+``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are attributes of
+``common_fsdp``. They are read there on each use, so a test file that assigns one
+changes it for all that follows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_ext import accelerator
 
-__all__ = ["compute_device", "first_ranks_mesh", "get_devtype", "rank_device", "world_mesh"]
+__all__ = [
+    "compute_device",
+    "first_ranks_mesh",
+    "get_devtype",
+    "rank_device",
+    "world_mesh",
+]
 
 FRONT_DOOR = "torch_ext.testing._internal.common_fsdp"
 
@@ -50,7 +58,9 @@ def distributed_backend() -> str:
 
 
 def get_devtype() -> torch.device:
-    """Return the device under test as a :class:`torch.device`; it has an index only if ``DEVICE_TYPE`` has one."""
+    """Return the device under test as a :class:`torch.device`; it has an index only if
+    ``DEVICE_TYPE`` has one.
+    """
     return torch.device(device_type())
 
 
@@ -60,9 +70,13 @@ def is_accelerator() -> bool:
 
 
 def rank_device(rank: int) -> torch.device:
-    """Return the device of ``rank``: ranks take the ``DEVICE_COUNT`` devices in turn."""
+    """Return the device of ``rank``: ranks take the ``DEVICE_COUNT`` devices
+    in turn.
+    """
     device = get_devtype()
-    return torch.device(device.type, rank % device_count()) if is_accelerator() else device
+    return (
+        torch.device(device.type, rank % device_count()) if is_accelerator() else device
+    )
 
 
 def compute_device() -> torch.device:
@@ -71,22 +85,29 @@ def compute_device() -> torch.device:
 
 
 def default_world_size() -> int:
-    """Return the world size of tests that set none: ``DEVICE_COUNT`` if a test file has assigned it."""
+    """Return the world size of tests that set none: ``DEVICE_COUNT`` if a test file has
+    assigned it.
+    """
     assigned = vars(_front_door()).get("DEVICE_COUNT")
     return accelerator.default_world_size() if assigned is None else int(assigned)
 
 
 def with_compute_device(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 requires where no accelerator is in use.
+    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 requires where no
+    accelerator is in use.
 
-    On an accelerator FSDP finds the device itself; a ``device_id`` would move parameters that a test keeps on the host.
+    On an accelerator FSDP finds the device itself; a ``device_id`` would move
+    parameters that a test keeps on the host.
     """
-    return fsdp_kwargs if is_accelerator() else {"device_id": get_devtype(), **fsdp_kwargs}
+    return (
+        fsdp_kwargs if is_accelerator() else {"device_id": get_devtype(), **fsdp_kwargs}
+    )
 
 
 @functools.cache
 def world_mesh(*sizes: int) -> DeviceMesh:
-    """Return the mesh of shape ``sizes`` over the world. Its last dimension is ``shard``; one before it, ``replicate``.
+    """Return the mesh of shape ``sizes`` over the world. Its last dimension is
+    ``shard``; one before it, ``replicate``.
 
     Cached for the life of the rank. The first call for each shape is collective.
     """
@@ -96,26 +117,34 @@ def world_mesh(*sizes: int) -> DeviceMesh:
 
 @functools.cache
 def first_ranks_mesh(size: int) -> DeviceMesh:
-    """Return the 1D mesh of the first ``size`` ranks. Every rank of the world calls it, as with :func:`world_mesh`."""
+    """Return the 1D mesh of the first ``size`` ranks. Every rank of the world calls it,
+    as with :func:`world_mesh`.
+    """
     return DeviceMesh(get_devtype().type, list(range(size)))
 
 
 def delay(milliseconds: float) -> None:
     """Delay the work that follows by about ``milliseconds``; zero or less does nothing.
 
-    A device that can sleep does so on its current stream while the host goes on. On a GPU this makes it likelier that
-    a missing wait shows; on ``sim`` values never depend on it, and ``check_races`` finds the wait. Otherwise the host
-    sleeps, which only shifts the ranks' operations against each other.
+    A device that can sleep does so on its current stream while the host goes on. On a
+    GPU this makes it likelier that a missing wait shows; on ``sim`` values never depend
+    on it, and ``check_races`` finds the wait. Otherwise the host sleeps, which only
+    shifts the ranks' operations against each other.
     """
     if milliseconds <= 0:
         return
     if _device_sleeps():
         from torch_ext.testing._internal.common_utils import get_cycles_per_ms
 
-        torch.get_device_module(get_devtype().type)._sleep(int(milliseconds * get_cycles_per_ms()))
+        torch.get_device_module(get_devtype().type)._sleep(
+            int(milliseconds * get_cycles_per_ms())
+        )
     else:
         time.sleep(milliseconds / 1000)
 
 
 def _device_sleeps() -> bool:
-    return get_devtype().type == accelerator.device_type() and accelerator.capabilities().device_sleep
+    return (
+        get_devtype().type == accelerator.device_type()
+        and accelerator.capabilities().device_sleep
+    )

@@ -1,4 +1,6 @@
-"""FSDP1 against DDP: both train the same model on the same inputs, and the results are compared."""
+"""FSDP1 against DDP: both train the same model on the same inputs, and the results are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_ext import accelerator
 from torch_ext.compat import fsdp as private
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from torch_ext.testing._internal._fsdp.models.base import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTestModel,
+)
 from torch_ext.testing._internal._fsdp.state import _zero_model, get_full_params
 
 __all__ = ["check_ddp_parity"]
@@ -43,12 +49,15 @@ class Precision:
 
     @property
     def mixed_type(self) -> torch.dtype | None:
-        """The type in which mixed precision computes, or ``None`` if it keeps that of the parameters."""
+        """The type in which mixed precision computes, or ``None`` if it keeps that of
+        the parameters.
+        """
         return None if self.mixed is None else self.mixed.param_dtype
 
 
 class Trainer:
-    """Trains ``model``, which wraps the test model, by SGD with momentum. Adam would hide a wrong scale.
+    """Trains ``model``, which wraps the test model, by SGD with momentum. Adam would
+    hide a wrong scale.
 
     Args:
         case: the test case, for its assertions.
@@ -79,16 +88,22 @@ class Trainer:
         # with momentum, each step depends on all gradients so far
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         scaler_kwargs = {"device": device.get_devtype().type, **precision.scaler_kwargs}
-        self.scaler = ShardedGradScaler(enabled=precision.scale_gradients, **scaler_kwargs)
+        self.scaler = ShardedGradScaler(
+            enabled=precision.scale_gradients, **scaler_kwargs
+        )
 
     def train(self, num_steps: int) -> torch.Tensor:
-        """Run ``num_steps`` steps and return the last loss, with the scale that its backward used.
+        """Run ``num_steps`` steps and return the last loss, with the scale that its
+        backward used.
 
         Raises:
             ValueError: ``num_steps`` is below 1.
         """
         if num_steps < 1:
-            raise ValueError(f"got num_steps={num_steps}, expected at least 1: there would be no loss to return")
+            raise ValueError(
+                f"got num_steps={num_steps}, expected at least 1: there would be no "
+                "loss to return"
+            )
         for _ in range(num_steps):
             loss = self._step()
         if isinstance(self.model, FSDP):
@@ -114,7 +129,9 @@ class Trainer:
 
     def _loss(self) -> torch.Tensor:
         compute = device.get_devtype()
-        with torch.amp.autocast(compute.type, dtype=self.precision.mixed_type, enabled=self.autocast):
+        with torch.amp.autocast(
+            compute.type, dtype=self.precision.mixed_type, enabled=self.autocast
+        ):
             # Inputs are on the compute device even if the parameters are offloaded.
             inputs = self._in_precision(self._test_model.get_input(compute))
             output = self.model(*inputs)
@@ -125,8 +142,17 @@ class Trainer:
     def _in_precision(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         # Under mixed precision FSDP casts its inputs itself; other wrappers do not.
-        target = torch.float16 if self.precision.pure_fp16 else None if self.is_fsdp else self.precision.mixed_type
-        return tuple(tensor.to(target) if target and tensor.is_floating_point() else tensor for tensor in tensors)
+        target = (
+            torch.float16
+            if self.precision.pure_fp16
+            else None
+            if self.is_fsdp
+            else self.precision.mixed_type
+        )
+        return tuple(
+            tensor.to(target) if target and tensor.is_floating_point() else tensor
+            for tensor in tensors
+        )
 
     def _reshards_after_forward(self) -> bool:
         strategy: Any = getattr(self.model, "sharding_strategy", None)
@@ -136,20 +162,26 @@ class Trainer:
         if self.precision.pure_fp16:
             self.case.assertEqual(loss.dtype, torch.float16)
         elif self.is_fsdp:
-            self.case.assertEqual(loss.dtype, self.precision.mixed_type or torch.float32)
+            self.case.assertEqual(
+                loss.dtype, self.precision.mixed_type or torch.float32
+            )
         else:
             # Parameters are float32, and autocast computes losses in float32.
             self.case.assertEqual(loss.dtype, torch.float32)
 
     def _save_and_load(self) -> None:
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        state = {
+            name: tensor.clone() for name, tensor in self.model.state_dict().items()
+        }
         # A state that was not saved, or not loaded, then changes the next step.
         _zero_model(self.model)
         self.model.load_state_dict(state)
 
 
 def check_parameters_on_host(case: Any, model: nn.Module) -> None:
-    """Check that every parameter of ``model`` is in host memory, as offloading requires between uses."""
+    """Check that every parameter of ``model`` is in host memory, as offloading requires
+    between uses.
+    """
     for parameter in model.parameters():
         case.assertEqual(parameter.device, torch.device(accelerator.HOST))
 
@@ -178,9 +210,14 @@ class ParityCheck:
             ValueError: the mode wraps nothing, or building the model failed.
         """
         if self.fsdp_init_mode == FSDPInitMode.NO_FSDP:
-            raise ValueError("got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no FSDP model to compare")
+            raise ValueError(
+                "got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no "
+                "FSDP model to compare"
+            )
         reference = self._reference_model()
-        reference_loss = self._train(reference, autocast=self.precision.mixed_type is not None, save_model=False)
+        reference_loss = self._train(
+            reference, autocast=self.precision.mixed_type is not None, save_model=False
+        )
         sharded = self._fsdp_model()
         if self._offloads and not self._moves_offloaded:
             check_parameters_on_host(self.case, sharded)
@@ -195,13 +232,18 @@ class ParityCheck:
 
     @property
     def _moves_offloaded(self) -> bool:
-        """Whether offloaded parameters are moved to the device after wrapping, which FSDP must refuse."""
+        """Whether offloaded parameters are moved to the device after wrapping, which
+        FSDP must refuse.
+        """
         return self._offloads and self.device_init_mode == DEVICEInitMode.DEVICE_AFTER
 
     def _expected_error(self) -> AbstractContextManager[Any]:
         if not self._moves_offloaded:
             return nullcontext()
-        refusal = "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+        refusal = (
+            "An FSDP-managed module with parameter CPU offloading enabled has "
+            "parameters on "
+        )
         return self.case.assertRaisesRegex(RuntimeError, refusal + device.device_type())
 
     def _reference_model(self) -> nn.Module:
@@ -227,7 +269,10 @@ class ParityCheck:
                 **self.init_kwargs,
             )
         except Exception as error:
-            raise ValueError(f"{self.model_class.__name__}.init with {self.fsdp_kwargs} raised: {error}") from error
+            raise ValueError(
+                f"{self.model_class.__name__}.init with {self.fsdp_kwargs} raised: "
+                f"{error}"
+            ) from error
         if not isinstance(model, FSDP):
             # The reference reduces all gradients, so FSDP must manage every parameter.
             model = FSDP(model, group, **device.with_compute_device(self.fsdp_kwargs))
@@ -237,7 +282,9 @@ class ParityCheck:
             model.to(device.device_type())
         return model
 
-    def _train(self, model: nn.Module, *, autocast: bool, save_model: bool) -> torch.Tensor:
+    def _train(
+        self, model: nn.Module, *, autocast: bool, save_model: bool
+    ) -> torch.Tensor:
         return self.case._train_for_several_steps(
             model,
             self.num_iters,
@@ -251,7 +298,13 @@ class ParityCheck:
             sharded_grad_scaler_kwargs=self.precision.scaler_kwargs,
         )
 
-    def _compare(self, reference: nn.Module, expected: torch.Tensor, sharded: FSDP, loss: torch.Tensor) -> None:
+    def _compare(
+        self,
+        reference: nn.Module,
+        expected: torch.Tensor,
+        sharded: FSDP,
+        loss: torch.Tensor,
+    ) -> None:
         if self._offloads:
             check_parameters_on_host(self.case, sharded)
             loss = loss.to(device.device_type())
@@ -259,10 +312,14 @@ class ParityCheck:
         full = get_full_params(sharded)
         # Under mixed precision only the reference has a float32 loss.
         torch.testing.assert_close(loss, expected, check_dtype=False)
-        # In half precision the two optimizers round differently, so only the losses are compared.
+        # In half precision the two optimizers round differently, so only the losses are
+        # compared.
         if self.precision.mixed is None and not self.precision.pure_fp16:
             self.case.assertEqual(
-                full, list(reference.parameters()), exact_device=True, msg=_explain("FSDP did not match the reference")
+                full,
+                list(reference.parameters()),
+                exact_device=True,
+                msg=_explain("FSDP did not match the reference"),
             )
 
 
@@ -278,13 +335,17 @@ def _ddp(model: nn.Module) -> DDP:
 
 
 def check_ddp_parity(
-    case: Any, make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], train: Callable[[nn.Module], Any]
+    case: Any,
+    make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module],
+    train: Callable[[nn.Module], Any],
 ) -> None:
-    """Check that training with FSDP ends with DDP's parameters and input gradients, and moves parameters. Collective.
+    """Check that training with FSDP ends with DDP's parameters and input gradients, and
+    moves parameters. Collective.
 
     Args:
         case: the test case, for its assertions.
-        make: builds the model, equal in each call; it may wrap submodules with the function it is given.
+        make: builds the model, equal in each call; it may wrap submodules with the
+            function it is given.
         train: trains a model and returns the gradients of its inputs.
     """
     ddp_model = DDP(make(lambda module: module).to(device.compute_device()))

@@ -1,13 +1,13 @@
 """FSDP2 against an unsharded replica: compares shards, gradients and training steps.
 
-The replica averages its gradients by plain all-reduces of this module, so that the reference depends on neither DDP nor
-FSDP.
+The replica averages its gradients by plain all-reduces of this module, so that the
+reference depends on neither DDP nor FSDP.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,14 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_ext.testing._internal._fsdp.cases import FourRankTest
 from torch_ext.testing._internal._fsdp.extensions.values import inner_tensors
 from torch_ext.testing._internal._fsdp.models.mlp import MLP
 
 __all__ = [
-    "FullyShardParityTest",
     "average_gradients",
     "check_sharded_parity",
+    "check_train_parity",
     "effective_reduce_dtype",
-    "full_tensor",
     "fully_shard_children",
     "reduce_scatter_with_assert",
     "sequential_mlps",
@@ -41,16 +39,22 @@ def reduce_scatter_with_assert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``assert_fn`` on the output tensor of a reduce-scatter, then run the reduce-scatter and return its result.
+    """Call ``assert_fn`` on the output tensor of a reduce-scatter, then run the
+    reduce-scatter and return its result.
 
-    Bind the first three arguments with :func:`functools.partial`, and pass the partial to ``patch_reduce_scatter``.
-    ``assert_fn`` sees the output before it is written: shape, type and device are valid, values are not.
+    Bind the first three arguments with :func:`functools.partial`, and pass the partial
+    to ``patch_reduce_scatter``. ``assert_fn`` sees the output before it is written:
+    shape, type and device are valid, values are not.
 
     Raises:
-        AssertionError: the call has no output argument. Errors of ``assert_fn`` are passed on.
+        AssertionError: the call has no output argument. Errors of ``assert_fn`` are
+            passed on.
     """
     if not args and "output" not in kwargs:
-        raise AssertionError(f"a reduce-scatter was called without an output: got args {args} and kwargs {kwargs}")
+        raise AssertionError(
+            f"a reduce-scatter was called without an output: got args {args} and "
+            f"kwargs {kwargs}"
+        )
     assert_fn(args[0] if args else kwargs["output"])
     return orig_reduce_scatter(*args, **kwargs)
 
@@ -61,23 +65,33 @@ def check_sharded_parity(
     sharded_module: nn.Module,
     prefixes_to_ignore: tuple[str, ...] = (),
 ) -> None:
-    """Check that ``sharded_module`` holds the shards of ``replicated_module``: names, values, gradients, placements.
+    """Check that ``sharded_module`` holds the shards of ``replicated_module``: names,
+    values, gradients, placements.
 
-    Not collective: each rank shards its own replicated tensors, with the placements of the sharded parameters.
+    Not collective: each rank shards its own replicated tensors, with the placements of
+    the sharded parameters.
 
     Args:
         cls: the test case, for its assertions.
         replicated_module: has plain tensors, in the same number and order.
-        sharded_module: has DTensor parameters. The same parameters must have gradients, with the parameters'
-            placements.
-        prefixes_to_ignore: substrings to remove from the sharded names, such as those of wrappers.
+        sharded_module: has DTensor parameters. The same parameters must have gradients,
+            with the parameters' placements.
+        prefixes_to_ignore: substrings to remove from the sharded names, such as those
+            of wrappers.
 
     Raises:
-        AssertionError: anything differs; or a parameter is sharded twice along dimension 0, for which the order of
-            shards in FSDP and in ``distribute_tensor`` differs.
+        AssertionError: anything differs; or a parameter is sharded twice along
+            dimension 0, for which the order of shards in FSDP and in
+            ``distribute_tensor`` differs.
     """
-    replicated, sharded = list(replicated_module.named_parameters()), list(sharded_module.named_parameters())
-    cls.assertEqual([name for name, _ in replicated], [_without(name, prefixes_to_ignore) for name, _ in sharded])
+    replicated, sharded = (
+        list(replicated_module.named_parameters()),
+        list(sharded_module.named_parameters()),
+    )
+    cls.assertEqual(
+        [name for name, _ in replicated],
+        [_without(name, prefixes_to_ignore) for name, _ in sharded],
+    )
     for (name, whole), (_, parameter) in zip(replicated, sharded, strict=True):
         part = _check_is_dtensor(cls, parameter, name)
         _check_shard(cls, whole.detach(), part, part, name)
@@ -92,66 +106,96 @@ def _without(name: str, prefixes: tuple[str, ...]) -> str:
 
 def _check_gradient(cls: Any, whole: torch.Tensor, part: DTensor, name: str) -> None:
     if whole.grad is None:
-        cls.assertIsNone(part.grad, f"{name}: only the sharded parameter has a gradient")
+        cls.assertIsNone(
+            part.grad, f"{name}: only the sharded parameter has a gradient"
+        )
         return
-    cls.assertIsNotNone(part.grad, f"{name}: only the replicated parameter has a gradient")
+    cls.assertIsNotNone(
+        part.grad, f"{name}: only the replicated parameter has a gradient"
+    )
     gradient = _check_is_dtensor(cls, part.grad, f"{name}.grad")
-    cls.assertEqual(tuple(gradient.placements), tuple(part.placements), f"placements of {name}.grad")
+    cls.assertEqual(
+        tuple(gradient.placements), tuple(part.placements), f"placements of {name}.grad"
+    )
     cls.assertEqual(gradient.device_mesh, part.device_mesh, f"mesh of {name}.grad")
     _check_shard(cls, whole.grad, gradient, part, f"{name}.grad")
 
 
 def _check_is_dtensor(cls: Any, tensor: object, name: str) -> DTensor:
     if not isinstance(tensor, DTensor):
-        raise AssertionError(f"{name} is a {type(tensor).__name__}, not a DTensor: its module is unsharded")
+        raise AssertionError(
+            f"{name} is a {type(tensor).__name__}, not a DTensor: its module is "
+            "unsharded"
+        )
     return tensor
 
 
-def _check_shard(cls: Any, whole: torch.Tensor, part: DTensor, layout: DTensor, name: str) -> None:
+def _check_shard(
+    cls: Any, whole: torch.Tensor, part: DTensor, layout: DTensor, name: str
+) -> None:
     if tuple(layout.placements) == (Shard(0), Shard(0)):
         raise AssertionError(
-            f"{name}: placements (Shard(0), Shard(0)) have another order of shards than in distribute_tensor, "
+            f"{name}: placements (Shard(0), Shard(0)) have another order of shards "
+            "than in distribute_tensor, "
             "so the two cannot be compared. Compare full_tensor() instead."
         )
-    expected = distribute_tensor(whole, layout.device_mesh, layout.placements, src_data_rank=None)
+    expected = distribute_tensor(
+        whole, layout.device_mesh, layout.placements, src_data_rank=None
+    )
     cls.assertEqual(part.shape, whole.shape, f"shape of {name}")
     found, wanted = _comparable(part.to_local(), expected.to_local())
     cls.assertEqual(found, wanted, msg=lambda text: f"{name}: {text}")
 
 
 def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return the inner tensors of each, because comparing a subclass is slow and may ignore some of them.
+    """Return the inner tensors of each, because comparing a subclass is slow and may
+    ignore some of them.
 
-    A plain tensor, such as a gradient that FSDP has reduced, is compared with every inner tensor of a subclass.
+    A plain tensor, such as a gradient that FSDP has reduced, is compared with every
+    inner tensor of a subclass.
     """
-    parts = [inner_tensors(each) if hasattr(each, "__tensor_flatten__") else [each] for each in tensors]
+    parts = [
+        inner_tensors(each) if hasattr(each, "__tensor_flatten__") else [each]
+        for each in tensors
+    ]
     count = max(map(len, parts))
     return [inside * count if len(inside) == 1 else inside for inside in parts]
 
 
-def effective_reduce_dtype(policy: MixedPrecisionPolicy, original: torch.dtype = torch.float32) -> torch.dtype:
-    """Return the type in which FSDP2 reduces gradients of parameters of type ``original`` under ``policy``.
+def effective_reduce_dtype(
+    policy: MixedPrecisionPolicy, original: torch.dtype = torch.float32
+) -> torch.dtype:
+    """Return the type in which FSDP2 reduces gradients of parameters of type
+    ``original`` under ``policy``.
 
-    Without ``policy.reduce_dtype`` it is the type of the computation, or since torch 2.15 that of the parameters; see
-    the documentation of ``MixedPrecisionPolicy``.
+    Without ``policy.reduce_dtype`` it is the type of the computation, or since torch
+    2.15 that of the parameters; see the documentation of ``MixedPrecisionPolicy``.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
-    follows_parameters = torch.__version__ >= "2.15"  # a TorchVersion, which compares as one
+    follows_parameters = (
+        torch.__version__ >= "2.15"
+    )  # a TorchVersion, which compares as one
     return original if follows_parameters else policy.param_dtype or original
 
 
 def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
-    """Return a sequence of up to three MLPs, the same on every rank. Shapes: ``(*, width)`` in and out.
+    """Return a sequence of up to three MLPs, the same on every rank. Shapes: ``(*,
+    width)`` in and out.
 
-    With the default width no first dimension is divisible by 4, so on four ranks FSDP2 pads every parameter.
+    With the default width no first dimension is divisible by 4, so on four ranks FSDP2
+    pads every parameter.
     """
     torch.manual_seed(0)
-    return nn.Sequential(*(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count]))
+    return nn.Sequential(
+        *(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count])
+    )
 
 
 def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and return it."""
+    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and
+    return it.
+    """
     for child in model.children():
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -159,87 +203,66 @@ def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients of an unsharded ``model`` over the world, in place. Collective."""
+    """Average the gradients of an unsharded ``model`` over the world, in place.
+    Collective.
+    """
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(dist.get_world_size())
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, unsharded and detached. Collective for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def check_train_parity(
+    cls: Any,
+    reference: nn.Module,
+    sharded: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    check: Callable[[nn.Module, nn.Module], None] | None = None,
+    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
+    **tolerance: float,
+) -> None:
+    """Train both models; compare losses, gradients and parameters in each step, and
+    check that parameters change.
 
+    Collective.
 
-class FullyShardParityTest(FourRankTest):
-    """Four ranks, each with its own data, train a sharded model and an unsharded replica side by side."""
-
-    def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
-        """Return this rank's input for ``step``, shape ``(count, width)``. It differs by rank and step."""
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(count, width, generator=generator).to(self.device)
-
-    def replica(self, model: nn.Module) -> nn.Module:
-        """Return a copy of ``model`` on this rank's device. Call it before you shard ``model``."""
-        return copy.deepcopy(model).to(self.device)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # Not foreach, so that parameters on different meshes may share an optimizer.
-        return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False)
-
-    def check_train_parity(
-        self,
-        reference: nn.Module,
-        sharded: nn.Module,
-        width: int,
-        *,
-        steps: int = 2,
-        check: Callable[[nn.Module, nn.Module], None] | None = None,
-        loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
-        **tolerance: float,
-    ) -> None:
-        """Train both models, compare loss, gradients and parameters in each step, and check that parameters change.
-
-        Collective.
-
-        Args:
-            reference: the unsharded model, a :meth:`replica` of ``sharded``.
-            sharded: the model to which ``fully_shard`` was applied.
-            width: last dimension of the input.
-            steps: number of optimizer steps.
-            check: compares gradients and parameters after each backward and at the end; :meth:`check_shards` by
-                default. loss_of: computes the loss from a model and its input; by default the sum of the squared
-                output. tolerance: ``atol`` and ``rtol`` for losses.
-        """
-        compare = check or self.check_shards
-        optimizers = [self.optimizer(model) for model in (reference, sharded)]
-        before = [parameter.detach().clone() for parameter in reference.parameters()]
-        for step in range(steps):
-            losses = [(loss_of or _squares)(model, self.rows(width, step)) for model in (reference, sharded)]
-            for loss in losses:
-                loss.backward()
-            average_gradients(reference)
-            self.check_equal(f"loss of step {step}", losses[1], losses[0], **tolerance)
-            compare(reference, sharded)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    Args:
+        cls: the test case, for its assertions.
+        reference: the unsharded model, a copy of ``sharded`` from before
+            ``fully_shard``.
+        sharded: the model to which ``fully_shard`` was applied.
+        inputs: this rank's input of each step.
+        check: compares gradients and parameters after each backward and at the end;
+            :func:`check_sharded_parity` by default.
+        loss_of: computes the loss from a model and its input; by default the sum of the
+            squared output.
+        tolerance: ``atol`` and ``rtol`` for losses.
+    """
+    models = (reference, sharded)
+    compare = check or functools.partial(check_sharded_parity, cls)
+    # Not foreach, so that parameters on different meshes may share an optimizer.
+    optimizers = [
+        torch.optim.SGD(
+            model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False
+        )
+        for model in models
+    ]
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    for step, rows in enumerate(inputs):
+        losses = [
+            loss_of(model, rows) if loss_of else model(rows).square().sum()
+            for model in models
+        ]
+        for loss in losses:
+            loss.backward()
+        average_gradients(reference)
+        cls.assertEqual(losses[1], losses[0], f"loss of step {step}", **tolerance)
         compare(reference, sharded)
-        self.assertNotEqual(before, [parameter.detach() for parameter in reference.parameters()])
-
-    def check_shards(self, reference: nn.Module, sharded: nn.Module, **kwargs: Any) -> None:
-        """Compare parameters and gradients shard by shard, with their placements."""
-        check_sharded_parity(self, reference, sharded, **kwargs)
-
-    def check_full_tensors(self, reference: nn.Module, sharded: nn.Module) -> None:
-        """Compare full parameters and gradients, where :meth:`check_shards` cannot compare placements. Collective."""
-        pairs = zip(reference.named_parameters(), sharded.named_parameters(), strict=True)
-        for (name, expected), (_, found) in pairs:
-            self.check_equal(name, full_tensor(found), expected.detach())
-            self.check_equal(f"{name} has a gradient", found.grad is None, expected.grad is None)
-            if expected.grad is not None and found.grad is not None:
-                self.check_equal(f"{name}.grad", full_tensor(found.grad), expected.grad)
-
-
-def _squares(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return model(rows).square().sum()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(reference, sharded)
+    cls.assertNotEqual(
+        before, [parameter.detach() for parameter in reference.parameters()]
+    )

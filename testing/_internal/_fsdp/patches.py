@@ -1,16 +1,18 @@
 """Context managers that replace a function of c10d or FSDP2 on all ranks.
 
-Note [Patches and threads]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks may be processes, which each have the patched name to themselves, or threads, which share it. In both cases:
+Note [Patches and threads] ~~~~~~~~~~~~~~~~~~~~~~~~~~ Ranks may be processes, which each
+have the patched name to themselves, or threads, which share it. In both cases:
 
-- No rank runs its body before every rank has set its replacement (a barrier after setting).
+- No rank runs its body before every rank has set its replacement (a barrier after
+  setting).
 - The name is not restored while a thread is in its body (a barrier before leaving).
-- The last thread to leave restores what the first thread found. If every thread restored what it found itself, one
-  could restore another thread's replacement for good.
+- The last thread to leave restores what the first thread found. If every thread
+  restored what it found itself, one could restore another thread's replacement for
+  good.
 
-Threads share one replacement, the one that was set last. A body that raises leaves without the barrier, because a peer
-may never arrive; the name is restored when the last thread has left.
+Threads share one replacement, the one that was set last. A body that raises leaves
+without the barrier, because a peer may never arrive; the name is restored when the last
+thread has left.
 """
 
 from __future__ import annotations
@@ -46,15 +48,18 @@ def _first_present(*names: str) -> str:
     return next(name for name in names if hasattr(dist, name))
 
 
-# What FSDP calls for one tensor. Releases before 2.13 have only the second name of each pair; later ones keep it as a
-# deprecated wrapper that FSDP no longer calls, so that patching the wrapper would change nothing.
+# What FSDP calls for one tensor. Releases before 2.13 have only the second name of each
+# pair; later ones keep it as a deprecated wrapper that FSDP no longer calls, so that
+# patching the wrapper would change nothing.
 ALL_GATHER = _first_present("all_gather_single", "all_gather_into_tensor")
 REDUCE_SCATTER = _first_present("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True)
 class AttributeSlot:
-    """An attribute of a module or class, read without binding, so that a static method is restored as one."""
+    """An attribute of a module or class, read without binding, so that a static method
+    is restored as one.
+    """
 
     owner: Any
     name: str
@@ -64,8 +69,13 @@ class AttributeSlot:
         return id(self.owner), self.name
 
     def read(self) -> Any:
-        # Configuration modules compute their attributes, which are not in their namespace.
-        return vars(self.owner)[self.name] if self.name in vars(self.owner) else getattr(self.owner, self.name)
+        # Configuration modules compute their attributes, which are not in their
+        # namespace.
+        return (
+            vars(self.owner)[self.name]
+            if self.name in vars(self.owner)
+            else getattr(self.owner, self.name)
+        )
 
     def write(self, value: Any) -> None:
         setattr(self.owner, self.name, value)
@@ -91,7 +101,9 @@ class ItemSlot:
 
 @dataclass
 class _Level:
-    """One depth of nested contexts over a slot: how many threads are inside, and what the first of them found."""
+    """One depth of nested contexts over a slot: how many threads are inside, and what
+    the first of them found.
+    """
 
     before: Any
     threads_inside: int = 0
@@ -117,7 +129,8 @@ class _Registry:
             levels, depth = self.levels[slot.key], self._depth(slot) - 1
             self._set_depth(slot, depth)
             levels[depth].threads_inside -= 1
-            # A thread that raised may leave an outer level while another is still in an inner one.
+            # A thread that raised may leave an outer level while another is still in an
+            # inner one.
             while levels and not levels[-1].threads_inside:
                 slot.write(levels.pop().before)
             if not levels:
@@ -140,9 +153,11 @@ _registry = _Registry()
 
 @contextmanager
 def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
-    """Keep ``replacement`` in ``slot`` while all ranks of the default group run their bodies.
+    """Keep ``replacement`` in ``slot`` while all ranks of the default group run their
+    bodies.
 
-    Collective: all ranks must enter, and all must leave or raise. See Note [Patches and threads].
+    Collective: all ranks must enter, and all must leave or raise. See Note [Patches and
+        threads].
     """
     _registry.enter(slot, replacement)
     try:
@@ -154,12 +169,16 @@ def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
 
 
 def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> _Patch:
-    """Replace the single-tensor all-gather that FSDP calls through ``torch.distributed``."""
+    """Replace the single-tensor all-gather that FSDP calls through
+    ``torch.distributed``.
+    """
     return patched(AttributeSlot(dist, ALL_GATHER), new_all_gather_into_tensor)
 
 
 def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., Any]) -> _Patch:
-    """Replace the single-tensor reduce-scatter that FSDP calls through ``torch.distributed``."""
+    """Replace the single-tensor reduce-scatter that FSDP calls through
+    ``torch.distributed``.
+    """
     return patched(AttributeSlot(dist, REDUCE_SCATTER), new_reduce_scatter_tensor)
 
 
@@ -169,13 +188,19 @@ def patch_all_reduce(new_all_reduce: Callable[..., Any]) -> _Patch:
 
 
 def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> _Patch:
-    """Replace the function that all-gathers the parameters of an FSDP2 parameter group."""
-    return patched(AttributeSlot(private.param_group, "foreach_all_gather"), new_foreach_all_gather)
+    """Replace the function that all-gathers the parameters of an FSDP2
+    parameter group.
+    """
+    return patched(
+        AttributeSlot(private.param_group, "foreach_all_gather"), new_foreach_all_gather
+    )
 
 
 def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> _Patch:
     """Replace the function that reduces the gradients of an FSDP2 parameter group."""
-    return patched(AttributeSlot(private.param_group, "foreach_reduce"), new_foreach_reduce)
+    return patched(
+        AttributeSlot(private.param_group, "foreach_reduce"), new_foreach_reduce
+    )
 
 
 def patch_unshard(new_unshard: Callable[..., Any]) -> _Patch:
@@ -193,10 +218,19 @@ def patch_post_backward(new_post_backward: Callable[..., Any]) -> _Patch:
     return _patch_param_group("post_backward", new_post_backward)
 
 
-def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any]) -> _Patch:
-    """Replace the backward of the autograd function that runs the post-backward of an FSDP2 parameter group."""
-    return patched(AttributeSlot(private.param_group.RegisterPostBackwardFunction, "backward"), new_backward)
+def patch_register_post_backward_hook_backward(
+    new_backward: Callable[..., Any],
+) -> _Patch:
+    """Replace the backward of the autograd function that runs the post-backward of an
+    FSDP2 parameter group.
+    """
+    return patched(
+        AttributeSlot(private.param_group.RegisterPostBackwardFunction, "backward"),
+        new_backward,
+    )
 
 
 def _patch_param_group(method: str, replacement: Callable[..., Any]) -> _Patch:
-    return patched(AttributeSlot(private.param_group.FSDPParamGroup, method), replacement)
+    return patched(
+        AttributeSlot(private.param_group.FSDPParamGroup, method), replacement
+    )

@@ -30,12 +30,15 @@ def _assert_module_states(
     process_group: dist.ProcessGroup,
     assert_fn: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> None:
-    """Call ``assert_fn(tensor on rank 0, tensor on another rank)`` for each parameter and buffer of ``model``.
+    """Call ``assert_fn(tensor on rank 0, tensor on another rank)`` for each parameter
+    and buffer of ``model``.
 
-    Every rank gathers all tensors and compares all ranks, so all ranks fail with the same error.
+    Every rank gathers all tensors and compares all ranks, so all ranks fail with the
+    same error.
 
     Raises:
-        AssertionError: ranks have different names of parameters or buffers. Errors of ``assert_fn`` are passed on.
+        AssertionError: ranks have different names of parameters or buffers. Errors of
+            ``assert_fn`` are passed on.
     """
     gathered: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(gathered, _named_states(model), group=process_group)
@@ -55,36 +58,50 @@ def _check_same_names(rank: int, first: _NamedStates, other: _NamedStates) -> No
     expected, actual = ([name for name, _ in states] for states in (first, other))
     if expected != actual:
         raise AssertionError(
-            f"rank {rank} has other module states than rank 0: missing {sorted(set(expected) - set(actual))}, "
-            f"unexpected {sorted(set(actual) - set(expected))}. Build the same model on every rank."
+            f"rank {rank} has other module states than rank 0: missing "
+            f"{sorted(set(expected) - set(actual))}, "
+            f"unexpected {sorted(set(actual) - set(expected))}. Build the same model "
+            "on every rank."
         )
 
 
-def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool = True) -> None:
+def _zero_model(
+    model: nn.Module, zero_buffers: bool = False, summon_full: bool = True
+) -> None:
     """Zero the parameters of ``model`` in place.
 
     Args:
         zero_buffers: zero the buffers too.
-        summon_full: unshard FSDP1 parameters first and write the zeros back. Otherwise zero the shards.
+        summon_full: unshard FSDP1 parameters first and write the zeros back. Otherwise
+            zero the shards.
     """
-    unsharded: AbstractContextManager[Any] = FSDP.summon_full_params(model) if summon_full else nullcontext()
+    unsharded: AbstractContextManager[Any] = (
+        FSDP.summon_full_params(model) if summon_full else nullcontext()
+    )
     with unsharded, torch.no_grad():
         for tensor in (*model.parameters(), *(model.buffers() if zero_buffers else ())):
             tensor.zero_()
 
 
-def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Any]:
-    """Return the state dict of ``model``, moved to the device unless ``cpu_offload`` and to float16 if ``half``."""
+def _get_state_dict(
+    model: nn.Module, cpu_offload: bool = False, half: bool = False
+) -> dict[str, Any]:
+    """Return the state dict of ``model``, moved to the device unless ``cpu_offload``
+    and to float16 if ``half``.
+    """
     if not cpu_offload:
         model = model.to(device.device_type())
     return (model.half() if half else model).state_dict()
 
 
-def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return rank 0's ``state_dict`` on every rank, with tensors on the device under test. Collective.
+def _broadcast_state_dict(
+    rank: int, state_dict: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Return rank 0's ``state_dict`` on every rank, with tensors on the device under
+    test. Collective.
 
-    Tensors are sent through host memory, because other ranks may be unable to open rank 0's device. The argument is
-    ignored on other ranks.
+    Tensors are sent through host memory, because other ranks may be unable to open rank
+    0's device. The argument is ignored on other ranks.
     """
     shared: list[Any] = [None]
     if rank == 0 and state_dict is not None:
@@ -94,7 +111,8 @@ def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor] | None)
 
 
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-    """Return copies of the unsharded parameters of ``model``, on the compute device even if FSDP offloads them.
+    """Return copies of the unsharded parameters of ``model``, on the compute device
+    even if FSDP offloads them.
 
     Args:
         recurse: unshard FSDP submodules too.

@@ -1,4 +1,6 @@
-"""Logs a training step as lines of text: the collectives, named by FSDP unit, and the compute of the units."""
+"""Logs a training step as lines of text: the collectives, named by FSDP unit, and the
+compute of the units.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from torch_ext.compat.fsdp import TorchDispatchMode
 
 __all__ = ["StepLog", "ThreeUnits", "layout_over_ranks"]
 
-# For each c10d op: its name in the log, and which of its arguments are the unsharded tensors.
-_COLLECTIVES: Mapping[str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.Tensor]]]] = {
+# For each c10d op: its name in the log, and which of its arguments are the unsharded
+# tensors.
+_COLLECTIVES: Mapping[
+    str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.Tensor]]]
+] = {
     "_allgather_base_": ("all-gather", lambda args: [args[0]]),
     "allgather_": ("all-gather", lambda args: args[0][0]),
     "_reduce_scatter_base_": ("reduce-scatter", lambda args: [args[1]]),
@@ -24,9 +29,11 @@ _COLLECTIVES: Mapping[str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.T
 
 
 class ThreeUnits(nn.Module):
-    """Linear layers ``first``, ``second`` and ``last`` in sequence. Shard the first two each on their own.
+    """Linear layers ``first``, ``second`` and ``last`` in sequence. Shard the first two
+    each on their own.
 
-    Their sizes (16, 48 and 240 elements) identify them, and so do half sizes. Their rows are divisible by 2 and 4.
+    Their sizes (16, 48 and 240 elements) identify them, and so do half sizes. Their
+    rows are divisible by 2 and 4.
     Shapes: ``(*, 4)`` to ``(*, 20)``.
     """
 
@@ -46,8 +53,9 @@ class ThreeUnits(nn.Module):
 class StepLog(TorchDispatchMode):
     """Logs a step of a :class:`ThreeUnits` model, which you may shard before or after.
 
-    Compute is logged when the forward or backward of a unit runs. A collective is named after the unit whose elements
-    it moves: all of them, or half after a reduction over two shards. Otherwise the log shows the number of elements.
+    Compute is logged when the forward or backward of a unit runs. A collective is named
+    after the unit whose elements it moves: all of them, or half after a reduction over
+    two shards. Otherwise the log shows the number of elements.
     """
 
     def __init__(self, model: ThreeUnits) -> None:
@@ -68,13 +76,19 @@ class StepLog(TorchDispatchMode):
         return note
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name in _COLLECTIVES:
             kind, tensors_of = _COLLECTIVES[name]
             tensors = tensors_of(args)
-            self.lines.append(f"{kind} {self._unit(sum(tensor.numel() for tensor in tensors))}")
+            self.lines.append(
+                f"{kind} {self._unit(sum(tensor.numel() for tensor in tensors))}"
+            )
             self.dtypes[kind] = tensors[0].dtype
         return func(*args, **(kwargs or {}))
 
@@ -82,7 +96,14 @@ class StepLog(TorchDispatchMode):
         for whole, name in self._units.items():
             if numel == whole:
                 return name
-        return next((f"shard of {name}" for whole, name in self._units.items() if 2 * numel == whole), str(numel))
+        return next(
+            (
+                f"shard of {name}"
+                for whole, name in self._units.items()
+                if 2 * numel == whole
+            ),
+            str(numel),
+        )
 
     @contextmanager
     def of(self, title: str) -> Iterator[None]:
@@ -98,8 +119,12 @@ class StepLog(TorchDispatchMode):
 
 
 def layout_over_ranks(named_shards: Mapping[str, torch.Tensor]) -> str:
-    """Return a line for each tensor, with its shape on every rank of the default group. Collective."""
+    """Return a line for each tensor, with its shape on every rank of the default group.
+    Collective.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in named_shards.items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    return "\n".join(f"{name}: {' | '.join(str(each[name]) for each in gathered)}" for name in own)
+    return "\n".join(
+        f"{name}: {' | '.join(str(each[name]) for each in gathered)}" for name in own
+    )

@@ -1,6 +1,8 @@
-"""The order of work on streams: races, and what may overlap. Asked of the streams' clocks, so it never depends on time.
+"""The order of work on streams: races, and what may overlap. Asked of the streams'
+clocks, so it never depends on time.
 
-Only the simulated accelerator can tell. Elsewhere :func:`check_races` checks nothing, and :class:`StreamOrder` skips.
+Only the simulated accelerator can tell. Elsewhere :func:`check_races` checks nothing,
+and :class:`StreamOrder` skips.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ __all__ = ["StreamOrder", "check_races"]
 
 def _checker() -> Any:
     """Return the module that finds races on the device under test, or None."""
-    module = torch.get_device_module(device.get_devtype().type) if device.is_accelerator() else None
+    module = (
+        torch.get_device_module(device.get_devtype().type)
+        if device.is_accelerator()
+        else None
+    )
     return getattr(module, "races", None)
 
 
 def check_races() -> AbstractContextManager[None]:
-    """Return a context that raises at its end if streams raced in its body, with the wait that was missing.
+    """Return a context that raises at its end if streams raced in its body, with the
+    wait that was missing.
 
     Does nothing on a device without a checker.
     """
@@ -33,10 +40,12 @@ def check_races() -> AbstractContextManager[None]:
 
 
 class StreamOrder:
-    """Tells which marked moments of a program may come at the same time, because no wait orders their streams.
+    """Tells which marked moments of a program may come at the same time, because no
+    wait orders their streams.
 
-    Use it within :meth:`watching`. Each mark writes a cell of its own on the current stream and reads those of earlier
-    marks there. A read that races with a write shows two moments that nothing orders.
+    Use it within :meth:`watching`. Each mark writes a cell of its own on the current
+    stream and reads those of earlier marks there. A read that races with a write shows
+    two moments that nothing orders.
 
     Attributes:
         names: what was marked, in the order of the calls.
@@ -53,14 +62,17 @@ class StreamOrder:
 
     @contextmanager
     def watching(self) -> Iterator[StreamOrder]:
-        """Watch the body. A race of the body itself is an error, as with :func:`check_races`.
+        """Watch the body. A race of the body itself is an error, as with
+        :func:`check_races`.
 
         Raises:
             unittest.SkipTest: the device cannot tell.
         """
         self._checker = _checker()
         if self._checker is None:
-            raise unittest.SkipTest("only the simulated accelerator tells which streams wait for each other")
+            raise unittest.SkipTest(
+                "only the simulated accelerator tells which streams wait for each other"
+            )
         self._cells = torch.zeros(self._most, device=device.compute_device())
         torch.accelerator.synchronize()
         with check_races():
@@ -74,7 +86,9 @@ class StreamOrder:
             RuntimeError: there is no room for another mark.
         """
         if len(self.names) == self._most:
-            raise RuntimeError(f"Got more than {self._most} marks; ask StreamOrder for more.")
+            raise RuntimeError(
+                f"Got more than {self._most} marks; ask StreamOrder for more."
+            )
         if races := self._checker.found():
             raise self._checker.RaceError(races)
         with torch.no_grad():
@@ -86,15 +100,17 @@ class StreamOrder:
         self.names.append(name)
 
     def relation(self, earlier: str, later: str) -> str:
-        """Return how two moments relate: the first ``overlaps`` the second, ``comes before`` it, or was
-        ``issued after`` it by the host.
+        """Return how two moments relate: the first ``overlaps`` the second, ``comes
+        before`` it, or was ``issued after`` it by the host.
 
         Raises:
             KeyError: nothing of that name was marked.
         """
         for name in (earlier, later):
             if name not in self.names:
-                raise KeyError(f"Got {name!r}, expected one of {sorted(set(self.names))}.")
+                raise KeyError(
+                    f"Got {name!r}, expected one of {sorted(set(self.names))}."
+                )
         if self.names.index(earlier) > self.names.index(later):
             return "issued after"
         return "overlaps" if (earlier, later) in self._overlapping else "comes before"

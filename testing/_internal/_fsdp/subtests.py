@@ -1,4 +1,6 @@
-"""Subtests: a test that runs once for each point of a grid. Points that skip are counted and reported."""
+"""Subtests: a test that runs once for each point of a grid. Points that skip are
+counted and reported.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,34 @@ __all__ = ["skip_parameter_offload", "skip_without_accelerator", "subtest_name"]
 
 
 def skip_without_accelerator(reason: str) -> None:
-    """Skip the running subtest, or the test if it has none, where the device under test is the host.
+    """Skip the running subtest, or the test if it has none, where the device under test
+    is the host.
 
     Raises:
-        unittest.SkipTest: there is no accelerator. Inside ``run_subtests`` this skips the running subtest only.
+        unittest.SkipTest: there is no accelerator. Inside ``run_subtests`` this skips
+        the running subtest only.
     """
     if not device.is_accelerator():
         raise unittest.SkipTest(reason)
 
 
 def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:
-    """Skip the running subtest if ``cpu_offload`` offloads parameters and there is no accelerator.
+    """Skip the running subtest if ``cpu_offload`` offloads parameters and there is no
+    accelerator.
 
     Raises:
         unittest.SkipTest: as in :func:`skip_without_accelerator`.
     """
     if cpu_offload is not None and cpu_offload.offload_params:
-        skip_without_accelerator("CPUOffload(offload_params=True) needs an accelerator to offload from")
+        skip_without_accelerator(
+            "CPUOffload(offload_params=True) needs an accelerator to offload from"
+        )
 
 
 @dataclass
 class SubtestTally:
-    """How many subtests of a test ran to the end, why others were skipped, and which checks were skipped in some.
+    """How many subtests of a test ran to the end, why others were skipped, and which
+    checks were skipped in some.
 
     A skipped check counts once for each subtest.
     """
@@ -76,14 +84,25 @@ class SubtestTally:
         self._unchecked_here.add(what)
 
     def summary(self) -> str:
-        """Return one line that counts and explains what was skipped; empty if nothing was.
+        """Return one line that counts and explains what was skipped; empty if nothing
+        was.
 
-        >>> SubtestTally(ran=1, skipped=Counter({"offload needs an accelerator": 2})).summary()
+        >>> reasons = Counter({"offload needs an accelerator": 2})
+        >>> SubtestTally(ran=1, skipped=reasons).summary()
         '2 of 3 subtests skipped: 2 x offload needs an accelerator'
         """
         skipped = self.skipped.total()
-        parts = [f"{skipped} of {self.ran + skipped} subtests skipped: {_listed(self.skipped)}"] if skipped else []
-        parts += [f"checks skipped: {_listed(self.unchecked)}"] if self.unchecked else []
+        parts = (
+            [
+                f"{skipped} of {self.ran + skipped} subtests skipped: "
+                f"{_listed(self.skipped)}"
+            ]
+            if skipped
+            else []
+        )
+        parts += (
+            [f"checks skipped: {_listed(self.unchecked)}"] if self.unchecked else []
+        )
         return "; ".join(parts)
 
 
@@ -92,12 +111,17 @@ def _listed(reasons: Counter[str]) -> str:
 
 
 def run_subtests_with_tally(
-    case: Any, config: dict[str, list[Any]], test_fn: Callable[..., Any], *args: Any, **kwargs: Any
+    case: Any,
+    config: dict[str, list[Any]],
+    test_fn: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> SubtestTally:
-    """Run ``test_fn`` over the grid ``config`` as ``run_subtests`` does; a subtest that skips does not stop the others.
+    """Run ``test_fn`` over the grid ``config`` as ``run_subtests`` does; a subtest that
+    skips does not stop the others.
 
-    Rank 0 reports what was skipped through ``case.announce``. All ranks must skip the same subtests. While subtests
-    run, the tally is ``case.subtest_tally``.
+    Rank 0 reports what was skipped through ``case.announce``. All ranks must skip the
+    same subtests. While subtests run, the tally is ``case.subtest_tally``.
 
     Raises:
         unittest.SkipTest: every subtest skipped.
@@ -117,17 +141,26 @@ class SubtestMixin(_TestCase):
     subtest_tally: SubtestTally
 
     def run_subtests(
-        self, subtest_config: dict[str, list[Any]], test_fn: Callable[..., Any], *test_args: Any, **test_kwargs: Any
+        self,
+        subtest_config: dict[str, list[Any]],
+        test_fn: Callable[..., Any],
+        *test_args: Any,
+        **test_kwargs: Any,
     ) -> None:
-        """Run ``test_fn`` once for each combination of values in ``subtest_config``, all in the same ranks.
+        """Run ``test_fn`` once for each combination of values in ``subtest_config``,
+        all in the same ranks.
 
-        A combination that skips is counted, and the test run prints the count with the reasons. The test skips only if
-        every combination does.
+        A combination that skips is counted, and the test run prints the count with the
+        reasons. The test skips only if every combination does.
         """
-        run_subtests_with_tally(self, subtest_config, test_fn, *test_args, **test_kwargs)
+        run_subtests_with_tally(
+            self, subtest_config, test_fn, *test_args, **test_kwargs
+        )
 
     def skip_check(self, what: str) -> None:
-        """Have the test run print that the running subtest does not check ``what``. Call it within ``run_subtests``."""
+        """Have the test run print that the running subtest does not check ``what``.
+        Call it within ``run_subtests``.
+        """
         self.subtest_tally.skip_check(what)
 
     def announce(self, text: str) -> None:
@@ -136,9 +169,12 @@ class SubtestMixin(_TestCase):
 
 
 def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
-    """Join the names that ``test_name_mapping`` gives to ``str`` of each argument; ``None`` is named ``none``.
+    """Join the names that ``test_name_mapping`` gives to ``str`` of each argument;
+    ``None`` is named ``none``.
 
     >>> subtest_name({"True": "offload", "False": "on_device"}, True, None)
     'offload_none'
     """
-    return "_".join("none" if arg is None else test_name_mapping[str(arg)] for arg in args)
+    return "_".join(
+        "none" if arg is None else test_name_mapping[str(arg)] for arg in args
+    )

@@ -1,4 +1,6 @@
-"""A model of three units whose computation, all-gathers and reductions are marked on the streams' clocks."""
+"""A model of three units whose computation, all-gathers and reductions are marked on
+the streams' clocks.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,27 @@ _RELATION = re.compile("(.+) (?:overlaps|comes before|issued after) (.+)")
 
 
 class WatchedUnits:
-    """A sharded :class:`ThreeUnits` that marks when each unit is computed, gathered, reduced and all-reduced.
+    """A sharded :class:`ThreeUnits` that marks when each unit is computed, gathered,
+    reduced and all-reduced.
 
-    A moment is called ``"0 forward: gather second"``, with the number of the step. Both FSDPs gather the unit ``last``,
-    which is the root's, first.
+    A moment is called ``"0 forward: gather second"``, with the number of the step. Both
+    FSDPs gather the unit ``last``, which is the root's, first.
 
     Args:
         device: where the model is made.
-        shard: shards the units ``first`` and ``second`` each on their own, then the model, which it returns.
+        shard: shards the units ``first`` and ``second`` each on their own, then the
+            model, which it returns.
     """
 
-    def __init__(self, device: torch.device, shard: Callable[[ThreeUnits], nn.Module]) -> None:
+    def __init__(
+        self, device: torch.device, shard: Callable[[ThreeUnits], nn.Module]
+    ) -> None:
         units = ThreeUnits().to(device)
         self.order, self.phase = StreamOrder(), ""
         self._rows = torch.ones(2, 4, device=device)
-        self._names = {getattr(units, name).weight.numel(): name for name in units.UNITS}
+        self._names = {
+            getattr(units, name).weight.numel(): name for name in units.UNITS
+        }
         for name, unit in units.named_children():
             unit.register_forward_hook(self._note_compute(name))
         self.model = shard(units)
@@ -65,7 +73,9 @@ class WatchedUnits:
             unittest.SkipTest: the device cannot tell what overlaps.
         """
 
-        def marking(what: str, collective: Callable[..., Any], whole: str, position: int) -> Callable[..., Any]:
+        def marking(
+            what: str, collective: Callable[..., Any], whole: str, position: int
+        ) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 numel = (kwargs[whole] if whole in kwargs else args[position]).numel()
                 self.mark(f"{what} {self._names.get(numel) or self._names[2 * numel]}")
@@ -76,7 +86,9 @@ class WatchedUnits:
         with (
             self.order.watching(),
             patch_all_gather(marking("gather", getattr(dist, ALL_GATHER), "output", 0)),
-            patch_reduce_scatter(marking("reduce", getattr(dist, REDUCE_SCATTER), "input", 1)),
+            patch_reduce_scatter(
+                marking("reduce", getattr(dist, REDUCE_SCATTER), "input", 1)
+            ),
             patch_all_reduce(marking("all-reduce", dist.all_reduce, "tensor", 0)),
         ):
             yield
@@ -97,18 +109,24 @@ class WatchedUnits:
                 self.run_step(step)
 
     def check(self, case: Any, relations: str) -> None:
-        """Check with ``case``'s assertion that moments relate as ``relations`` says, in a line for each pair.
+        """Check with ``case``'s assertion that moments relate as ``relations`` says, in
+        a line for each pair.
 
         Raises:
             AssertionError: two moments relate otherwise; the message shows both lines.
             KeyError: a moment was not marked.
             ValueError: a line states no relation.
         """
-        case.assertMultiLineEqual(relations, "\n".join(map(self._as_found, relations.splitlines())))
+        case.assertMultiLineEqual(
+            relations, "\n".join(map(self._as_found, relations.splitlines()))
+        )
 
     def _as_found(self, line: str) -> str:
         match = _RELATION.fullmatch(line)
         if match is None:
-            raise ValueError(f"Got {line!r}, expected 'A overlaps B', 'A comes before B' or 'A issued after B'.")
+            raise ValueError(
+                f"Got {line!r}, expected 'A overlaps B', 'A comes before B' or 'A "
+                "issued after B'."
+            )
         first, second = match.groups()
         return f"{first} {self.order.relation(first, second)} {second}"

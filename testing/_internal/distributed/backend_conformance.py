@@ -7,13 +7,15 @@
     if __name__ == "__main__":
         run_tests()
 
-Each test runs on ``world_size`` ranks and compares what a collective gives with a value computed in one process, for
-every type, reduction and size of the class. Values are small whole numbers, exact in every type, so results are
-compared exactly whatever the order of reduction.
+Each test runs on ``world_size`` ranks and compares what a collective gives with a value
+computed in one process, for every type, reduction and size of the class. Values are
+small whole numbers, exact in every type, so results are compared exactly whatever the
+order of reduction.
 
-What a backend does otherwise is data of its class: ``lacks`` names features of ``FEATURES`` that raise an error or give
-another result, each with the reason. They are run all the same, and one that works after all is a failure, so the list
-stays true. ``avoids`` names those that would hang or end the process, which are not run.
+What a backend does otherwise is data of its class: ``lacks`` names features of
+``FEATURES`` that raise an error or give another result, each with the reason. They are
+run all the same, and one that works after all is a failure, so the list stays true.
+``avoids`` names those that would hang or end the process, which are not run.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ FEATURES = {
     "all_to_all_single": "for each type and size",
     "all_to_all_single with splits": "of unequal sizes, 0 among them",
     "lists of unequal sizes": "all_gather and reduce_scatter, as NCCL has them",
-    "dense tensors in another order than row-major": "as long as all ranks have the same",
+    "dense tensors in another order than row-major": "as long as all ranks have the "
+    "same",
     "parts of a larger tensor": "of which nothing else is read or written",
     "send and recv": "around a ring, for each type and size",
     "messages in order": "by tag, received in another order than sent",
@@ -56,17 +59,21 @@ FEATURES = {
     "coalescing": "several all_reduces in one",
     "barrier": "that nobody leaves before all have come",
     "objects": "all_gather_object and broadcast_object_list",
-    "disagreement is named": "ranks of different sizes are told, with both calls, and go on",
+    "disagreement is named": "ranks of different sizes are told, with both calls, and "
+    "go "
+    "on",
 }
 
 
 class BackendConformance:
-    """Tests of one backend. Mixed into a class that starts ranks, such as ``DistributedTestBase``.
+    """Tests of one backend. Mixed into a class that starts ranks, such as
+    ``DistributedTestBase``.
 
     Attributes:
         device_type: of the tensors.
         backend_name: as ``init_process_group`` takes it.
-        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of 4 MiB.
+        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of
+            4 MiB.
         types: element types.
         lacks: features that fail, with the reason.
         avoids: features that are not run, with the reason.
@@ -76,7 +83,8 @@ class BackendConformance:
     backend_name: ClassVar[str]
     sizes: ClassVar[tuple[int, ...]] = (0, 1, 13, 1 << 20)
     types: ClassVar[tuple[torch.dtype, ...]] = (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.uint8, torch.int8, torch.int32, torch.int64,
     )  # fmt: skip
     lacks: ClassVar[Mapping[str, str]] = {}
     avoids: ClassVar[Mapping[str, str]] = {}
@@ -88,7 +96,9 @@ class BackendConformance:
         return self.backend_name
 
     def reductions(self, dtype: torch.dtype) -> list[Reduction]:
-        """Return the reductions that this backend has for a type. Override what it lacks."""
+        """Return the reductions that this backend has for a type. Override what it
+        lacks.
+        """
         bitwise = [] if dtype.is_floating_point else [OPS.BAND, OPS.BOR, OPS.BXOR]
         return [OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT, OPS.AVG, *bitwise]
 
@@ -99,7 +109,9 @@ class BackendConformance:
         yield self.types[0], largest
 
     def start_group(self) -> None:
-        """Make the default group on a rank. Override it where the class that starts ranks does."""
+        """Make the default group on a rank. Override it where the class that starts
+        ranks does.
+        """
         self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
 
     # --- collectives ---
@@ -119,10 +131,21 @@ class BackendConformance:
         })  # fmt: skip
 
     def test_one_to_all_and_all_to_one(self) -> None:
-        self._hold_to({"broadcast": self._broadcast, "gather": self._gather, "scatter": self._scatter})
+        self._hold_to(
+            {
+                "broadcast": self._broadcast,
+                "gather": self._gather,
+                "scatter": self._scatter,
+            }
+        )
 
     def test_all_to_all(self) -> None:
-        self._hold_to({"all_to_all_single": self._all_to_all, "all_to_all_single with splits": self._all_to_all_splits})
+        self._hold_to(
+            {
+                "all_to_all_single": self._all_to_all,
+                "all_to_all_single with splits": self._all_to_all_splits,
+            }
+        )
 
     def test_layouts(self) -> None:
         self._hold_to({
@@ -148,7 +171,8 @@ class BackendConformance:
             "futures": self._futures,
             "barrier": self._barrier,
             "objects": self._objects,
-            # Last: where a backend refuses it, torch's manager goes on collecting collectives, which then never run.
+            # Last: where a backend refuses it, torch's manager goes on collecting
+            # collectives, which then never run.
             "coalescing": self._coalescing,
         })  # fmt: skip
 
@@ -220,7 +244,11 @@ class BackendConformance:
     def _gather(self) -> None:
         for dtype, size, root in self._grid_and_roots():
             rows = self._rows(dtype, size)
-            gathered = [self._empty(size, dtype) for _ in range(self.world_size)] if self.rank == root else None
+            gathered = (
+                [self._empty(size, dtype) for _ in range(self.world_size)]
+                if self.rank == root
+                else None
+            )
             dist.gather(self._to_device(rows[self.rank]), gathered, root)
             if gathered is not None:
                 self._check(torch.stack(gathered), rows, dtype, size, root)
@@ -228,34 +256,51 @@ class BackendConformance:
     def _scatter(self) -> None:
         for dtype, size, root in self._grid_and_roots():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
-            dist.scatter(out, [self._to_device(row) for row in rows] if self.rank == root else None, root)
+            dist.scatter(
+                out,
+                [self._to_device(row) for row in rows] if self.rank == root else None,
+                root,
+            )
             self._check(out, rows[self.rank], dtype, size, root)
 
     def _all_to_all(self) -> None:
         for dtype, size in self.grid():
-            table = self._rows(dtype, size * self.world_size).view(self.world_size, self.world_size, size)
+            table = self._rows(dtype, size * self.world_size).view(
+                self.world_size, self.world_size, size
+            )
             out = self._empty(size * self.world_size, dtype)
             dist.all_to_all_single(out, self._to_device(table[self.rank].flatten()))
             self._check(out, table[:, self.rank].flatten(), dtype, size)
 
     def _all_to_all_splits(self) -> None:
         members = range(self.world_size)
-        counts = [[(sender + 2 * receiver) % 3 for receiver in members] for sender in members]
+        counts = [
+            [(sender + 2 * receiver) % 3 for receiver in members] for sender in members
+        ]
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         out = torch.empty(sum(received), 2, device=self.device_type)
         mine = torch.full((sum(sent), 2), float(self.rank), device=self.device_type)
         dist.all_to_all_single(out, mine, received, sent)
-        expected = [float(sender) for sender, count in enumerate(received) for _ in range(count)]
+        expected = [
+            float(sender) for sender, count in enumerate(received) for _ in range(count)
+        ]
         self._check(out[:, 0], torch.tensor(expected), sent, received)
 
     def _unequal_lists(self) -> None:
-        outs = [torch.empty(rank, device=self.device_type) for rank in range(self.world_size)]
+        outs = [
+            torch.empty(rank, device=self.device_type)
+            for rank in range(self.world_size)
+        ]
         dist.all_gather(outs, self._full(float(self.rank), self.rank))
         for rank, out in enumerate(outs):
             self._check(out, torch.full((rank,), float(rank)), "all_gather", rank)
         out = torch.empty(self.rank, device=self.device_type)
-        dist.reduce_scatter(out, [self._full(1.0, rank) for rank in range(self.world_size)])
-        self._check(out, torch.full((self.rank,), float(self.world_size)), "reduce_scatter")
+        dist.reduce_scatter(
+            out, [self._full(1.0, rank) for rank in range(self.world_size)]
+        )
+        self._check(
+            out, torch.full((self.rank,), float(self.world_size)), "reduce_scatter"
+        )
 
     def _column_major(self) -> None:
         rows = self._rows(torch.float32, 12)
@@ -276,7 +321,10 @@ class BackendConformance:
         self._check(whole[0], torch.tensor(7.0))
 
     def _send_and_recv(self) -> None:
-        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        after, before = (
+            (self.rank + 1) % self.world_size,
+            (self.rank - 1) % self.world_size,
+        )
         for dtype, size in self.grid():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
             work = _started(dist.isend(self._to_device(rows[self.rank]), after))
@@ -286,7 +334,10 @@ class BackendConformance:
 
     def _messages(self) -> None:
         if self.rank == 0:
-            works = [_started(dist.isend(self._full(float(i)), 1, tag=i % 2)) for i in range(6)]
+            works = [
+                _started(dist.isend(self._full(float(i)), 1, tag=i % 2))
+                for i in range(6)
+            ]
             for work in works:
                 work.wait()
         elif self.rank == 1:
@@ -309,15 +360,22 @@ class BackendConformance:
             dist.send(self._full(float(self.rank)), 0, tag=9)
 
     def _batch(self) -> None:
-        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        after, before = (
+            (self.rank + 1) % self.world_size,
+            (self.rank - 1) % self.world_size,
+        )
         out = self._full(-1.0)
         sent = self._full(float(self.rank))
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)]
+        ):
             work.wait()
         self._check(out, torch.full((3,), float(before)))
 
     def _groups(self) -> None:
-        pairs = [dist.new_group([first, first + 1]) for first in range(self.world_size - 1)]
+        pairs = [
+            dist.new_group([first, first + 1]) for first in range(self.world_size - 1)
+        ]
         for first, pair in enumerate(pairs):
             x = self._full(float(self.rank))
             if self.rank in (first, first + 1):
@@ -349,7 +407,11 @@ class BackendConformance:
         store = _get_default_store()
         store.set(f"came to the barrier: {self.rank}", "")
         dist.barrier()
-        missing = [rank for rank in range(self.world_size) if not store.check([f"came to the barrier: {rank}"])]
+        missing = [
+            rank
+            for rank in range(self.world_size)
+            if not store.check([f"came to the barrier: {rank}"])
+        ]
         if missing:
             raise AssertionError(f"passed the barrier without ranks {missing}")
 
@@ -358,7 +420,9 @@ class BackendConformance:
         dist.all_gather_object(gathered, {"rank": self.rank})
         objects = [f"from {self.rank}"]
         dist.broadcast_object_list(objects, 0)
-        if gathered != [{"rank": rank} for rank in range(self.world_size)] or objects != ["from 0"]:
+        if gathered != [
+            {"rank": rank} for rank in range(self.world_size)
+        ] or objects != ["from 0"]:
             raise AssertionError(f"got {gathered} and {objects}")
 
     def _disagreement(self) -> None:
@@ -380,7 +444,9 @@ class BackendConformance:
     def _hold_to(self, features: Mapping[str, Callable[[], None]]) -> None:
         unknown = {*self.lacks, *self.avoids} - FEATURES.keys()
         if unknown:
-            raise ValueError(f"{type(self).__name__} names unknown features: {sorted(unknown)}")
+            raise ValueError(
+                f"{type(self).__name__} names unknown features: {sorted(unknown)}"
+            )
         self.start_group()
         for name, check in features.items():
             if name in self.avoids:
@@ -392,17 +458,28 @@ class BackendConformance:
                 check()
             except Exception:
                 continue
-            raise AssertionError(f"{name} works; take it off `lacks`, which says: {self.lacks[name]}")
+            raise AssertionError(
+                f"{name} works; take it off `lacks`, which says: {self.lacks[name]}"
+            )
 
     def _grid_and_roots(self) -> Iterator[tuple[torch.dtype, int, int]]:
-        yield from ((dtype, size, root) for dtype, size in self.grid() for root in range(self.world_size))
+        yield from (
+            (dtype, size, root)
+            for dtype, size in self.grid()
+            for root in range(self.world_size)
+        )
 
     def _full(self, value: float, numel: int = 3) -> torch.Tensor:
         return torch.full((numel,), value, device=self.device_type)
 
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """What each rank contributes, ``[world_size, numel]`` on the host: 1 to 3, so that no product overflows."""
-        rows = [(torch.arange(numel, device="cpu") + rank) % 3 + 1 for rank in range(self.world_size)]
+        """What each rank contributes, ``[world_size, numel]`` on the host: 1 to 3, so
+        that no product overflows.
+        """
+        rows = [
+            (torch.arange(numel, device="cpu") + rank) % 3 + 1
+            for rank in range(self.world_size)
+        ]
         return torch.stack(rows).to(dtype)
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
@@ -426,8 +503,10 @@ def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     """Reduce over dimension 0, one row after the other."""
     dtype = rows.dtype
     folds: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        OPS.SUM: torch.add, OPS.AVG: torch.add, OPS.PRODUCT: torch.mul, OPS.MIN: torch.minimum, OPS.MAX: torch.maximum,
-        OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor,
+        OPS.SUM: torch.add, OPS.AVG: torch.add, OPS.PRODUCT: torch.mul,
+        OPS.MIN: torch.minimum, OPS.MAX: torch.maximum,
+        OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or,
+        OPS.BXOR: torch.bitwise_xor,
     }  # fmt: skip
     total = rows[0].clone()
     for row in rows[1:]:

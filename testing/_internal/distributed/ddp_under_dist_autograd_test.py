@@ -1,15 +1,18 @@
-"""DistributedDataParallel under distributed autograd, over RPC: hybrid models with local, replicated and remote layers.
+"""DistributedDataParallel under distributed autograd, over RPC: hybrid models with
+local, replicated and remote layers.
 
 The topology of :class:`DdpUnderDistAutogradTest`::
 
-    master (rank 5)  --train_batch-->  trainers (ranks 0-3)  --RemoteEM, RemoteNet-->  remote worker (rank 4)
+    master (rank 5)  --train_batch-->  trainers (ranks 0-3)  --RemoteEM, RemoteNet-->
+    remote worker (rank 4)
                                             ^------ DDP ------^
 
-Trainers train ``fc1`` and ``fc2`` together with the two remote layers. Weights and inputs are small integers and
-halves, so every gradient is exact in float32 and is compared exactly with :func:`expected_gradients`, which uses
-neither RPC nor DDP.
+Trainers train ``fc1`` and ``fc2`` together with the two remote layers. Weights and
+inputs are small integers and halves, so every gradient is exact in float32 and is
+compared exactly with :func:`expected_gradients`, which uses neither RPC nor DDP.
 
-Module-level functions and classes here are found by name on other workers: renaming one renames an RPC target.
+Module-level functions and classes here are found by name on other workers: renaming one
+renames an RPC target.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ from torch_ext.testing._internal.distributed._ddp_hybrid import (
     split_unevenly,
     weighted_sum,
 )
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 __all__ = [
     "D_DENSE",
@@ -106,23 +111,32 @@ __all__ = [
     "weighted_sum",
 ]
 
-# A condition alone is not enough: a notification is lost if the master signals before a worker starts to wait.
+# A condition alone is not enough: a notification is lost if the master signals before a
+# worker starts to wait.
 shutdown_signal = threading.Event()
 
 
 def set_shutdown_signal() -> None:
-    """Let this worker's :func:`wait_for_shutdown_signal` return, even if it is called later."""
+    """Let this worker's :func:`wait_for_shutdown_signal` return, even if it is called
+    later.
+    """
     shutdown_signal.set()
 
 
-def wait_for_shutdown_signal(timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC) -> None:
-    """Wait for the signal and clear it, so that the next test in this process waits for its own.
+def wait_for_shutdown_signal(
+    timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC,
+) -> None:
+    """Wait for the signal and clear it, so that the next test in this process waits for
+    its own.
 
     Raises:
-        TimeoutError: no signal within ``timeout_s``; the master failed or forgot this worker.
+        TimeoutError: no signal within ``timeout_s``; the master failed or forgot this
+            worker.
     """
     if not shutdown_signal.wait(timeout_s):
-        raise TimeoutError(f"no shutdown signal from {worker_name(MASTER_RANK)} within {timeout_s:g} s")
+        raise TimeoutError(
+            f"no shutdown signal from {worker_name(MASTER_RANK)} within {timeout_s:g} s"
+        )
     shutdown_signal.clear()
 
 
@@ -159,14 +173,17 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master may be connected before the others have left init_process_group, and a trainer that is still in it
-        # would find no default group when the master calls.
+        # The master may be connected before the others have left init_process_group,
+        # and a trainer that is still in it would find no default group when the master
+        # calls.
         dist.barrier()
         yield
         dist.destroy_process_group()
 
     def _create_trainer_group(self, ddp_mode: DdpMode) -> None:
-        """Take part in ``new_group``, which every rank of the world calls. Trainers do so in :class:`Trainer`."""
+        """Take part in ``new_group``, which every rank of the world calls. Trainers do
+        so in :class:`Trainer`.
+        """
         if ddp_mode is not DdpMode.NONE:
             dist.new_group(TRAINER_RANKS)
 
@@ -177,19 +194,31 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         remote_em_rref: rpc.RRef[RemoteEM],
         remote_net_rref: rpc.RRef[RemoteNet],
     ) -> None:
-        """Create the trainers, train three rounds, compare each round's gradients, and end the other workers."""
+        """Create the trainers, train three rounds, compare each round's gradients, and
+        end the other workers.
+        """
         trainers = [
-            rpc.remote(self.trainer_name(rank), Trainer, args=(remote_em_rref, remote_net_rref, ddp_mode, rank))
+            rpc.remote(
+                self.trainer_name(rank),
+                Trainer,
+                args=(remote_em_rref, remote_net_rref, ddp_mode, rank),
+            )
             for rank in TRAINER_RANKS
         ]
         self._create_trainer_group(ddp_mode)
         examples = get_training_examples()
-        # Gradients that cancel do not tell an average from zeros, so the last round weighs trainers unequally.
-        unequal = [batch._replace(values=batch.values * (rank + 1)) for rank, batch in enumerate(examples)]
+        # Gradients that cancel do not tell an average from zeros, so the last round
+        # weighs trainers unequally.
+        unequal = [
+            batch._replace(values=batch.values * (rank + 1))
+            for rank, batch in enumerate(examples)
+        ]
         for batches, rounds in ((examples, 2), (unequal, 1)):
             wanted = self._expected_by_trainer(batches, simulate_uneven_inputs)
             for _ in range(rounds):
-                self._train_round(trainers, batches, ddp_mode, simulate_uneven_inputs, wanted)
+                self._train_round(
+                    trainers, batches, ddp_mode, simulate_uneven_inputs, wanted
+                )
         self._check_cancelled(examples)
         for trainer in trainers:
             _remote_method(Trainer.destroy_pg, trainer)
@@ -198,13 +227,22 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 
     @staticmethod
     def _has_less(rank: int, uneven: bool) -> bool:
-        """Whether this trainer is in the first half, which runs out of inputs before the rest."""
+        """Whether this trainer is in the first half, which runs out of inputs before
+        the rest.
+        """
         return uneven and rank < NUM_TRAINERS // 2
 
-    def _expected_by_trainer(self, batches: list[FeatureSet], uneven: bool) -> list[list[ExpectedGradients]]:
+    def _expected_by_trainer(
+        self, batches: list[FeatureSet], uneven: bool
+    ) -> list[list[ExpectedGradients]]:
         """Return, for each trainer, the gradients of each batch that it trains on."""
         return [
-            [expected_gradients(part) for part in (split_unevenly(b, self._has_less(r, uneven)) if uneven else [b])]
+            [
+                expected_gradients(part)
+                for part in (
+                    split_unevenly(b, self._has_less(r, uneven)) if uneven else [b]
+                )
+            ]
             for r, b in enumerate(batches)
         ]
 
@@ -217,17 +255,29 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         wanted: list[list[ExpectedGradients]],
     ) -> None:
         futures = [
-            _remote_method_async(Trainer.train_batch, trainer, batch, self._has_less(rank, uneven), uneven)
+            _remote_method_async(
+                Trainer.train_batch,
+                trainer,
+                batch,
+                self._has_less(rank, uneven),
+                uneven,
+            )
             for rank, (trainer, batch) in enumerate(zip(trainers, batches, strict=True))
         ]
         for rank, future in enumerate(futures):
             ddp_grads, non_ddp_grads = future.wait()
             last = len(wanted[rank]) - 1
             own = wanted[rank][last]
-            averaged = averaged_gradients([other[last] for other in wanted if len(other) > last])
-            self._check_gradients(rank, ddp_mode, ddp_grads, non_ddp_grads, own, averaged)
+            averaged = averaged_gradients(
+                [other[last] for other in wanted if len(other) > last]
+            )
+            self._check_gradients(
+                rank, ddp_mode, ddp_grads, non_ddp_grads, own, averaged
+            )
             remote_grads = _remote_method(Trainer.get_remote_grads, trainers[rank])
-            self._assert_exactly(remote_grads, own.remote, f"remote layers, trainer {rank}")
+            self._assert_exactly(
+                remote_grads, own.remote, f"remote layers, trainer {rank}"
+            )
 
     def _check_gradients(
         self,
@@ -255,8 +305,16 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
             for own in each:
                 self.assertNotEqual(getattr(own, layer).count_nonzero(), 0)
 
-    def _assert_exactly(self, got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-        self.assertEqual(list(got), list(expected), rtol=0, atol=0, msg=lambda difference: f"{what}: {difference}")
+    def _assert_exactly(
+        self, got: Sequence[Tensor], expected: Sequence[Tensor], what: str
+    ) -> None:
+        self.assertEqual(
+            list(got),
+            list(expected),
+            rtol=0,
+            atol=0,
+            msg=lambda difference: f"{what}: {difference}",
+        )
 
     def _do_test(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool = False) -> None:
         if self.rank == MASTER_RANK:
@@ -266,7 +324,9 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         elif self.rank in TRAINER_RANKS:
             self._trainer_process(self.rank)
         else:
-            raise AssertionError(f"got rank {self.rank}, expected one below {WORLD_SIZE}")
+            raise AssertionError(
+                f"got rank {self.rank}, expected one below {WORLD_SIZE}"
+            )
 
     @requires_gloo()
     @dist_init
@@ -289,16 +349,18 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         self._do_test(DdpMode.INSIDE)
 
 
-# Note [DDP dies before its group]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A DDP module that outlives ``destroy_process_group`` holds the group's last reference. Its destructor then joins the
-# group's threads with the GIL held, and a thread that is dropping a finished collective's Python objects waits for
-# the GIL: the process hangs, about once in forty runs (torch 2.13, gloo). Groups destroyed by ``destroy_process_group``
-# itself release the GIL. So modules go out of scope, or are dropped, first.
+# Note [DDP dies before its group] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ A DDP module that
+# outlives ``destroy_process_group`` holds the group's last reference. Its destructor
+# then joins the group's threads with the GIL held, and a thread that is dropping a
+# finished collective's Python objects waits for the GIL: the process hangs, about once
+# in forty runs (torch 2.13, gloo). Groups destroyed by ``destroy_process_group`` itself
+# release the GIL. So modules go out of scope, or are dropped, first.
 
 
 class CommonDdpComparisonTest(RpcAgentTestFixture):
-    """What the comparisons on the host and on an accelerator share: a world of trainers."""
+    """What the comparisons on the host and on an accelerator share: a world of
+    trainers.
+    """
 
     @property
     def world_size(self) -> int:
@@ -316,52 +378,77 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _trainers(self, backend: str = "gloo") -> Iterator[None]:
         """Initialise the process group for the body, and seed each trainer by its rank.
 
-        With equal seeds all gradients would be equal, and an average could not be told from no average. The body is one
-        call, so that its locals are gone when it returns: see Note [DDP dies before its group].
+        With equal seeds all gradients would be equal, and an average could not be told
+        from no average. The body is one call, so that its locals are gone when it
+        returns: see Note [DDP dies before its group].
         """
         initialize_pg(self.pg_init_method, self.rank, self.world_size, backend)
         torch.manual_seed(self.rank)
         yield
         dist.destroy_process_group()
 
-    def _remote_and_local_linear(self, owner: str, d_in: int, d_out: int) -> tuple[RemoteModule, nn.Linear]:
-        """Return a layer on ``owner`` and a local layer with the same initial weight."""
-        remote = RemoteModule(remote_device=owner, module_cls=nn.Linear, args=(d_in, d_out, False))
+    def _remote_and_local_linear(
+        self, owner: str, d_in: int, d_out: int
+    ) -> tuple[RemoteModule, nn.Linear]:
+        """Return a layer on ``owner`` and a local layer with the same initial
+        weight.
+        """
+        remote = RemoteModule(
+            remote_device=owner, module_cls=nn.Linear, args=(d_in, d_out, False)
+        )
         local = nn.Linear(d_in, d_out, bias=False)
         local.load_state_dict(remote.module_rref.to_here().state_dict())
         return remote, local
 
-    def _assert_remote_grad(self, remote: RemoteModule, local: nn.Linear, context_id: int) -> None:
+    def _assert_remote_grad(
+        self, remote: RemoteModule, local: nn.Linear, context_id: int
+    ) -> None:
         owner, rref = remote.module_rref.owner(), remote.module_rref
-        grad = rpc.rpc_sync(owner, CommonDdpComparisonTest.get_remote_grads, args=(rref, context_id))
+        grad = rpc.rpc_sync(
+            owner, CommonDdpComparisonTest.get_remote_grads, args=(rref, context_id)
+        )
         self.assertEqual(local.weight.grad, grad)
 
-    def _mean_over_trainers(self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients that DDP should give for the trainers' losses; None marks a trainer without input."""
+    def _mean_over_trainers(
+        self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients that DDP should give for the trainers' losses; None
+        marks a trainer without input.
+        """
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for loss in losses:
             if loss is not None:
-                for total, grad in zip(totals, torch.autograd.grad(loss, parameters), strict=True):
+                for total, grad in zip(
+                    totals, torch.autograd.grad(loss, parameters), strict=True
+                ):
                     total += grad.to_dense() if grad.is_sparse else grad
         return [total / self.world_size for total in totals]
 
 
 def _inputs_of(rank: int, *, uneven: bool) -> list[Tensor]:
-    """Return the batches of trainer ``rank``, (3, 2) each: one, or three on even ranks if inputs are uneven."""
+    """Return the batches of trainer ``rank``, (3, 2) each: one, or three on even ranks
+    if inputs are uneven.
+    """
     seeded = torch.Generator().manual_seed(rank)
     count = 3 if uneven and rank % 2 == 0 else 1
     return [torch.rand((3, 2), generator=seeded) for _ in range(count)]
 
 
 def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rows, (10,), and the offsets, (2,), of the embedding bags of trainer ``rank``."""
-    return torch.randint(10, (10,), generator=torch.Generator().manual_seed(rank)), torch.tensor([0, 4])
+    """Return the rows, (10,), and the offsets, (2,), of the embedding bags of trainer
+    ``rank``.
+    """
+    return torch.randint(
+        10, (10,), generator=torch.Generator().manual_seed(rank)
+    ), torch.tensor([0, 4])
 
 
 class DdpComparisonTest(CommonDdpComparisonTest):
-    """DDP gives the trainers' mean gradients, within a distributed autograd context and without.
+    """DDP gives the trainers' mean gradients, within a distributed autograd context and
+    without.
 
-    Each process computes the mean from all trainers' inputs, which follow from their seeds.
+    Each process computes the mean from all trainers' inputs, which follow from their
+    seeds.
     """
 
     def _run_test_ddp_comparision(self, simulate_uneven_inputs: bool = False) -> None:
@@ -375,11 +462,16 @@ class DdpComparisonTest(CommonDdpComparisonTest):
         inputs = [_inputs_of(rank, uneven=uneven) for rank in range(self.world_size)]
         with ddp_net.join(enable=uneven):
             for step, batch in enumerate(inputs[self.rank]):
-                losses = [plain(own[step]).norm() if step < len(own) else None for own in inputs]
+                losses = [
+                    plain(own[step]).norm() if step < len(own) else None
+                    for own in inputs
+                ]
                 expected = self._mean_over_trainers(losses, list(plain.parameters()))
                 self._compare_step(ddp_net, batch, expected, step)
 
-    def _compare_step(self, ddp_net: nn.Module, batch: Tensor, expected: list[Tensor], step: int) -> None:
+    def _compare_step(
+        self, ddp_net: nn.Module, batch: Tensor, expected: list[Tensor], step: int
+    ) -> None:
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [ddp_net(batch).norm()])
             distributed = dist_autograd.get_gradients(context_id)
@@ -388,8 +480,16 @@ class DdpComparisonTest(CommonDdpComparisonTest):
         parameters = list(ddp_net.parameters())
         self.assertEqual(set(distributed), set(parameters))
         for parameter, mean in zip(parameters, expected, strict=True):
-            self.assertEqual(distributed[parameter], parameter.grad, msg=f"distributed against local, step {step}")
-            self.assertEqual(parameter.grad, mean, msg=f"local against the trainers' mean, step {step}")
+            self.assertEqual(
+                distributed[parameter],
+                parameter.grad,
+                msg=f"distributed against local, step {step}",
+            )
+            self.assertEqual(
+                parameter.grad,
+                mean,
+                msg=f"local against the trainers' mean, step {step}",
+            )
 
     @requires_gloo()
     @dist_init
@@ -420,7 +520,9 @@ class DdpComparisonTest(CommonDdpComparisonTest):
             grads = dist_autograd.get_gradients(context_id)
         self.assertEqual(set(grads), {model.weight})
         grad = grads[model.weight]
-        self.assertTrue(grad.is_sparse, "the gradient of a sparse embedding became dense")
+        self.assertTrue(
+            grad.is_sparse, "the gradient of a sparse embedding became dense"
+        )
         self.assertEqual(grad, model.weight.grad)
         self.assertEqual(grad.to_dense(), expected)
 
@@ -439,16 +541,22 @@ class DdpComparisonTest(CommonDdpComparisonTest):
 
         ddp_layer2(layer1(inputs)).sum().backward()
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [ddp_layer2(remote_layer1(inputs)).sum()])
-            self.assertEqual(layer2.weight.grad, dist_autograd.get_gradients(context_id)[layer2.weight])
+            dist_autograd.backward(
+                context_id, [ddp_layer2(remote_layer1(inputs)).sum()]
+            )
+            self.assertEqual(
+                layer2.weight.grad,
+                dist_autograd.get_gradients(context_id)[layer2.weight],
+            )
             self._assert_remote_grad(remote_layer1, layer1, context_id)
 
 
 class CudaDdpComparisonTest(CommonDdpComparisonTest):
-    """Layers alternate between the remote host and the trainer's own accelerator, of whatever type.
+    """Layers alternate between the remote host and the trainer's own accelerator, of
+    whatever type.
 
-    The name is upstream's. Only host tensors cross RPC, because agents carry device memory only for the device types
-    that they were built for.
+    The name is upstream's. Only host tensors cross RPC, because agents carry device
+    memory only for the device types that they were built for.
     """
 
     @skip_if_lt_x_gpu(NUM_TRAINERS, allow_cpu=True)
@@ -482,7 +590,9 @@ class CudaDdpComparisonTest(CommonDdpComparisonTest):
                 self._assert_remote_grad(remote, local, context_id)
 
     @staticmethod
-    def _replicated_linear(d_in: int, d_out: int, device: torch.device) -> tuple[nn.Linear, nn.Module]:
+    def _replicated_linear(
+        d_in: int, d_out: int, device: torch.device
+    ) -> tuple[nn.Linear, nn.Module]:
         layer = nn.Linear(d_in, d_out).to(device)
         ids = [device] if accelerator.is_accelerator() else None
         return layer, DistributedDataParallel(layer, device_ids=ids)

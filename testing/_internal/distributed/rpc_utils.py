@@ -1,7 +1,9 @@
-"""Combines RPC suites with agents: :func:`generate_tests` makes a test class for each pair.
+"""Combines RPC suites with agents: :func:`generate_tests` makes a test class for each
+pair.
 
-A suite is written against :class:`RpcAgentTestFixture` and knows no agent; an agent's fixture knows no suite. The test
-file of an agent calls :func:`generate_tests` with the agent's fixture and the suites that apply to it.
+A suite is written against :class:`RpcAgentTestFixture` and knows no agent; an agent's
+fixture knows no suite. The test file of an agent calls :func:`generate_tests` with the
+agent's fixture and the suites that apply to it.
 """
 
 from __future__ import annotations
@@ -22,19 +24,32 @@ from torch_ext.testing._internal.distributed.nn.api.remote_module_test import (
     RemoteModuleTest,
     ThreeWorkersRemoteModuleTest,
 )
-from torch_ext.testing._internal.distributed.rpc.async_execution_test import AsyncExecutionTest
-from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import CudaDistAutogradTest, DistAutogradTest
-from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
+from torch_ext.testing._internal.distributed.rpc.async_execution_test import (
+    AsyncExecutionTest,
+)
+from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
+    CudaDistAutogradTest,
+    DistAutogradTest,
+)
+from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import (
+    DistOptimizerTest,
+)
 from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
     FaultyAgentDistAutogradTest,
     FaultyAgentRpcTest,
 )
 from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
-from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import RpcLifecycleTest
+from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import (
+    RpcLifecycleTest,
+)
 from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
-from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import TensorPipeAgentRpcTest
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import (
+    TensorPipeAgentRpcTest,
+)
 
 __all__ = [
     "FAULTY_AGENT_TESTS",
@@ -46,7 +61,8 @@ __all__ = [
     "generate_tests",
 ]
 
-# Suites for every agent but the faulty one. They use only options and attributes that all agents have.
+# Suites for every agent but the faulty one. They use only options and attributes that
+# all agents have.
 GENERIC_TESTS: list[type] = [
     RpcCallTest,
     AsyncExecutionTest,
@@ -73,14 +89,19 @@ FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTes
 
 
 class SpawnHelper(MultiProcessTestCase):
-    """Starts the ranks of each test. With ``RPC_INIT_WITH_TCP=1`` it also chooses the address of their rendezvous."""
+    """Starts the ranks of each test. With ``RPC_INIT_WITH_TCP=1`` it also chooses the
+    address of their rendezvous.
+    """
 
     def setUp(self) -> None:
         super().setUp()
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
             stack = contextlib.ExitStack()
             self.addCleanup(stack.close)
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stack.enter_context(reserved_port()))}
+            address = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(stack.enter_context(reserved_port())),
+            }
             patch = mock.patch.dict(os.environ, address)
             patch.start()
             self.addCleanup(patch.stop)
@@ -93,28 +114,42 @@ def generate_tests(
     tests: Sequence[type],
     module_name: str,
 ) -> dict[str, type]:
-    """Return a test class for each suite, by name, that runs the suite over the agent of ``mixin``.
+    """Return a test class for each suite, by name, that runs the suite over the agent
+    of ``mixin``.
 
     Args:
         prefix: prepended to the suite's name to form the class's name.
         mixin: the fixture of an agent.
         tests: the suites.
-        module_name: ``__name__`` of the calling module, where ranks find the classes by name. Add the result to its
-            globals.
+        module_name: ``__name__`` of the calling module, where ranks find the classes by
+            name. Add the result to its globals.
 
     Raises:
-        TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is not a fixture.
+        TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is not a
+            fixture.
         ValueError: two suites have the same name.
     """
     missing: frozenset[str] = getattr(mixin, "__abstractmethods__", frozenset())
     if missing:
-        raise TypeError(f"{mixin.__name__} is not an agent's fixture: it does not define {', '.join(sorted(missing))}")
+        raise TypeError(
+            f"{mixin.__name__} is not an agent's fixture: it does not define "
+            f"{', '.join(sorted(missing))}"
+        )
     generated: dict[str, type] = {}
     for suite in tests:
         if not issubclass(suite, RpcAgentTestFixture):
-            raise TypeError(f"got {suite.__name__}, expected a suite derived from RpcAgentTestFixture")
+            raise TypeError(
+                f"got {suite.__name__}, expected a suite derived from "
+                "RpcAgentTestFixture"
+            )
         name = prefix + suite.__name__
         if name in generated:
-            raise ValueError(f"two suites are called {suite.__name__}; rename one of them")
-        generated[name] = type(name, (suite, mixin, SpawnHelper), {"__module__": module_name, "__doc__": suite.__doc__})
+            raise ValueError(
+                f"two suites are called {suite.__name__}; rename one of them"
+            )
+        generated[name] = type(
+            name,
+            (suite, mixin, SpawnHelper),
+            {"__module__": module_name, "__doc__": suite.__doc__},
+        )
     return generated

@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 turns a model into, and what a training step consists of, written out in full.
+"""What FSDP2 turns a model into, and what a training step consists of, written out in
+full.
 
-Numerical parity does not show that parameters are gathered too often or gradients reduced too early. These tests do.
+Numerical parity does not show that parameters are gathered too often or gradients
+reduced too early. These tests do.
 """
 
 import sys
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     layout_over_ranks,
@@ -26,7 +28,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class AnatomyTest(FourRankTest):
+class AnatomyTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _rows(self):
         torch.manual_seed(self.rank)
         return torch.randn(3, 4, device=self.device)
@@ -186,22 +192,31 @@ with:
 class TestState(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Compute, reduction and output each have a type of their own, so none can be mistaken for another."""
+        """Compute, reduction and output each have a type of their own, so none can be
+        mistaken for another.
+        """
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}
         for unit in (model.first, model.second):
             fully_shard(unit, mp_policy=MixedPrecisionPolicy(**types))
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(**types, output_dtype=torch.float16))
+        fully_shard(
+            model, mp_policy=MixedPrecisionPolicy(**types, output_dtype=torch.float16)
+        )
         seen = {}
         model.last.register_forward_hook(
-            lambda module, args, output: seen.update(input=args[0].dtype, parameter=module.weight.dtype)
+            lambda module, args, output: seen.update(
+                input=args[0].dtype, parameter=module.weight.dtype
+            )
         )
         with log.of("step"):
             output = model(self._rows())
             output.sum().backward()
         seen |= {"output": output.dtype, "reduce-scatter": log.dtypes["reduce-scatter"]}
-        seen |= {"stored": model.last.weight.dtype, "gradient": model.last.weight.grad.dtype}
+        seen |= {
+            "stored": model.last.weight.dtype,
+            "gradient": model.last.weight.grad.dtype,
+        }
         self.assertExpectedInline(
             "\n".join(f"{name}: {dtype}" for name, dtype in seen.items()),
             """\
@@ -215,7 +230,9 @@ gradient: torch.float32""",
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_layout(self):
-        """Ranks get equal blocks of rows; if these run out, the last ranks get fewer rows, or none."""
+        """Ranks get equal blocks of rows; if these run out, the last ranks get fewer
+        rows, or none.
+        """
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(self.device)
         fully_shard(model)
         shards = {name: param.to_local() for name, param in model.named_parameters()}
@@ -230,7 +247,9 @@ gradient: torch.float32""",
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_load_reaches_parameters_that_are_still_gathered(self):
-        """The next forward must not use what an earlier one gathered and did not reshard."""
+        """The next forward must not use what an earlier one gathered and did not
+        reshard.
+        """
         model, _ = self._sharded(reshard_after_forward=False)
         rows = self._rows()
         self._check_load(model, rows)
@@ -244,7 +263,9 @@ gradient: torch.float32""",
     def _check_load(self, model, rows, **options):
         """Load doubled values between two forwards. The second must use them."""
         reference = ThreeUnits().to(self.device)
-        reference.load_state_dict({name: 2 * tensor for name, tensor in reference.state_dict().items()})
+        reference.load_state_dict(
+            {name: 2 * tensor for name, tensor in reference.state_dict().items()}
+        )
         with torch.no_grad():
             model(rows)
             doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
@@ -253,11 +274,15 @@ gradient: torch.float32""",
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_shared_parameter_is_sharded_once(self):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(self.device)
+        model = nn.Sequential(
+            nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        ).to(self.device)
         model[1].weight = model[0].weight
         fully_shard(model)
         self.assertIs(model[1].weight, model[0].weight)
-        self.assertEqual(sum(param.to_local().numel() for param in model.parameters()), 4)
+        self.assertEqual(
+            sum(param.to_local().numel() for param in model.parameters()), 4
+        )
         model(self._rows()).sum().backward()
         self.assertIs(model[1].weight, model[0].weight)
 

@@ -1,6 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""Settings of FSDP2's backward, recomputation in it, conversion between steps, and three ranks, which divide little."""
+"""Settings of FSDP2's backward, recomputation in it, conversion between steps, and
+three ranks, which divide little.
+"""
 
+import copy
 import sys
 
 import torch
@@ -12,11 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     average_gradients,
-    full_tensor,
+    check_sharded_parity,
+    check_train_parity,
     fully_shard_children,
     patch_reduce_scatter,
     sequential_mlps,
@@ -42,14 +46,29 @@ class Branches(nn.Module):
         return sum(getattr(self, name)(x) for name in self.use)
 
 
-class TestFullyShardBackward(FullyShardParityTest):
+class BackwardTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+
+class TestFullyShardBackward(BackwardTest):
     @property
     def world_size(self):
         return 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_unshard_in_backward(self):
-        """A module that needs no parameters in backward, such as an embedding, is not gathered again."""
+        """A module that needs no parameters in backward, such as an embedding, is not
+        gathered again.
+        """
 
         class Shifted(nn.Module):
             def __init__(self):
@@ -62,7 +81,7 @@ class TestFullyShardBackward(FullyShardParityTest):
         for gathers in (True, False):
             torch.manual_seed(0)
             model = nn.Sequential(Shifted(), nn.Linear(4, 4, bias=False))
-            reference = self.replica(model)
+            reference = copy.deepcopy(model).to(self.device)
             fully_shard_children(model.to(self.device), mesh=world_mesh(2))
             model[0].set_unshard_in_backward(gathers)
             log = StepLog(ThreeUnits())
@@ -71,16 +90,20 @@ class TestFullyShardBackward(FullyShardParityTest):
                 with log.of("backward"):
                     loss.backward()
             gathered = sum("all-gather" in line for line in log.lines)
-            self.check_equal(f"{gathers}: all-gathers in backward", gathered, 1 + gathers)
+            self.assertEqual(
+                gathered, 1 + gathers, f"{gathers}: all-gathers in backward"
+            )
             average_gradients(reference)
-            self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_unused_params(self):
-        """Parameters that this rank does not use are reduced as zeros, so that ranks may use different ones."""
+        """Parameters that this rank does not use are reduced as zeros, so that ranks
+        may use different ones.
+        """
         model = Branches()
         model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device))
         model.set_reduce_scatter_unused_params(True)
         own = ("one", "two")[self.rank]
@@ -98,13 +121,19 @@ class TestFullyShardBackward(FullyShardParityTest):
                     each.use = use
                     each.zero_grad()
                     each(self.rows(4)).square().sum().backward()
-            self.check_equal("elements reduced", taken, [32])
+            self.assertEqual(taken, [32], "elements reduced")
             for name in ("one.weight", "two.weight"):
                 parameter = reference.get_parameter(name)
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else parameter.grad
+                )
                 dist.all_reduce(gradient)
-                found = full_tensor(model.get_parameter(name).grad)
-                self.check_equal(f"gradient of {name}", found, gradient / self.world_size)
+                found = model.get_parameter(name).grad.full_tensor()
+                self.assertEqual(
+                    found, gradient / self.world_size, f"gradient of {name}"
+                )
         model.set_reduce_scatter_unused_params(False)
         model.zero_grad()
         model.use = ("one",)
@@ -113,29 +142,32 @@ class TestFullyShardBackward(FullyShardParityTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_with_several_forwards(self):
-        """Each recomputation finds its parameters gathered, though an earlier backward has freed them."""
+        """Each recomputation finds its parameters gathered, though an earlier backward
+        has freed them.
+        """
         model = sequential_mlps(2)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         for mlp in model:
             fully_shard(mlp.in_proj)
             fully_shard(mlp)
             checkpoint(mlp)
         fully_shard(model)
-        with self.telling("two forwards before a backward"):
-            try:
-                for step in range(2):
-                    for each in (reference, model):
-                        each.zero_grad()
-                        sum(each(self.rows(5, 2 * step + run)).square().sum() for run in range(2)).backward()
-                    average_gradients(reference)
-                    self.check_shards(reference, model)
-            except RuntimeError as error:
-                raise AssertionError(f"recomputation failed: {error}") from error
+        for step in range(2):
+            for each in (reference, model):
+                each.zero_grad()
+                sum(
+                    each(self.rows(5, 2 * step + run)).square().sum()
+                    for run in range(2)
+                ).backward()
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_is_gathered_once_in_backward(self):
-        """Recomputation is no forward: it neither frees parameters nor changes what is prefetched."""
+        """Recomputation is no forward: it neither frees parameters nor changes what is
+        prefetched.
+        """
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
         for unit in (model.first, model.second):
@@ -148,7 +180,11 @@ class TestFullyShardBackward(FullyShardParityTest):
             loss = model(self.rows(4).requires_grad_()).square().sum()
             with log.of("backward"):
                 loss.backward()
-            found = [line.strip() for line in log.lines if "gather" in line or "scatter" in line]
+            found = [
+                line.strip()
+                for line in log.lines
+                if "gather" in line or "scatter" in line
+            ]
             expected = [
                 "all-gather second",
                 "all-gather first",
@@ -156,38 +192,46 @@ class TestFullyShardBackward(FullyShardParityTest):
                 "reduce-scatter first",
                 "reduce-scatter last",
             ]
-            self.check_equal("collectives of backward", found, expected)
+            self.assertEqual(found, expected, "collectives of backward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_conversion_of_a_gathered_module(self):
-        """``to()`` and its like reshard first: they change shards, which the next forward gathers."""
+        """``to()`` and its like reshard first: they change shards, which the next
+        forward gathers.
+        """
         model = sequential_mlps(1)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), reshard_after_forward=False)
         model(self.rows(5))  # leaves parameters gathered
         model.to(self.device)
         kinds = {type(parameter).__name__ for parameter in model.parameters()}
-        self.check_equal("kinds of converted parameters", kinds, {"DTensor"})
+        self.assertEqual(kinds, {"DTensor"}, "kinds of converted parameters")
         model(self.rows(5))
         for each in (reference, model):
             each._apply(lambda tensor: tensor * 2)  # what every conversion goes through
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
-        with self.telling("converted while gathered"):
-            self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
 
 
-class TestFullyShardThreeRanks(FullyShardParityTest):
+class TestFullyShardThreeRanks(BackwardTest):
     @property
     def world_size(self):
         return 3
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_train_parity(self):
-        """First dimensions of 1, 2, 3, 4, 6 and 7: fewer than ranks, as many, and with one row too many."""
+        """First dimensions of 1, 2, 3, 4, 6 and 7: fewer than ranks, as many, and with
+        one row too many.
+        """
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(*sizes) for sizes in ((5, 6), (6, 7), (7, 4), (4, 3), (3, 2), (2, 1))))
-        reference = self.replica(model)
+        model = nn.Sequential(
+            *(
+                nn.Linear(*sizes)
+                for sizes in ((5, 6), (6, 7), (7, 4), (4, 3), (3, 2), (2, 1))
+            )
+        )
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
         reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
 
@@ -196,25 +240,34 @@ class TestFullyShardThreeRanks(FullyShardParityTest):
             return reduce_scatter(*args, **kwargs)
 
         with patch_reduce_scatter(noting):
-            self.check_train_parity(reference, model, 5, steps=2)
-        padded = [rows * (columns + 1) for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))]
-        self.check_equal("elements reduced", taken, padded * 2)
+            check_train_parity(
+                self, reference, model, [self.rows(5, step) for step in range(2)]
+            )
+        padded = [
+            rows * (columns + 1)
+            for columns, rows in ((2, 3), (3, 3), (4, 3), (7, 6), (6, 9), (5, 6))
+        ]
+        self.assertEqual(taken, padded * 2, "elements reduced")
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_half_precision(self):
-        """Gradients are divided before the sum and after it, by factors whose product is three."""
+        """Gradients are divided before the sum and after it, by factors whose product
+        is three.
+        """
         torch.manual_seed(0)
         model = nn.Linear(4, 5)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
         fully_shard(model.to(self.device), mp_policy=policy)
         for each in (reference, model):
             each(self.rows(4)).square().sum().backward()
         average_gradients(reference)
         for name, parameter in reference.named_parameters():
-            found = full_tensor(model.get_parameter(name).grad)
+            found = model.get_parameter(name).grad.full_tensor()
             # Three roundings to eleven bits.
-            self.check_equal(f"gradient of {name}", found, parameter.grad, rtol=2e-3, atol=2e-2)
+            self.assertEqual(
+                found, parameter.grad, f"gradient of {name}", rtol=2e-3, atol=2e-2
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""``clip_grad_norm_`` over sharded gradients: the norm is that of the whole model, and every shard is scaled by it."""
+"""``clip_grad_norm_`` over sharded gradients: the norm is that of the whole model, and
+every shard is scaled by it.
+"""
 
+import copy
 import sys
 
 import torch
@@ -11,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     MLPStack,
     average_gradients,
-    full_tensor,
+    check_sharded_parity,
     fully_shard_children,
     sequential_mlps,
     world_mesh,
@@ -28,8 +31,28 @@ if not dist.is_available():
 NORMS = [1, 2, 2.5, float("inf")]
 
 
-class ClipGradNormTest(FullyShardParityTest):
-    def _check_clipping(self, reference, model, width, check=None, norms=NORMS):
+def check_full_gradients(case, reference, model):
+    for (name, whole), part in zip(
+        reference.named_parameters(), model.parameters(), strict=True
+    ):
+        case.assertEqual(part.grad.full_tensor(), whole.grad, name)
+
+
+class ClipGradNormTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+    def _check_clipping(
+        self, reference, model, width, check=check_sharded_parity, norms=NORMS
+    ):
         """Clip by each norm, to half of it and to twice, which changes nothing."""
         for each in (reference, model):
             each(self.rows(width)).square().sum().backward()
@@ -42,14 +65,19 @@ class ClipGradNormTest(FullyShardParityTest):
             self.assertGreater(norm.item(), 0.1)
             for factor in (0.5, 2.0):
                 for gradients, each in ((before, reference), (sharded_before, model)):
-                    for parameter, gradient in zip(each.parameters(), gradients, strict=True):
+                    for parameter, gradient in zip(
+                        each.parameters(), gradients, strict=True
+                    ):
                         parameter.grad.copy_(gradient)
-                found = nn.utils.clip_grad_norm_(model.parameters(), norm.item() * factor, norm_type)
-                self.check_equal(f"norm {norm_type}", full_tensor(found), norm)
-                for parameter, gradient in zip(reference.parameters(), before, strict=True):
+                found = nn.utils.clip_grad_norm_(
+                    model.parameters(), norm.item() * factor, norm_type
+                )
+                self.assertEqual(found.full_tensor(), norm, f"norm {norm_type}")
+                for parameter, gradient in zip(
+                    reference.parameters(), before, strict=True
+                ):
                     parameter.grad.copy_(gradient * min(1.0, factor))
-                with self.telling(f"clipped to {factor} times the norm {norm_type}"):
-                    (check or self.check_shards)(reference, model)
+                check(self, reference, model)
 
 
 class TestClipGradNormWorldSize2(ClipGradNormTest):
@@ -61,21 +89,24 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
     def test_clip_grad_norm_1d(self):
         """Shards of different sizes."""
         model = sequential_mlps(2)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         self._check_clipping(reference, fully_shard_children(model.to(self.device)), 5)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_without_gradients_do_not_count(self):
         model = sequential_mlps(2)
         model[0].requires_grad_(False)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (reference, model)]
-        self.check_equal("norm", full_tensor(norms[1]), norms[0])
-        self.check_shards(reference, model)
+        norms = [
+            nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+            for each in (reference, model)
+        ]
+        self.assertEqual(norms[1].full_tensor(), norms[0], "norm")
+        check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nonfinite_norm_is_an_error_on_every_rank(self):
@@ -84,7 +115,9 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
         model(self.rows(4)).sum().backward()
         if self.rank == 1:
             model.weight.grad.to_local()[0, 0] = float("inf")
-        with self.assertRaisesRegex(RuntimeError, "total norm of order 2.0 .* is non-finite"):
+        with self.assertRaisesRegex(
+            RuntimeError, "total norm of order 2.0 .* is non-finite"
+        ):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
@@ -96,7 +129,7 @@ class TestClipGradNormWorldSize3(ClipGradNormTest):
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_clip_grad_norm_of_three_ranks(self):
         model = sequential_mlps(1)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         self._check_clipping(reference, fully_shard_children(model.to(self.device)), 5)
 
 
@@ -105,9 +138,12 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
     def test_clip_grad_norm_of_a_hybrid_mesh(self):
         """Replicas count once."""
         model = sequential_mlps(1)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         self._check_clipping(
-            reference, fully_shard_children(model.to(self.device), mesh=world_mesh(2, 2)), 5, norms=[1, 2]
+            reference,
+            fully_shard_children(model.to(self.device), mesh=world_mesh(2, 2)),
+            5,
+            norms=[1, 2],
         )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -115,7 +151,7 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
         mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
         model = MLPStack(4)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device).parallelize(mesh["tp"], mesh["dp"], False)
         own = self.rows
 
@@ -125,7 +161,9 @@ class TestClipGradNormWorldSize4(ClipGradNormTest):
             return shared
 
         self.rows = rows
-        self._check_clipping(reference, model, 4, self.check_full_tensors, norms=[2.5, float("inf")])
+        self._check_clipping(
+            reference, model, 4, check_full_gradients, norms=[2.5, float("inf")]
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2's communication: how often it gathers and reduces, in which order, and what the collectives transfer.
+"""FSDP2's communication: how often it gathers and reduces, in which order, and what the
+collectives transfer.
 
-``test_fully_shard_anatomy`` shows the order of a plain step. The tests here cover the settings that change it.
+``test_fully_shard_anatomy`` shows the order of a plain step. The tests here cover the
+settings that change it.
 """
 
+import copy
 import functools
 import sys
 
@@ -18,9 +21,10 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     ThreeUnits,
     average_gradients,
+    check_sharded_parity,
     effective_reduce_dtype,
     patch_all_gather,
     patch_foreach_all_gather,
@@ -41,7 +45,18 @@ if not dist.is_available():
 c10d_ops = torch.ops.c10d
 
 
-class CommTest(FullyShardParityTest):
+class CommTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     def three_units(self, mesh=None, **options):
         model = ThreeUnits().to(self.device)
         for module in (model.first, model.second, model):
@@ -52,11 +67,17 @@ class CommTest(FullyShardParityTest):
         model(self.rows(4, step)).square().sum().backward()
 
     def counts(self, run):
-        """Return how many all-gathers, reduce-scatters and all-reduces ``run`` issues."""
+        """Return how many all-gathers, reduce-scatters and all-reduces
+        ``run`` issues.
+        """
         with CommDebugMode() as counted:
             run()
         found = counted.get_comm_counts()
-        names = (c10d_ops._allgather_base_, c10d_ops._reduce_scatter_base_, c10d_ops.allreduce_)
+        names = (
+            c10d_ops._allgather_base_,
+            c10d_ops._reduce_scatter_base_,
+            c10d_ops.allreduce_,
+        )
         return tuple(found.get(name, 0) for name in names)
 
 
@@ -65,7 +86,9 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_gather_fp32(self):
-        """An all-gather transfers a padded shard of every parameter of its group, concatenated by rank."""
+        """An all-gather transfers a padded shard of every parameter of its group,
+        concatenated by rank.
+        """
         torch.manual_seed(0)
         model = nn.Linear(3, 5).to(self.device)
         weight = model.weight.detach().clone()
@@ -82,7 +105,8 @@ class TestFullyShardCollectiveOps(CommTest):
         with patch_all_gather(all_gather):
             model.unshard()
         (output, shape, _) = seen[0]
-        # Rows per rank: 2 of 3 columns for the weight, 2 for the bias; ranks 2 and 3 pad.
+        # Rows per rank: 2 of 3 columns for the weight, 2 for the bias; ranks 2 and 3
+        # pad.
         self.assertEqual((len(seen), tuple(shape), output.numel()), (1, (8,), 32))
         self.assertEqual(model.weight.detach(), weight)
 
@@ -90,21 +114,33 @@ class TestFullyShardCollectiveOps(CommTest):
     def test_unshard_numerics_over_uneven_parameters(self):
         """Unshard restores each full parameter, and reshard restores each shard."""
         torch.manual_seed(0)
-        model = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)])
-        reference = self.replica(model)
+        model = nn.ParameterList(
+            nn.Parameter(torch.randn(*shape))
+            for shape in [(5, 3), (1,), (7, 2), (4, 4), (2, 1)]
+        )
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device))
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         model.unshard()
-        self.assertEqual(list(model.parameters()), list(reference.parameters()), atol=0, rtol=0)
+        self.assertEqual(
+            list(model.parameters()), list(reference.parameters()), atol=0, rtol=0
+        )
         model.reshard()
-        self.assertEqual([parameter.to_local() for parameter in model.parameters()], before, atol=0, rtol=0)
+        self.assertEqual(
+            [parameter.to_local() for parameter in model.parameters()],
+            before,
+            atol=0,
+            rtol=0,
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reduce_scatter_fp32(self):
-        """Each rank receives the average of its rows. The padding of short shards is sent as zeros."""
+        """Each rank receives the average of its rows. The padding of short shards is
+        sent as zeros.
+        """
         torch.manual_seed(0)
         model = nn.Linear(3, 5, bias=False).to(self.device)
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         original, sent = getattr(dist, REDUCE_SCATTER), []
 
         def reduce_scatter(*args, **kwargs):
@@ -120,7 +156,7 @@ class TestFullyShardCollectiveOps(CommTest):
         self.assertEqual(sent[0].view(8, 3)[:5], reference.weight.grad)
         self.assertEqual(sent[0].view(8, 3)[5:], torch.zeros(3, 3, device=self.device))
         average_gradients(reference)
-        self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reduce_scatter_output_is_a_shard(self):
@@ -128,44 +164,65 @@ class TestFullyShardCollectiveOps(CommTest):
         found = []
         assert_fn = functools.partial(self._note_shape, found)
         original = getattr(dist, REDUCE_SCATTER)
-        with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, assert_fn)):
+        with patch_reduce_scatter(
+            functools.partial(reduce_scatter_with_assert, self, original, assert_fn)
+        ):
             self.step(model)
-        self.assertEqual(sorted(found), [(4, torch.float32), (12, torch.float32), (60, torch.float32)])
+        self.assertEqual(
+            sorted(found),
+            [(4, torch.float32), (12, torch.float32), (60, torch.float32)],
+        )
 
     def _note_shape(self, found, output):
         found.append((output.numel(), output.dtype))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_on_the_wire(self):
-        """Parameters are gathered in ``param_dtype``; gradients are computed in it and reduced in ``reduce_dtype``."""
+        """Parameters are gathered in ``param_dtype``; gradients are computed in it and
+        reduced in ``reduce_dtype``.
+        """
         self.run_subtests(
-            {"param_dtype": [None, torch.bfloat16], "reduce_dtype": [None, torch.float32, torch.bfloat16]},
+            {
+                "param_dtype": [None, torch.bfloat16],
+                "reduce_dtype": [None, torch.float32, torch.bfloat16],
+            },
             self._test_types_on_the_wire,
         )
 
     def _test_types_on_the_wire(self, param_dtype, reduce_dtype):
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-        original_gather, original_reduce = groups.foreach_all_gather, groups.foreach_reduce
+        original_gather, original_reduce = (
+            groups.foreach_all_gather,
+            groups.foreach_reduce,
+        )
         reduce_scatter = getattr(dist, REDUCE_SCATTER)
         gathered, computed, reduced = [], [], []
 
         def all_gather(*args, **kwargs):
             result = original_gather(*args, **kwargs)
-            gathered.append((result.all_gather_output.dtype, result.all_gather_output.numel()))
+            gathered.append(
+                (result.all_gather_output.dtype, result.all_gather_output.numel())
+            )
             return result
 
         def reduce(params, gradients, *args, **kwargs):
             computed.extend(gradient.dtype for gradient in gradients)
             return original_reduce(params, gradients, *args, **kwargs)
 
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
         model = self.three_units(mp_policy=policy)
         note = functools.partial(self._note_shape, reduced)
         with (
             patch_foreach_all_gather(all_gather),
             patch_foreach_reduce(reduce),
-            patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, reduce_scatter, note)),
+            patch_reduce_scatter(
+                functools.partial(
+                    reduce_scatter_with_assert, self, reduce_scatter, note
+                )
+            ),
         ):
             self.step(model)
         used, reduced_in = param_dtype or torch.float32, effective_reduce_dtype(policy)
@@ -178,15 +235,19 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_gradient_divide_factor(self):
-        """A factor of one gives the sum; any other divides it. The collective does it, or FSDP if it may only sum."""
+        """A factor of one gives the sum; any other divides it. The collective does it,
+        or FSDP if it may only sum.
+        """
         self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
 
     def _test_divide_factor(self, force_sum):
         if not force_sum:
-            skip_without_accelerator("gloo has no PREMUL_SUM, with which FSDP divides by a factor of its own")
+            skip_without_accelerator(
+                "gloo has no PREMUL_SUM, with which FSDP divides by a factor of its own"
+            )
         for factor in (1.0, 3.0, 4.0):
             model = ThreeUnits()
-            reference = self.replica(model)
+            reference = copy.deepcopy(model).to(self.device)
             fully_shard(model.to(self.device), mesh=world_mesh(4))
             model.set_force_sum_reduction_for_comms(force_sum)
             model.set_gradient_divide_factor(factor)
@@ -195,13 +256,15 @@ class TestFullyShardCollectiveOps(CommTest):
             average_gradients(reference)
             for parameter in reference.parameters():
                 parameter.grad.mul_(self.world_size / factor)
-            self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_all_reduce_hook(self):
-        """The hook gets each group's reduced gradients once, and parameters get what it writes."""
+        """The hook gets each group's reduced gradients once, and parameters get what it
+        writes.
+        """
         model = ThreeUnits()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device), mesh=world_mesh(4))
         numels = []
 
@@ -215,18 +278,28 @@ class TestFullyShardCollectiveOps(CommTest):
         average_gradients(reference)
         for parameter in reference.parameters():
             parameter.grad.mul_(2)
-        self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
         self.assertEqual(numels, [4 + 12 + 60])
 
 
 class TestFullyShardCommunication(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fully_shard_communication_count(self):
-        """Per group: an all-gather in forward, another in backward if it resharded, and a reduce-scatter."""
-        for reshard, expected in ((True, (6, 3, 0)), (False, (3, 3, 0)), (None, (5, 3, 0))):
+        """Per group: an all-gather in forward, another in backward if it resharded, and
+        a reduce-scatter.
+        """
+        for reshard, expected in (
+            (True, (6, 3, 0)),
+            (False, (3, 3, 0)),
+            (None, (5, 3, 0)),
+        ):
             model = self.three_units(reshard_after_forward=reshard)
             for _ in range(2):
-                self.check_equal(f"{reshard}", self.counts(lambda model=model: self.step(model)), expected)
+                self.assertEqual(
+                    self.counts(lambda model=model: self.step(model)),
+                    expected,
+                    f"{reshard}",
+                )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_communication_count_of_a_hybrid_mesh(self):
@@ -249,7 +322,9 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_forward(self):
-        """The setting takes effect in the next forward, for one module or recursively."""
+        """The setting takes effect in the next forward, for one module or
+        recursively.
+        """
         model = self.three_units()
         model.set_reshard_after_forward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
@@ -289,21 +364,39 @@ class TestFullyShardCommunication(CommTest):
 class TestFullyShardUnshard(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unshard_async(self):
-        """Parameters are gathered once, whether you wait for the handle once, twice or not at all."""
+        """Parameters are gathered once, whether you wait for the handle once, twice or
+        not at all.
+        """
         for waits in (2, 0):
             model = self.three_units()
             reference = ThreeUnits().to(self.device)
             with CommDebugMode() as counted:
-                handles = [module.unshard(async_op=True) for module in (model, model.first, model.second)]
+                handles = [
+                    module.unshard(async_op=True)
+                    for module in (model, model.first, model.second)
+                ]
                 for handle in handles * waits:
                     handle.wait()
-            self.check_equal("collectives of three asynchronous unshards", counted.get_total_counts(), 3)
+            self.assertEqual(
+                counted.get_total_counts(),
+                3,
+                "collectives of three asynchronous unshards",
+            )
             if waits:
-                self.assertEqual(model.second.weight.detach(), reference.second.weight.detach(), atol=0, rtol=0)
+                self.assertEqual(
+                    model.second.weight.detach(),
+                    reference.second.weight.detach(),
+                    atol=0,
+                    rtol=0,
+                )
             with torch.no_grad():
                 counts = self.counts(lambda model=model: model(self.rows(4)))
-                self.check_equal("collectives of a forward of what is unsharded", counts, (0, 0, 0))
-                self.assertIsInstance(model.second.weight, DTensor, "second is resharded after forward")
+                self.assertEqual(
+                    counts, (0, 0, 0), "collectives of a forward of what is unsharded"
+                )
+                self.assertIsInstance(
+                    model.second.weight, DTensor, "second is resharded after forward"
+                )
                 self.assertEqual(model(self.rows(4)), reference(self.rows(4)))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -319,10 +412,14 @@ class TestFullyShardUnshard(CommTest):
 
 
 class TestFullyShardPrefetch(CommTest):
-    """The order in which modules are gathered and freed. Prefetching only issues all-gathers earlier."""
+    """The order in which modules are gathered and freed. Prefetching only issues
+    all-gathers earlier.
+    """
 
     def order_of_step(self, model):
-        """Return what forward does and what backward does, in words, without calls that do nothing."""
+        """Return what forward does and what backward does, in words, without calls that
+        do nothing.
+        """
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         units = {getattr(model, unit).weight.numel() // 4: unit for unit in model.UNITS}
@@ -333,7 +430,9 @@ class TestFullyShardPrefetch(CommTest):
                 before = (group.is_unsharded, group._all_gather_result is None)
                 result = original(group, *args, **kwargs)
                 if before != (group.is_unsharded, group._all_gather_result is None):
-                    numel = sum(param._sharded_param_data.numel() for param in group.fsdp_params)
+                    numel = sum(
+                        param._sharded_param_data.numel() for param in group.fsdp_params
+                    )
                     calls.append(f"{what} {units[numel]}")
                 return result
 
@@ -350,19 +449,31 @@ class TestFullyShardPrefetch(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_order_without_prefetch_settings(self):
-        """Backward prefetches the next module while it computes. It learns the order in the first step."""
+        """Backward prefetches the next module while it computes. It learns the order in
+        the first step.
+        """
         model = self.three_units(reshard_after_forward=True)
         for _ in range(2):
             forward, backward = self.order_of_step(model)
-            self.assertEqual(forward, "gather last, gather first, free first, gather second, free second, free last")
-            self.assertEqual(backward, "gather last, gather second, gather first, free second, free last, free first")
+            self.assertEqual(
+                forward,
+                "gather last, gather first, free first, gather second, free second, "
+                "free last",
+            )
+            self.assertEqual(
+                backward,
+                "gather last, gather second, gather first, free second, free last, "
+                "free first",
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_modules_to_forward_prefetch(self):
         model = self.three_units()
         model.set_modules_to_forward_prefetch([model.first, model.second])
         forward, _ = self.order_of_step(model)
-        self.assertEqual(forward, "gather last, gather first, gather second, free first, free second")
+        self.assertEqual(
+            forward, "gather last, gather first, gather second, free first, free second"
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_modules_to_backward_prefetch(self):
@@ -370,12 +481,17 @@ class TestFullyShardPrefetch(CommTest):
         model.set_modules_to_backward_prefetch([model.second, model.first])
         self.order_of_step(model)
         _, backward = self.order_of_step(model)
-        self.assertEqual(backward, "gather second, gather first, free second, free last, free first")
+        self.assertEqual(
+            backward, "gather second, gather first, free second, free last, free first"
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_prefetch_of_what_is_no_fsdp_module_is_refused(self):
         model = self.three_units()
-        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        for setter in (
+            model.set_modules_to_forward_prefetch,
+            model.set_modules_to_backward_prefetch,
+        ):
             with self.assertRaisesRegex(ValueError, "FSDP"):
                 setter([nn.Linear(2, 2)])
 

@@ -1,11 +1,14 @@
 # Owner(s): ["oncall: distributed"]
-"""Modules compiled under ``fully_shard`` train like eager ones, and really are compiled.
+"""Modules compiled under ``fully_shard`` train like eager ones, and really are
+compiled.
 
-``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each test counts graphs in both modes.
-Inductor generates C++ for the host and the simulated accelerator, and Triton where it is available. Other accelerators
-stop after AOTAutograd, which runs the same graphs op by op.
+``compiled_fsdp_test`` runs a body eagerly and then with its modules compiled; each test
+counts graphs in both modes. Inductor generates C++ for the host and the simulated
+accelerator, and Triton where it is available. Other accelerators stop after
+AOTAutograd, which runs the same graphs op by op.
 """
 
+import copy
 import sys
 
 import torch
@@ -18,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    FullyShardParityTest,
+    FSDPTest,
+    check_train_parity,
     compile_backend,
     compiled_fsdp_test,
 )
@@ -31,7 +35,14 @@ if not dist.is_available():
 WIDTH = 5
 
 
-class TestFullyShardCompileCompute(FullyShardParityTest):
+class TestFullyShardCompileCompute(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -39,16 +50,20 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
     def _models(self):
         torch.manual_seed(0)
         model = nn.Sequential(MLP(WIDTH), nn.Linear(WIDTH, WIDTH))
-        return self.replica(model), model.to(self.device)
+        return copy.deepcopy(model).to(self.device), model.to(self.device)
 
     def _count_graphs(self):
-        """Return how many graphs Dynamo captured and AOTAutograd traced since the last call."""
+        """Return how many graphs Dynamo captured and AOTAutograd traced since the last
+        call.
+        """
         counts = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
         counters.clear()
         return counts
 
     def _check_runs(self, body):
-        """Run ``body`` in both modes, check that eager mode has no graphs, and return those of compiled mode."""
+        """Run ``body`` in both modes, check that eager mode has no graphs, and return
+        those of compiled mode.
+        """
         self.graphs = []
         self._count_graphs()
         metrics.reset()
@@ -57,12 +72,16 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         eager, compiled = self.graphs
         self.assertEqual(eager, (0, 0))
         self.assertGreater(min(compiled), 0)
-        self.assertEqual(metrics.generated_kernel_count > 0, compile_backend() == "inductor")
+        self.assertEqual(
+            metrics.generated_kernel_count > 0, compile_backend() == "inductor"
+        )
         return compiled
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compiled_training_equals_eager_training(self):
-        """Three steps: later steps reuse what the first one compiled, with new shards each time."""
+        """Three steps: later steps reuse what the first one compiled, with new shards
+        each time.
+        """
         self._check_runs(self._train)
 
     @compiled_fsdp_test()
@@ -70,10 +89,14 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         reference, model = self._models()
         fully_shard(model[0])
         fully_shard(model)
-        self.check_train_parity(reference, model, WIDTH, steps=1)
+        check_train_parity(self, reference, model, [self.rows(WIDTH)])
         first = counters["stats"]["unique_graphs"]
-        self.check_train_parity(reference, model, WIDTH, steps=2)
-        self.assertEqual(counters["stats"]["unique_graphs"], first, "recompiled after the first step")
+        check_train_parity(
+            self, reference, model, [self.rows(WIDTH, step) for step in range(2)]
+        )
+        self.assertEqual(
+            counters["stats"]["unique_graphs"], first, "recompiled after the first step"
+        )
         self.graphs.append(self._count_graphs())
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -86,9 +109,12 @@ class TestFullyShardCompileCompute(FullyShardParityTest):
         reference, model = self._models()
         fully_shard(model[0])
         fully_shard(model)
-        compiled = [module._compiled_call_impl is not None for module in (model[0], model[1], model)]
+        compiled = [
+            module._compiled_call_impl is not None
+            for module in (model[0], model[1], model)
+        ]
         self.assertIn(compiled, ([False] * 3, [True, False, False]))
-        self.check_train_parity(reference, model, WIDTH, steps=1)
+        check_train_parity(self, reference, model, [self.rows(WIDTH)])
         self.graphs.append(self._count_graphs())
 
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2's users may put in place of its communication: collectives, buffers, groups and how many are in flight."""
+"""What FSDP2's users may put in place of its communication: collectives, buffers,
+groups and how many are in flight.
+"""
 
 import sys
 import unittest
@@ -12,8 +14,9 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    FullyShardParityTest,
+    FSDPTest,
     ThreeUnits,
+    check_train_parity,
     patch_all_gather,
     patch_reduce_scatter,
     world_mesh,
@@ -27,12 +30,15 @@ if not dist.is_available():
 
 def needs_setting(name):
     return unittest.skipIf(
-        not hasattr(FSDPModule, name), f"FSDPModule of this torch has no {name}: install a newer one"
+        not hasattr(FSDPModule, name),
+        f"FSDPModule of this torch has no {name}: install a newer one",
     )
 
 
 class Counted:
-    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses one before it is filled."""
+    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses
+    one before it is filled.
+    """
 
     def __init__(self):
         self.allocated, self.called = [], []
@@ -45,16 +51,27 @@ class Counted:
 class CountedAllGather(Counted):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.called.append((input_tensor.numel(), output_tensor.numel()))
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 class CountedReduceScatter(Counted):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.called.append((input_tensor.numel(), output_tensor.numel()))
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
 
 
-class CustomCommsTest(FullyShardParityTest):
+class CustomCommsTest(FSDPTest):
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -66,20 +83,27 @@ class CustomCommsTest(FullyShardParityTest):
         return model
 
     def check_parity(self, model):
-        self.check_train_parity(self.replica(ThreeUnits()), model, 4)
+        check_train_parity(
+            self,
+            ThreeUnits().to(self.device),
+            model,
+            [self.rows(4, step) for step in range(2)],
+        )
 
 
 class TestFullyShardCustomCollectives(CustomCommsTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_all_gather(self):
-        """The module's all-gathers go through the user's, with buffers that it allocates; the others' do not."""
+        """The module's all-gathers go through the user's, with buffers that it
+        allocates; the others' do not.
+        """
         model = self.three_units()
         gather = CountedAllGather()
         model.second.set_custom_all_gather(gather)
         self.check_parity(model)
         # In each of two steps, before forward and before backward: 24 of 48 elements.
-        self.check_equal("elements gathered", gather.called, [(24, 48)] * 4)
-        self.check_equal("elements allocated", set(gather.allocated), {48})
+        self.assertEqual(gather.called, [(24, 48)] * 4, "elements gathered")
+        self.assertEqual(set(gather.allocated), {48}, "elements allocated")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_reduce_scatter(self):
@@ -87,13 +111,17 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
         scatter = CountedReduceScatter()
         model.second.set_custom_reduce_scatter(scatter)
         self.check_parity(model)
-        self.check_equal("elements reduced", scatter.called, [(48, 24)] * 2)
-        self.check_equal("elements allocated", scatter.allocated, [48, 24] * 2)
+        self.assertEqual(scatter.called, [(48, 24)] * 2, "elements reduced")
+        self.assertEqual(scatter.allocated, [48, 24] * 2, "elements allocated")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_allocation_from_the_group_and_custom_collectives_exclude_each_other(self):
         for setter, custom, words in (
-            ("set_custom_all_gather", CountedAllGather(), "all gather comm is custom: CountedAllGather"),
+            (
+                "set_custom_all_gather",
+                CountedAllGather(),
+                "all gather comm is custom: CountedAllGather",
+            ),
             (
                 "set_custom_reduce_scatter",
                 CountedReduceScatter(),
@@ -107,23 +135,39 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_allocate_memory_from_process_group_for_comm(self):
-        """Buffers come from the group's backend where it has an allocator, and change nothing."""
+        """Buffers come from the group's backend where it has an allocator, and change
+        nothing.
+        """
         model = self.three_units()
         backend = dist.group.WORLD._get_backend(torch.device(self.device))
         for enable in (True, False):
             for module in (model.first, model.second, model):
                 module.set_allocate_memory_from_process_group_for_comm(enable)
             comms = [fully_shard.state(model)._fsdp_param_group._all_gather_comm]
-            comms.append(fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm)
+            comms.append(
+                fully_shard.state(model)._fsdp_param_group._reduce_scatter_comm
+            )
             prefix = "ProcessGroupAlloc" if enable else "Default"
             found = [type(comm).__name__ for comm in comms]
-            self.check_equal(f"{enable}", found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"])
+            self.assertEqual(
+                found, [f"{prefix}AllGather", f"{prefix}ReduceScatter"], f"{enable}"
+            )
             if not backend.supports_tensor_alloc(torch.device(self.device)):
-                allocated = comms[0].allocate((3, 2), dtype=torch.float64, device=torch.device(self.device))
-                self.check_equal("type", (allocated.dtype, allocated.device.type), (torch.float64, self.device.type))
-            reference = self.replica(ThreeUnits())
-            reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-            self.check_train_parity(reference, model, 4)
+                allocated = comms[0].allocate(
+                    (3, 2), dtype=torch.float64, device=torch.device(self.device)
+                )
+                self.assertEqual(
+                    (allocated.dtype, allocated.device.type),
+                    (torch.float64, self.device.type),
+                    "type",
+                )
+            reference = ThreeUnits().to(self.device)
+            reference.load_state_dict(
+                {k: v.full_tensor() for k, v in model.state_dict().items()}
+            )
+            check_train_parity(
+                self, reference, model, [self.rows(4, step) for step in range(2)]
+            )
 
 
 class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
@@ -151,7 +195,9 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_separate_reduce_scatter_group(self):
-        """All modules over the same ranks share one more group, for their reduce-scatters alone."""
+        """All modules over the same ranks share one more group, for their
+        reduce-scatters alone.
+        """
         self.run_subtests({"replicas": [1, 2]}, self._test_separate_group)
 
     def _test_separate_group(self, replicas):
@@ -164,17 +210,17 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         model = self.three_units(mesh)
         model.set_separate_reduce_scatter_group()
         gathers, scatters = self.groups_used(model)
-        self.check_equal("groups of all-gathers", set(gathers), {own})
-        self.check_equal("number of groups of reduce-scatters", len(set(scatters)), 1)
+        self.assertEqual(set(gathers), {own}, "groups of all-gathers")
+        self.assertEqual(len(set(scatters)), 1, "number of groups of reduce-scatters")
         self.assertNotIn(own, scatters)
         ranks = [dist.get_process_group_ranks(group) for group in (scatters[0], own)]
-        self.check_equal("ranks that reduce", *ranks)
+        self.assertEqual(*ranks, "ranks that reduce")
         model.set_separate_reduce_scatter_group()
-        self.check_equal("asked for again", self.groups_used(model)[1], scatters)
+        self.assertEqual(self.groups_used(model)[1], scatters, "asked for again")
         model.zero_grad()
         self.check_parity(model)
         model.set_separate_reduce_scatter_group(False)
-        self.check_equal("reset", set(self.groups_used(model)[1]), {own})
+        self.assertEqual(set(self.groups_used(model)[1]), {own}, "reset")
 
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -183,15 +229,22 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         own = world_mesh(4).get_group()
         model.second.set_separate_reduce_scatter_group(recurse=False)
         _, scatters = self.groups_used(model)
-        # The backward of second ends before that of the root; first, whose input needs no gradient, comes last.
-        self.check_equal("reduced in a group apart", [group is not own for group in scatters], [True, False, False])
+        # The backward of second ends before that of the root; first, whose input needs
+        # no gradient, comes last.
+        self.assertEqual(
+            [group is not own for group in scatters],
+            [True, False, False],
+            "reduced in a group apart",
+        )
 
 
 class TestFullyShardReduceScatterBuffers(CustomCommsTest):
     @needs_setting("set_reduce_scatter_max_input_buffers")
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_max_input_buffers(self):
-        """So many inputs of reduce-scatters are kept at a time, the largest number that any module asks for."""
+        """So many inputs of reduce-scatters are kept at a time, the largest number that
+        any module asks for.
+        """
         self.run_subtests({"asked": [None, 1, 2, 3]}, self._test_max_input_buffers)
 
     def _test_max_input_buffers(self, asked):
@@ -210,8 +263,16 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
                 model(self.rows(4, step)).square().sum().backward()
         # Before each reduction, the oldest are let go until its own buffer fits.
         limit = asked or 1
-        self.check_equal("kept when the next begins", kept, [min(before, limit - 1) for before in (0, 1, 2)] * 2)
-        self.check_equal("kept after backward", fully_shard.state(model)._comm_ctx.reduce_scatter_states, [])
+        self.assertEqual(
+            kept,
+            [min(before, limit - 1) for before in (0, 1, 2)] * 2,
+            "kept when the next begins",
+        )
+        self.assertEqual(
+            fully_shard.state(model)._comm_ctx.reduce_scatter_states,
+            [],
+            "kept after backward",
+        )
         model.zero_grad()
         self.check_parity(model)
 

@@ -1,8 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""All-gather extensions of FSDP2: two hooks of a shard decide what is gathered and what the unsharded weight is.
+"""All-gather extensions of FSDP2: two hooks of a shard decide what is gathered and what
+the unsharded weight is.
 
-Tests a subclass of two tensors, plain tensors patched with hooks, and a subclass that gathers in bfloat16. Every rank
-checks that its hooks ran, because FSDP also gathers tensors without hooks.
+Tests a subclass of two tensors, plain tensors patched with hooks, and a subclass that
+gathers in bfloat16. Every rank checks that its hooks ran, because FSDP also gathers
+tensors without hooks.
 """
 
 import contextlib
@@ -34,27 +36,40 @@ LEARNING_RATE = 1e-2
 
 
 def two_tensor_fsdp_pre_all_gather(self, mesh):
-    """The signature with one argument, which FSDP still supports. It cannot pad, so shards must be even."""
+    """The signature with one argument, which FSDP still supports. It cannot pad, so
+    shards must be even.
+    """
     return (self.a, self.b), None
 
 
-def two_tensor_fsdp_pre_all_gather_with_outer_size(self, mesh, outer_size, outer_stride, module, mp_policy):
-    """The signature with five arguments. The outer size tells how many rows each rank must return."""
+def two_tensor_fsdp_pre_all_gather_with_outer_size(
+    self, mesh, outer_size, outer_stride, module, mp_policy
+):
+    """The signature with five arguments. The outer size tells how many rows each rank
+    must return.
+    """
     rows = -(-outer_size[0] // mesh.size())
     return tuple(padded(inner, rows) for inner in (self.a, self.b)), None
 
 
-def two_tensor_fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+def two_tensor_fsdp_post_all_gather(
+    self, all_gather_outputs, metadata, param_dtype, *, out=None
+):
     assert metadata is None, f"metadata of another weight: {metadata}"
     gathered_a, gathered_b = all_gather_outputs
     if out is None:
         a, b = (gathered.to(param_dtype) for gathered in all_gather_outputs)
         return TwoTensor(a, b), (gathered_a, gathered_b, a, b)
-    assert type(out) in (TwoTensor, nn.Parameter), f"unsharded weight has become a {type(out)}"
+    assert type(out) in (TwoTensor, nn.Parameter), (
+        f"unsharded weight has become a {type(out)}"
+    )
     for gathered, inner in ((gathered_a, out.a), (gathered_b, out.b)):
         assert inner.dtype == param_dtype, f"{inner.dtype} in place of {param_dtype}"
         if gathered.dtype == param_dtype:
-            assert inner.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+            assert (
+                inner.untyped_storage().data_ptr()
+                == gathered.untyped_storage().data_ptr()
+            )
         else:
             inner.copy_(gathered[: inner.size(0)])
     return None
@@ -76,10 +91,11 @@ PRE_ALL_GATHER = {
 
 
 class SharedHooks:
-    """Adds hooks to ``TwoTensor`` while any rank needs them, also if ranks are threads of one process.
+    """Adds hooks to ``TwoTensor`` while any rank needs them, also if ranks are threads
+    of one process.
 
-    The first rank to enter sets them and the last to leave removes them, because others may still train when one is
-    done.
+    The first rank to enter sets them and the last to leave removes them, because others
+    may still train when one is done.
     """
 
     def __init__(self):
@@ -102,12 +118,19 @@ SHARED_HOOKS = SharedHooks()
 
 
 class BFloat16AllGatherTensor(torch.Tensor):
-    """Holds a tensor of any type that is gathered in bfloat16. Unsharded, it is a plain tensor of the original type."""
+    """Holds a tensor of any type that is gathered in bfloat16. Unsharded, it is a plain
+    tensor of the original type.
+    """
 
     @staticmethod
     def __new__(cls, data):
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+            cls,
+            data.shape,
+            data.stride(),
+            data.storage_offset(),
+            dtype=data.dtype,
+            device=data.device,
         )
 
     def __init__(self, data):
@@ -115,10 +138,14 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert mesh.ndim == 1, f"{mesh}"
-        return (padded(self._data.to(torch.bfloat16), -(-outer_size[0] // mesh.size())),), None
+        return (
+            padded(self._data.to(torch.bfloat16), -(-outer_size[0] // mesh.size())),
+        ), None
 
     @torch.no_grad()
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self, all_gather_outputs, metadata, param_dtype, *, out=None
+    ):
         (gathered,) = all_gather_outputs
         assert gathered.dtype == torch.bfloat16, f"{gathered.dtype}"
         if out is None:
@@ -131,7 +158,9 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor._data, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            cls, lambda tensor: tensor._data, (args, kwargs or {})
+        )
         return pytree.tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 
     def __tensor_flatten__(self):
@@ -148,8 +177,8 @@ class BFloat16AllGatherTensor(torch.Tensor):
 class PatchedHooks:
     """Hooks that are bound to single plain tensors as methods, and count their calls.
 
-    With ``metadata`` each tensor passes its scale as metadata and is scaled back by the metadata it gets. Metadata of
-    another weight would change the values.
+    With ``metadata`` each tensor passes its scale as metadata and is scaled back by the
+    metadata it gets. Metadata of another weight would change the values.
     """
 
     def __init__(self):
@@ -158,13 +187,17 @@ class PatchedHooks:
     def patch(self, tensor, name, scale=1.0):
         calls, meshes = self.calls, self.meshes
 
-        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        def fsdp_pre_all_gather(
+            self, mesh, outer_size, outer_stride, module, mp_policy
+        ):
             calls.append((name, "pre"))
             meshes.append(mesh)
             return ((self / scale).to(torch.bfloat16),), (name, scale)
 
         @torch.no_grad()
-        def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        def fsdp_post_all_gather(
+            self, all_gather_outputs, metadata, param_dtype, *, out=None
+        ):
             calls.append((name, "post" if out is None else "post into out"))
             (gathered,) = all_gather_outputs
             owner, owners_scale = metadata
@@ -177,7 +210,8 @@ class PatchedHooks:
                 out.copy_(unsharded)
             return None
 
-        # On the local tensor itself: to_local() returns a new object each time, which FSDP never sees.
+        # On the local tensor itself: to_local() returns a new object each time, which
+        # FSDP never sees.
         tensor.fsdp_pre_all_gather = fsdp_pre_all_gather.__get__(tensor)
         tensor.fsdp_post_all_gather = fsdp_post_all_gather.__get__(tensor)
 
@@ -200,7 +234,9 @@ class TestFullyShardAllGatherExtensionsCommon:
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, num_arguments=1):
-        """Collective: no rank continues with other hooks before all are done with these."""
+        """Collective: no rank continues with other hooks before all are done with
+        these.
+        """
         SHARED_HOOKS.enter(PRE_ALL_GATHER[num_arguments])
         try:
             yield
@@ -209,7 +245,8 @@ class TestFullyShardAllGatherExtensionsCommon:
         dist.barrier()
 
     def _init_two_tensor_mlp(self, dim=8):
-        # The gradient of a bias would be a TwoTensor in the reference, but not under FSDP.
+        # The gradient of a bias would be a TwoTensor in the reference, but not under
+        # FSDP.
         model = nn.Sequential(*[MLP(dim, bias=False) for _ in range(3)])
         return wrap_weights(model, lambda data: TwoTensor(data, data.clone()))
 
@@ -235,17 +272,22 @@ class TestFullyShardAllGatherExtensionsCommon:
         return losses
 
     def _average_gradients(self, model):
-        # One inner tensor at a time, because a caller waits only for one of a TwoTensor's two reductions.
+        # One inner tensor at a time, because a caller waits only for one of a
+        # TwoTensor's two reductions.
         for param in model.parameters():
             for inner in (param.grad.a, param.grad.b):
                 dist.all_reduce(inner)
                 inner.div_(self.world_size)
 
 
-class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
+class TestFullyShardAllGatherExtensionsMultiProcess(
+    TestFullyShardAllGatherExtensionsCommon, FSDPTest
+):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_all_gather_extensions_train_parity(self):
-        """A sharded TwoTensor model trains like a replicated one for ten steps, with either signature."""
+        """A sharded TwoTensor model trains like a replicated one for ten steps, with
+        either signature.
+        """
         for num_arguments in PRE_ALL_GATHER:
             with self._patch_two_tensor_fsdp_all_gather(num_arguments):
                 self.run_subtests(
@@ -253,13 +295,18 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
                     self._test_all_gather_extensions_train_parity,
                 )
 
-    def _test_all_gather_extensions_train_parity(self, reshard_after_forward, dim=8, mesh=None, steps=10):
+    def _test_all_gather_extensions_train_parity(
+        self, reshard_after_forward, dim=8, mesh=None, steps=10
+    ):
         torch.manual_seed(42)
         model = self._init_two_tensor_mlp(dim)
         ref_model = copy.deepcopy(model).to(self.device)
         self._shard(model, reshard_after_forward=reshard_after_forward, mesh=mesh)
         models = (ref_model, model)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in models]
+        optims = [
+            torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True)
+            for each in models
+        ]
         inp = self._input(dim)
         for step in range(steps):
             losses = [each(inp).sum() for each in models]
@@ -275,7 +322,9 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_all_gather_extensions_uneven_train_parity(self):
-        """As above with first dimensions that two ranks cannot share evenly. No rank may see rank 1's padding."""
+        """As above with first dimensions that two ranks cannot share evenly. No rank
+        may see rank 1's padding.
+        """
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             self.run_subtests(
                 {"reshard_after_forward": [True, False], "dim": [3], "steps": [3]},
@@ -284,15 +333,21 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards_without_padding_are_refused(self):
-        """FSDP's error names the padded size. Only the rank with the small shard raises it."""
+        """FSDP's error names the padded size. Only the rank with the small shard raises
+        it.
+        """
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             model = self._shard(self._init_two_tensor_mlp(3))
-            model(self._input(3))  # the first use replaces local tensors that need padding
+            model(
+                self._input(3)
+            )  # the first use replaces local tensors that need padding
             weight = model[0].out_proj.weight._local_tensor
             weight.fsdp_pre_all_gather = unpadded_pre_all_gather.__get__(weight)
             if weight.size(0) == 2:
                 return
-            with self.assertRaisesRegex(AssertionError, r"padded sharded size torch.Size\(\[2, 12\]\)"):
+            with self.assertRaisesRegex(
+                AssertionError, r"padded sharded size torch.Size\(\[2, 12\]\)"
+            ):
                 model[0].unshard()
 
 
@@ -300,19 +355,25 @@ def unpadded_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_pol
     return (self.a, self.b), None
 
 
-class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
+class TestFullyShardAllGatherExtensionsMultiThread(
+    TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread
+):
     @property
     def device(self):
-        # One for all ranks: threads share DTensor's caches, which keep the device that was current.
+        # One for all ranks: threads share DTensor's caches, which keep the device that
+        # was current.
         return rank_device(0)
 
     def perThreadSetUp(self):
         super().perThreadSetUp()
         if self.device.index is not None:
-            torch.accelerator.set_device_index(self.device.index)  # otherwise a new mesh sets it by rank
+            torch.accelerator.set_device_index(
+                self.device.index
+            )  # otherwise a new mesh sets it by rank
 
     def _input(self, dim=8):
-        # Inputs here, and weights below, are positive, so that ReLU passes every gradient.
+        # Inputs here, and weights below, are positive, so that ReLU passes every
+        # gradient.
         return super()._input(dim).abs()
 
     def _initialize(self, param):
@@ -321,12 +382,18 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             nn.init.uniform_(param._local_tensor, 0.01, 0.1)
 
     def _check_falling(self, losses):
-        """Every gradient is positive, so each step lowers the loss. Weights that are not trained leave it as it is."""
+        """Every gradient is positive, so each step lowers the loss. Weights that are
+        not trained leave it as it is.
+        """
         self.assertEqual(losses, sorted(losses, reverse=True))
-        self.assertEqual(len({loss.item() for loss in losses}), len(losses), f"{losses}")
+        self.assertEqual(
+            len({loss.item() for loss in losses}), len(losses), f"{losses}"
+        )
 
     def _materialize(self, dim=8, **options):
-        """Return a sharded model that was created on ``meta`` and materialized on the device."""
+        """Return a sharded model that was created on ``meta`` and materialized on the
+        device.
+        """
         with torch.device("meta"):
             model = self._init_two_tensor_mlp(dim)
         for param in model.parameters():
@@ -345,16 +412,28 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         return hooks
 
     def _check_hooks_ran(self, hooks, model, num_unshards):
-        """Check that on this rank each weight was gathered ``num_unshards`` times through its own hooks."""
+        """Check that on this rank each weight was gathered ``num_unshards`` times
+        through its own hooks.
+        """
         for name, _ in model.named_parameters():
             calls = [call for owner, call in hooks.calls if owner == name]
-            expected = {"pre": num_unshards, "post": 1, "post into out": num_unshards - 1}
+            expected = {
+                "pre": num_unshards,
+                "post": 1,
+                "post into out": num_unshards - 1,
+            }
             found = {hook: calls.count(hook) for hook in expected}
-            self.assertEqual(found, expected, f"calls of the hooks of {name}: found {found}, expected {expected}")
+            self.assertEqual(
+                found,
+                expected,
+                f"calls of the hooks of {name}: found {found}, expected {expected}",
+            )
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_all_gather_extensions_end_to_end(self):
-        """A model created on the meta device trains in mixed precision, with either signature."""
+        """A model created on the meta device trains in mixed precision, with either
+        signature.
+        """
         for num_arguments in PRE_ALL_GATHER:
             with self._patch_two_tensor_fsdp_all_gather(num_arguments):
                 self.run_subtests(
@@ -364,8 +443,13 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     def _test_all_gather_extensions_end_to_end(self, reshard_after_forward):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model = self._materialize(reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        before = [(param._local_tensor.a.clone(), param._local_tensor.b.clone()) for param in model.parameters()]
+        model = self._materialize(
+            reshard_after_forward=reshard_after_forward, mp_policy=policy
+        )
+        before = [
+            (param._local_tensor.a.clone(), param._local_tensor.b.clone())
+            for param in model.parameters()
+        ]
         losses = self._train(model)
         self.assertEqual({loss.dtype for loss in losses}, {torch.bfloat16})
         for inner in ("a", "b"):
@@ -374,15 +458,24 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             local = param._local_tensor
             self.assertIs(type(local), TwoTensor, name)
             self.assertEqual(local.dtype, torch.float32, name)
-            # The optimizer adds the same to both, but what they were differs, and so does the rounding of the sum.
-            of_a, of_b = (inner - was for inner, was in zip((local.a, local.b), old, strict=True))
+            # The optimizer adds the same to both, but what they were differs, and so
+            # does the rounding of the sum.
+            of_a, of_b = (
+                inner - was for inner, was in zip((local.a, local.b), old, strict=True)
+            )
             self.assertEqual(of_b, of_a, rtol=0, atol=1e-6, msg=name)
-            self.assertTrue(bool((of_a < -LEARNING_RATE).all()), f"{name} changed by {of_a}")
+            self.assertTrue(
+                bool((of_a < -LEARNING_RATE).all()), f"{name} changed by {of_a}"
+            )
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_all_gather_extensions_monkey_patch(self):
-        """Hooks of single tensors, without a subclass: float32 weights, gathered in bfloat16."""
-        model = nn.Sequential(*[MLP(8, bias=False, device=torch.device("meta")) for _ in range(3)])
+        """Hooks of single tensors, without a subclass: float32 weights, gathered in
+        bfloat16.
+        """
+        model = nn.Sequential(
+            *[MLP(8, bias=False, device=torch.device("meta")) for _ in range(3)]
+        )
         self._shard(model).to_empty(device=self.device)
         for param in model.parameters():
             self._initialize(param)
@@ -390,14 +483,19 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         hooks = self._patch_weights(model)
         before = [param.to_local().clone() for param in model.parameters()]
         self._check_falling(self._train(model, num_steps=3))
-        # Each step unshards in forward and in backward, but the root reshards only after backward.
+        # Each step unshards in forward and in backward, but the root reshards only
+        # after backward.
         self._check_hooks_ran(hooks, model, num_unshards=6)
         for param, old in zip(model.parameters(), before, strict=True):
-            self.assertTrue(bool((param.to_local() < old).all()), "every gradient is positive")
+            self.assertTrue(
+                bool((param.to_local() < old).all()), "every gradient is positive"
+            )
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_patched_result_of_to_local_is_never_called(self):
-        """Why the local tensor itself is patched: ``to_local()`` returns another object, whose hooks never run."""
+        """Why the local tensor itself is patched: ``to_local()`` returns another
+        object, whose hooks never run.
+        """
         model = fully_shard(MLP(8, bias=False).to(self.device))
         hooks = PatchedHooks()
         for name, param in model.named_parameters():
@@ -407,7 +505,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_metadata_belongs_to_its_weight(self):
-        """Each weight of a group gets its own metadata, and unshards to its own rounded values."""
+        """Each weight of a group gets its own metadata, and unshards to its own rounded
+        values.
+        """
         model = MLP(8, bias=False).to(self.device)
         torch.manual_seed(0)
         for param in model.parameters():
@@ -425,24 +525,43 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_inner_tensors_keep_their_places(self):
-        """Each inner tensor of the unsharded weight has this rank's rows of the same inner tensor of the shard."""
+        """Each inner tensor of the unsharded weight has this rank's rows of the same
+        inner tensor of the shard.
+        """
         with self._patch_two_tensor_fsdp_all_gather(num_arguments=5):
             model = MLP(8, bias=False)
-            wrap_weights(model, lambda data: TwoTensor(data.to(self.device), -data.to(self.device)))
+            wrap_weights(
+                model,
+                lambda data: TwoTensor(data.to(self.device), -data.to(self.device)),
+            )
             fully_shard(model)
-            shards = {name: param._local_tensor for name, param in model.named_parameters()}
+            shards = {
+                name: param._local_tensor for name, param in model.named_parameters()
+            }
             for _ in range(2):  # made by the first, filled by the second
                 model.unshard()
                 for name, param in model.named_parameters():
                     for inner in ("a", "b"):
                         shard = getattr(shards[name], inner)
-                        own = getattr(param, inner).detach().chunk(self.world_size)[self.rank]
-                        self.assertEqual(own, shard, msg=lambda text, what=f"{inner} of {name}": f"{what}: {text}")
+                        own = (
+                            getattr(param, inner)
+                            .detach()
+                            .chunk(self.world_size)[self.rank]
+                        )
+                        self.assertEqual(
+                            own,
+                            shard,
+                            msg=lambda text, what=f"{inner} of {name}": (
+                                f"{what}: {text}"
+                            ),
+                        )
                 model.reshard()
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_arguments_of_the_hooks(self):
-        """The whole weight's size and stride, the module that owns it, and the policy; then the type to unshard to."""
+        """The whole weight's size and stride, the module that owns it, and the policy;
+        then the type to unshard to.
+        """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = fully_shard(MLP(6, bias=False).to(self.device), mp_policy=policy)
         seen = {}
@@ -480,19 +599,27 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         model = nn.Linear(4, 4, bias=False)
         tensor = OnlyPreAllGather(weight, weight.clone())
         model.weight = nn.Parameter(tensor)
-        with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+        with self.assertRaisesRegex(
+            AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather"
+        ):
             fully_shard(model)
 
 
 def note_arguments(tensor, notes):
-    """Give ``tensor`` hooks that gather it as it is and keep what FSDP passes to them."""
+    """Give ``tensor`` hooks that gather it as it is and keep what FSDP passes
+    to them.
+    """
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        notes.update(size=outer_size, stride=outer_stride, module=module, policy=mp_policy)
+        notes.update(
+            size=outer_size, stride=outer_stride, module=module, policy=mp_policy
+        )
         return (self,), None
 
     @torch.no_grad()
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self, all_gather_outputs, metadata, param_dtype, *, out=None
+    ):
         notes.update(type=param_dtype)
         unsharded = all_gather_outputs[0].to(torch.bfloat16)
         return unsharded, (unsharded,)
@@ -507,17 +634,23 @@ class OnlyPreAllGather(TwoTensor):
         return (self.a,), None
 
 
-class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
+class TestFullyShardAllGatherExtensionsHSDP(
+    TestFullyShardAllGatherExtensionsCommon, FSDPTest
+):
     @property
     def world_size(self):
         return 4
 
     def _mesh(self):
-        return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return init_device_mesh(
+            get_devtype().type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_all_gather_extension_hsdp_mesh(self):
-        """Hooks get only the shard dimension of the mesh, and the unsharded weight is complete."""
+        """Hooks get only the shard dimension of the mesh, and the unsharded weight is
+        complete.
+        """
         torch.manual_seed(0)
         model = MLP(8, bias=False).to(self.device)
         whole = [param.detach().clone() for param in model.parameters()]
@@ -539,8 +672,10 @@ class TestFullyShardAllGatherExtensionsHSDP(TestFullyShardAllGatherExtensionsCom
             self.run_subtests({"dim": [8, 3]}, self._test_hsdp_parity)
 
     def _test_hsdp_parity(self, dim):
-        parity = TestFullyShardAllGatherExtensionsMultiProcess._test_all_gather_extensions_train_parity
-        parity(self, reshard_after_forward=True, dim=dim, mesh=self._mesh(), steps=3)
+        suite = TestFullyShardAllGatherExtensionsMultiProcess
+        suite._test_all_gather_extensions_train_parity(
+            self, reshard_after_forward=True, dim=dim, mesh=self._mesh(), steps=3
+        )
 
 
 class TestTwoTensorContract(FSDPExtensionContract, FSDPTest):
@@ -556,7 +691,9 @@ class TestTwoTensorContract(FSDPExtensionContract, FSDPTest):
 
 
 class TestBFloat16AllGatherContract(FSDPExtensionContract, FSDPTest):
-    """Weights are rounded to eight bits in the all-gather. The tolerances allow for that over ten steps."""
+    """Weights are rounded to eight bits in the all-gather. The tolerances allow for
+    that over ten steps.
+    """
 
     rtol = atol = 0.02
 

@@ -1,6 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""What a sharded module does when it is called: where inputs go, which parameters it has, which methods gather."""
+"""What a sharded module does when it is called: where inputs go, which parameters it
+has, which methods gather.
+"""
 
+import copy
 import sys
 
 import torch
@@ -12,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    FullyShardParityTest,
+    FSDPTest,
+    check_sharded_parity,
+    check_train_parity,
     fully_shard_children,
     sequential_mlps,
     world_mesh,
@@ -24,7 +29,20 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardForwardInputs(FullyShardParityTest):
+class ForwardTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+
+class TestFullyShardForwardInputs(ForwardTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_root_move_forward_input_to_device(self):
         """Inputs on the host are moved to the device, also within containers."""
@@ -36,7 +54,9 @@ class TestFullyShardForwardInputs(FullyShardParityTest):
                 return x + pair[0] + pair[1] + named["y"]
 
         model = fully_shard(Adds().to(self.device), mesh=world_mesh(4))
-        output = model(torch.ones(3), (torch.ones(3), torch.ones(3)), named={"y": torch.ones(3)})
+        output = model(
+            torch.ones(3), (torch.ones(3), torch.ones(3)), named={"y": torch.ones(3)}
+        )
         self.assertEqual({tensor.device for tensor in seen}, {self.device})
         self.assertEqual(output, torch.full((3,), 4.0, device=self.device))
 
@@ -54,25 +74,27 @@ class TestFullyShardForwardInputs(FullyShardParityTest):
         fully_shard(model, mesh=world_mesh(4))
         for each in (model, reference):
             each().sum().backward()
-        self.check_shards(reference, model)
+        check_sharded_parity(self, reference, model)
 
 
-class TestFullyShardRegisteredParams(FullyShardParityTest):
+class TestFullyShardRegisteredParams(ForwardTest):
     """Which parameters a module has between the phases of a step."""
 
     def _check_kind(self, what, parameters, sharded):
         kinds = [isinstance(parameter, DTensor) for parameter in parameters]
-        self.check_equal(f"{what} are sharded", kinds, [sharded] * len(kinds))
+        self.assertEqual(kinds, [sharded] * len(kinds), f"{what} are sharded")
         self.assertGreater(len(kinds), 0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_param_registration_after_forward(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2, None]}, self._test_after_forward)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False, 2, None]}, self._test_after_forward
+        )
 
     def _test_after_forward(self, reshard_after_forward):
         model = sequential_mlps()
         model.append(nn.Linear(5, 5))
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         for child in list(model)[:3]:
             fully_shard(child, reshard_after_forward=reshard_after_forward)
@@ -80,7 +102,9 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
         root = list(model[3].parameters())
         self._check_kind("parameters at first", model.parameters(), True)
         model(self.rows(5))
-        inner = [parameter for child in list(model)[:3] for parameter in child.parameters()]
+        inner = [
+            parameter for child in list(model)[:3] for parameter in child.parameters()
+        ]
         self._check_kind("inner parameters", inner, reshard_after_forward is not False)
         # By default the root stays gathered, because backward needs it first.
         stays = reshard_after_forward in (None, False)
@@ -89,19 +113,28 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._check_kind("parameters after reshard", model.parameters(), True)
-        self.assertEqual([id(each) for each in model[3].parameters()], [id(each) for each in root])
-        self.check_shards(reference, model)
+        self.assertEqual(
+            [id(each) for each in model[3].parameters()], [id(each) for each in root]
+        )
+        check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_param_registration_after_backward(self):
         for reshard_after_forward in (True, False, 2):
-            model = fully_shard_children(sequential_mlps().to(self.device), reshard_after_forward=reshard_after_forward)
+            model = fully_shard_children(
+                sequential_mlps().to(self.device),
+                reshard_after_forward=reshard_after_forward,
+            )
             model(self.rows(5)).sum().backward()
-            self._check_kind(f"parameters with {reshard_after_forward}", model.parameters(), True)
+            self._check_kind(
+                f"parameters with {reshard_after_forward}", model.parameters(), True
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reshard_to_fewer_ranks_holds_larger_shards(self):
-        """With ``reshard_after_forward=2``, each pair of ranks holds all shards between forward and backward."""
+        """With ``reshard_after_forward=2``, each pair of ranks holds all shards between
+        forward and backward.
+        """
         model = nn.Linear(4, 8, bias=False).to(self.device)
         fully_shard(model, reshard_after_forward=2)
         rows = []
@@ -117,27 +150,41 @@ class TestFullyShardRegisteredParams(FullyShardParityTest):
         model = sequential_mlps(1)[0]
         shown = []
         fully_shard(model.to(self.device))
-        model.in_proj.register_forward_pre_hook(lambda module, _: shown.append(module.weight))
+        model.in_proj.register_forward_pre_hook(
+            lambda module, _: shown.append(module.weight)
+        )
         model(self.rows(5)).sum().backward()
-        self.assertEqual([(tuple(each.shape), isinstance(each, DTensor)) for each in shown], [((10, 5), False)])
+        self.assertEqual(
+            [(tuple(each.shape), isinstance(each, DTensor)) for each in shown],
+            [((10, 5), False)],
+        )
         self._check_kind("parameters after backward", model.parameters(), True)
 
 
-class TestFullyShardCastAfterInit(FullyShardParityTest):
+class TestFullyShardCastAfterInit(ForwardTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_to_float64_after_init(self):
         model = sequential_mlps()
-        reference = self.replica(model).double()
+        reference = copy.deepcopy(model).to(self.device).double()
         fully_shard_children(model.to(self.device)).double()
         for parameter in model.parameters():
-            self.assertEqual((parameter.dtype, parameter.to_local().dtype), (torch.float64, torch.float64))
+            self.assertEqual(
+                (parameter.dtype, parameter.to_local().dtype),
+                (torch.float64, torch.float64),
+            )
             self.assertEqual(parameter._spec.tensor_meta.dtype, torch.float64)
-        self.check_train_parity(
-            reference, model, 5, loss_of=lambda module, rows: module(rows.double()).square().sum(), atol=0, rtol=1e-12
+        check_train_parity(
+            self,
+            reference,
+            model,
+            [self.rows(5, step) for step in range(2)],
+            loss_of=lambda module, rows: module(rows.double()).square().sum(),
+            atol=0,
+            rtol=1e-12,
         )
 
 
-class TestFullyShardCustomForwardMethod(FullyShardParityTest):
+class TestFullyShardCustomForwardMethod(ForwardTest):
     class Encoder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -153,10 +200,16 @@ class TestFullyShardCustomForwardMethod(FullyShardParityTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_registered_method_trains_as_forward_does(self):
         model = self.Encoder()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         fully_shard(model.to(self.device))
         register_fsdp_forward_method(model, "encode")
-        self.check_train_parity(reference, model, 5, loss_of=lambda module, rows: module.encode(rows).square().sum())
+        check_train_parity(
+            self,
+            reference,
+            model,
+            [self.rows(5, step) for step in range(2)],
+            loss_of=lambda module, rows: module.encode(rows).square().sum(),
+        )
         self.assertIsInstance(model.patches.weight, DTensor)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

@@ -1,7 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""``torch.amp.GradScaler`` over sharded gradients: an overflow on one rank is one of all."""
+"""``torch.amp.GradScaler`` over sharded gradients: an overflow on one rank is one of
+all.
+"""
 
-import copy
 import sys
 
 import torch
@@ -10,10 +11,14 @@ from torch import distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import MLP, FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -21,23 +26,35 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardGradientScaler(FullyShardParityTest):
+class TestFullyShardGradientScaler(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _model(self, layout):
         torch.manual_seed(0)
         model = MLP(4, device=self.device)
         if layout == "2D":
-            mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+            mesh = init_device_mesh(
+                self.device.type, (2, 2), mesh_dim_names=("dp", "tp")
+            )
             plan = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
             return fully_shard(model, mesh=mesh["dp"])
-        return fully_shard(model, mesh=world_mesh(*{"1D": (4,), "hybrid": (2, 2)}[layout]))
+        return fully_shard(
+            model, mesh=world_mesh(*{"1D": (4,), "hybrid": (2, 2)}[layout])
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradient_scaler(self):
-        self.run_subtests({"layout": ["1D", "hybrid", "2D"]}, self._test_gradient_scaler)
+        self.run_subtests(
+            {"layout": ["1D", "hybrid", "2D"]}, self._test_gradient_scaler
+        )
 
     def _test_gradient_scaler(self, layout):
-        """Four steps: the second overflows on one rank alone. The scale grows after two good steps in a row."""
+        """Four steps: the second overflows on one rank alone. The scale grows after two
+        good steps in a row.
+        """
         model = self._model(layout)
         scaler = GradScaler(self.device.type, init_scale=4.0, growth_interval=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,23 +64,37 @@ class TestFullyShardGradientScaler(FullyShardParityTest):
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(-model(torch.ones(2, 4, device=self.device)).sum()).backward()
-            gradients = [full_tensor(each.grad) / scaler.get_scale() for each in model.parameters()]
+            gradients = [
+                each.grad.full_tensor() / scaler.get_scale()
+                for each in model.parameters()
+            ]
             # The loss falls as outputs grow, so that ReLU goes on passing gradients.
-            self.assertTrue(all(bool(gradient.any()) for gradient in gradients), f"step {step}")
-            before = [full_tensor(each).clone() for each in model.parameters()]
+            self.assertTrue(
+                all(bool(gradient.any()) for gradient in gradients), f"step {step}"
+            )
+            before = [each.full_tensor().clone() for each in model.parameters()]
             if step == 1 and self.rank in overflowing:
                 model.in_proj.weight.grad.to_local()[0, 0] = float("inf")
             scaler.unscale_(optimizer)
             if step != 1:
-                found = [full_tensor(each.grad) for each in model.parameters()]
-                self.check_equal(f"step {step}: gradients without their scale", found, gradients)
+                found = [each.grad.full_tensor() for each in model.parameters()]
+                self.assertEqual(
+                    found, gradients, f"step {step}: gradients without their scale"
+                )
             scaler.step(optimizer)
             scaler.update()
-            after = [full_tensor(each) for each in model.parameters()]
-            expected = before if step == 1 else [old - 0.1 * each for old, each in zip(before, gradients, strict=True)]
-            self.check_equal(f"step {step}: parameters", after, expected)
+            after = [each.full_tensor() for each in model.parameters()]
+            expected = (
+                before
+                if step == 1
+                else [
+                    old - 0.1 * each
+                    for old, each in zip(before, gradients, strict=True)
+                ]
+            )
+            self.assertEqual(after, expected, f"step {step}: parameters")
             scales.append(scaler.get_scale())
-        self.check_equal("scales", scales, [4.0, 2.0, 2.0, 4.0])
+        self.assertEqual(scales, [4.0, 2.0, 2.0, 4.0], "scales")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_each_optimizer_skips_for_itself(self):
@@ -76,13 +107,16 @@ class TestFullyShardGradientScaler(FullyShardParityTest):
         scaler.scale(model(torch.ones(2, 4, device=self.device)).sum()).backward()
         if self.rank == 2:
             model[0].weight.grad.to_local()[0, 0] = float("nan")
-        before = [copy.deepcopy(full_tensor(layer.weight)) for layer in model]
+        before = [layer.weight.full_tensor().detach().clone() for layer in model]
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        changed = [not full_tensor(layer.weight).equal(old) for layer, old in zip(model, before, strict=True)]
-        self.check_equal("layers that were trained", changed, [False, True])
-        self.check_equal("scale", scaler.get_scale(), 1.0)
+        changed = [
+            not layer.weight.full_tensor().equal(old)
+            for layer, old in zip(model, before, strict=True)
+        ]
+        self.assertEqual(changed, [False, True], "layers that were trained")
+        self.assertEqual(scaler.get_scale(), 1.0, "scale")
 
 
 if __name__ == "__main__":

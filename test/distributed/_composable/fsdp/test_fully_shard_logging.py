@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import ThreeUnits, TwoRankTest
+from torch_ext.testing._internal.common_fsdp import FSDPTest, ThreeUnits
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -17,14 +17,22 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class LoggingTests(TwoRankTest):
+class LoggingTests(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fsdp_logging(self):
         model = ThreeUnits().to(self.device)
         for unit in (model.first, model.second, model):
             fully_shard(unit)
-        with self.assertLogs("torch.distributed.fsdp.fully_shard", logging.DEBUG) as logs:
-            model(torch.ones(2, 4, device=self.device, requires_grad=True)).sum().backward()
+        with self.assertLogs(
+            "torch.distributed.fsdp.fully_shard", logging.DEBUG
+        ) as logs:
+            model(
+                torch.ones(2, 4, device=self.device, requires_grad=True)
+            ).sum().backward()
         self.assertExpectedInline(
             "\n".join(record.getMessage() for record in logs.records),
             """\

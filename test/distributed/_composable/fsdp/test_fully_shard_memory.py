@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2's device memory: shards between steps, at most two unsharded groups at once, no leaks.
+"""FSDP2's device memory: shards between steps, at most two unsharded groups at once, no
+leaks.
 
-Bounds are in bytes of the model's tensors, as a device with memory statistics reports them.
+Bounds are in bytes of the model's tensors, as a device with memory statistics reports
+them.
 """
 
 import gc
@@ -15,11 +17,12 @@ from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import (
-    TwoRankTest,
-    skip_without_accelerator,
+from torch_ext.testing._internal.common_fsdp import FSDPTest, skip_without_accelerator
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -35,11 +38,22 @@ SLACK = LAYER_BYTES // 4
 PATIENCE_S = 5.0
 
 
-class TestFullyShardMemory(TwoRankTest):
+class TestFullyShardMemory(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _model(self, **options: Any) -> nn.Sequential:
-        skip_without_accelerator("the plain host does not account for the memory of tensors")
+        skip_without_accelerator(
+            "the plain host does not account for the memory of tensors"
+        )
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=self.device) for _ in range(LAYERS)))
+        model = nn.Sequential(
+            *(
+                nn.Linear(WIDTH, WIDTH, bias=False, device=self.device)
+                for _ in range(LAYERS)
+            )
+        )
         self.base = self._allocated() - MODEL_BYTES
         for layer in model:
             fully_shard(layer, **options)
@@ -66,11 +80,16 @@ class TestFullyShardMemory(TwoRankTest):
         return torch.ones(8, WIDTH, device=self.device)
 
     def assertHeld(self, expected: float, what: str) -> None:
-        """Check that ``expected`` bytes are in use, once the process group's threads have released finished work."""
+        """Check that ``expected`` bytes are in use, once the process group's threads
+        have released finished work.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while not expected - SLACK <= (held := self._held()) <= expected + SLACK:
             if time.monotonic() > deadline:
-                self.fail(f"{what}: {held / LAYER_BYTES:.2f} layers are held, expected {expected / LAYER_BYTES:.2f}")
+                self.fail(
+                    f"{what}: {held / LAYER_BYTES:.2f} layers are held, expected "
+                    f"{expected / LAYER_BYTES:.2f}"
+                )
             time.sleep(0.001)
 
     @skip_if_lt_x_gpu(2)
@@ -83,7 +102,8 @@ class TestFullyShardMemory(TwoRankTest):
         outputs: list[torch.Tensor] = []
         peak = self._peak_of(lambda: outputs.append(model(self._inputs()).sum()))
         if reshard_after_forward:
-            # The current group and the next one, whose all-gather has an output and a copy for each parameter.
+            # The current group and the next one, whose all-gather has an output and a
+            # copy for each parameter.
             self.assertLess(peak, shards + 4 * LAYER_BYTES + SLACK, "peak of forward")
             self.assertHeld(shards, "after forward")
         else:
@@ -93,7 +113,11 @@ class TestFullyShardMemory(TwoRankTest):
         held = self._held()
         peak = self._peak_of(lambda: outputs.pop().backward())
         # Unsharded gradients of the current group and of the one that is being reduced.
-        self.assertLess(peak, max(held, shards) + shards + 6 * LAYER_BYTES + SLACK, "peak of backward")
+        self.assertLess(
+            peak,
+            max(held, shards) + shards + 6 * LAYER_BYTES + SLACK,
+            "peak of backward",
+        )
         self.assertHeld(2 * shards, "after backward: shards and their gradients")
 
         optim = torch.optim.Adam(model.parameters(), foreach=True)
@@ -111,8 +135,11 @@ class TestFullyShardMemory(TwoRankTest):
             peaks.append(self._peak_of(lambda: model(self._inputs()).sum().backward()))
             optim.step()
             optim.zero_grad()
-        # A thread of the process group may release one layer late. A leak would grow with every step.
-        self.assertLessEqual(max(peaks[1:]) - peaks[0], LAYER_BYTES, f"peaks of four steps: {peaks}")
+        # A thread of the process group may release one layer late. A leak would grow
+        # with every step.
+        self.assertLessEqual(
+            max(peaks[1:]) - peaks[0], LAYER_BYTES, f"peaks of four steps: {peaks}"
+        )
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy()])

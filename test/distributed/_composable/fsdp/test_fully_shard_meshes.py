@@ -1,6 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP2 over more than one mesh: single parameters on their own, and one for all kinds of parallelism."""
+"""FSDP2 over more than one mesh: single parameters on their own, and one for all kinds
+of parallelism.
+"""
 
+import copy
 import sys
 import unittest
 
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FullyShardParityTest, full_tensor, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -21,12 +24,17 @@ if not dist.is_available():
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        ShardPlacementResult,
+    )
 except ImportError:
     DataParallelMeshDims = None
 
 NEEDS_MESHES = unittest.skipIf(
-    DataParallelMeshDims is None, "fully_shard of this torch has no meshes for single parameters: install a newer one"
+    DataParallelMeshDims is None,
+    "fully_shard of this torch has no meshes for single parameters: install a newer "
+    "one",
 )
 
 
@@ -43,34 +51,68 @@ class Experts(nn.Module):
         return torch.relu(self.dense(x)) @ self.experts
 
 
-class TestFullyShardPerParamMesh(FullyShardParityTest):
-    """Dense parameters are sharded over all four ranks, experts' over two, whose gradients alone they average."""
+class MeshesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def rows(self, width, step=0):
+        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
+        rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, width, generator=generator).to(self.device)
+
+
+class TestFullyShardPerParamMesh(MeshesTest):
+    """Dense parameters are sharded over all four ranks, experts' over two, whose
+    gradients alone they average.
+    """
 
     def _meshes(self):
-        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("expert", "shard"))
+        mesh = init_device_mesh(
+            self.device.type, (2, 2), mesh_dim_names=("expert", "shard")
+        )
         return mesh["shard"], FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
 
     def _sharded(self, model, info, **options):
         def place(parameter):
-            return ShardPlacementResult(Shard(0), info) if parameter is model.experts else None
+            return (
+                ShardPlacementResult(Shard(0), info)
+                if parameter is model.experts
+                else None
+            )
 
-        return fully_shard(model.to(self.device), mesh=world_mesh(4), shard_placement_fn=place, **options)
+        return fully_shard(
+            model.to(self.device),
+            mesh=world_mesh(4),
+            shard_placement_fn=place,
+            **options,
+        )
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity(self):
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_train_parity)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False]}, self._test_train_parity
+        )
 
     def _test_train_parity(self, reshard_after_forward):
         model = Experts()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         mesh, info = self._meshes()
         self._sharded(model, info, reshard_after_forward=reshard_after_forward)
-        shapes = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
+        shapes = {
+            name: tuple(each.to_local().shape)
+            for name, each in model.named_parameters()
+        }
         rows = (2, 2, 2, 0)[self.rank]
         expected = {"experts": (3, 4), "dense.weight": (rows, 4), "dense.bias": (rows,)}
-        self.check_equal("shapes of shards", shapes, expected)
-        optimizers = [self.optimizer(each) for each in (reference, model)]
+        self.assertEqual(shapes, expected, "shapes of shards")
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9, foreach=False)
+            for each in (reference, model)
+        ]
         for step in range(2):
             for each in (reference, model):
                 each(self.rows(4, step)).square().sum().backward()
@@ -79,12 +121,18 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad.div_(dist.get_world_size(group))
                 found = model.get_parameter(name).grad
-                self.check_equal(f"step {step}: gradient of {name}", full_tensor(found), parameter.grad)
+                self.assertEqual(
+                    found.full_tensor(),
+                    parameter.grad,
+                    f"step {step}: gradient of {name}",
+                )
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for name, parameter in reference.named_parameters():
-            self.check_equal(name, full_tensor(model.get_parameter(name)), parameter.detach())
+            self.assertEqual(
+                model.get_parameter(name).full_tensor(), parameter.detach(), name
+            )
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -93,33 +141,47 @@ class TestFullyShardPerParamMesh(FullyShardParityTest):
         model = Experts()
         self._sharded(model, self._meshes()[1])
         for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-            with self.assertRaisesRegex(ValueError, f"{name} is not supported with multiple param groups"):
+            with self.assertRaisesRegex(
+                ValueError, f"{name} is not supported with multiple param groups"
+            ):
                 getattr(model, name)(None)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_one_group_has_one_mesh(self):
-        """Parameters over the same ranks must share the object that describes their mesh."""
+        """Parameters over the same ranks must share the object that describes their
+        mesh.
+        """
         model = Experts()
         mesh, _ = self._meshes()
-        with self.assertRaisesRegex(ValueError, "sharing the same process group must use the same"):
+        with self.assertRaisesRegex(
+            ValueError, "sharing the same process group must use the same"
+        ):
             fully_shard(
                 model.to(self.device),
                 mesh=world_mesh(4),
-                shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0)),
+                shard_placement_fn=lambda _: ShardPlacementResult(
+                    Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0)
+                ),
             )
 
 
-class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
-    """Parameters are on a mesh of data and tensor parallel ranks, and FSDP is told which dimensions are its own."""
+class TestFullyShardMeshOfAllDimensions(MeshesTest):
+    """Parameters are on a mesh of data and tensor parallel ranks, and FSDP is told
+    which dimensions are its own.
+    """
 
     def _trained(self, dims, names, placements):
-        """Return a plain linear layer and one on a mesh of ``dims``, after a backward of both."""
+        """Return a plain linear layer and one on a mesh of ``dims``, after a backward
+        of both.
+        """
         torch.manual_seed(0)
         reference = nn.Linear(4, 8, bias=False).to(self.device)
         mesh = init_device_mesh(self.device.type, dims, mesh_dim_names=names)
         model = nn.Linear(4, 8, bias=False).to(self.device)
-        model.weight = nn.Parameter(distribute_tensor(reference.weight.detach(), mesh, placements))
+        model.weight = nn.Parameter(
+            distribute_tensor(reference.weight.detach(), mesh, placements)
+        )
         own = DataParallelMeshDims(
             shard=tuple(name for name in names if name.startswith("shard")) or None,
             replicate="replicate" if "replicate" in names else None,
@@ -127,8 +189,14 @@ class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
         fully_shard(model, mesh=mesh, dp_mesh_dims=own)
         # Ranks that differ in tensor parallelism alone have the same rows.
         tensor = names.index("tensor")
-        data = [place for index, place in enumerate(mesh.get_coordinate()) if index != tensor]
-        generator = torch.Generator().manual_seed(sum(10**index * place for index, place in enumerate(data)))
+        data = [
+            place
+            for index, place in enumerate(mesh.get_coordinate())
+            if index != tensor
+        ]
+        generator = torch.Generator().manual_seed(
+            sum(10**index * place for index, place in enumerate(data))
+        )
         rows = torch.randn(3, 4, generator=generator).to(self.device)
         spread = [Replicate() if name == "tensor" else Shard(0) for name in names]
         out = model(DTensor.from_local(rows, mesh, spread))
@@ -140,25 +208,34 @@ class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
 
     def _check(self, dims, names, placements, shape):
         reference, model = self._trained(dims, names, placements)
-        self.check_equal("gradient", full_tensor(model.weight.grad), reference.weight.grad)
-        self.check_equal("weight", full_tensor(model.weight), reference.weight.detach())
-        self.check_equal("shape of the shard", tuple(model.weight.to_local().shape), shape)
+        self.assertEqual(
+            model.weight.grad.full_tensor(), reference.weight.grad, "gradient"
+        )
+        self.assertEqual(
+            model.weight.full_tensor(), reference.weight.detach(), "weight"
+        )
+        self.assertEqual(
+            tuple(model.weight.to_local().shape), shape, "shape of the shard"
+        )
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_tensor_parallelism(self):
         """The same dimension of the weight may be sharded twice."""
         for placement, shape in ((Shard(0), (2, 4)), (Replicate(), (4, 4))):
-            with self.telling(f"{placement}"):
-                self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
+            self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_several_dimensions_of_data_parallelism(self):
-        """FSDP shards over two dimensions as over one of their product, and averages over replicas."""
-        for names, shape in ((("shard_a", "shard_b", "tensor"), (2, 4)), (("replicate", "shard", "tensor"), (4, 4))):
-            with self.telling(f"{names}"):
-                self._check((2, 2, 1), names, [Replicate()] * 3, shape)
+        """FSDP shards over two dimensions as over one of their product, and averages
+        over replicas.
+        """
+        for names, shape in (
+            (("shard_a", "shard_b", "tensor"), (2, 4)),
+            (("replicate", "shard", "tensor"), (4, 4)),
+        ):
+            self._check((2, 2, 1), names, [Replicate()] * 3, shape)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -172,14 +249,26 @@ class TestFullyShardMeshOfAllDimensions(FullyShardParityTest):
         def layer(on, placements):
             module = nn.Linear(4, 8, bias=False).to(self.device)
             if on is not None:
-                module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), on, placements))
+                module.weight = nn.Parameter(
+                    distribute_tensor(module.weight.detach(), on, placements)
+                )
             return module
 
         for error, words, module, options in (
             (ValueError, "all parameters must be", layer(None, None), {}),
-            (ValueError, r"Expected Replicate\(\) on DP shard dim 'shard'", layer(mesh, [Shard(0), Replicate()]), {}),
+            (
+                ValueError,
+                r"Expected Replicate\(\) on DP shard dim 'shard'",
+                layer(mesh, [Shard(0), Replicate()]),
+                {},
+            ),
             (ValueError, "same mesh passed", layer(other, [Replicate()] * 2), {}),
-            (NotImplementedError, "as int", layer(mesh, [Replicate()] * 2), {"reshard_after_forward": 2}),
+            (
+                NotImplementedError,
+                "as int",
+                layer(mesh, [Replicate()] * 2),
+                {"reshard_after_forward": 2},
+            ),
         ):
             with self.assertRaisesRegex(error, words):
                 fully_shard(module, mesh=mesh, dp_mesh_dims=own, **options)

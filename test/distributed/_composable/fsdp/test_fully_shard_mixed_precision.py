@@ -1,7 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""``MixedPrecisionPolicy``: the types of compute, reduction and outputs, and what keeps its type.
+"""``MixedPrecisionPolicy``: the types of compute, reduction and outputs, and what keeps
+its type.
 
-Two ranks add two numbers in one order, and halving is exact, so gradients must equal the reference bit by bit.
+Two ranks add two numbers in one order, and halving is exact, so gradients must equal
+the reference bit by bit.
 """
 
 import copy
@@ -18,11 +20,15 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
     REDUCE_SCATTER,
-    TwoRankTest,
+    FSDPTest,
     effective_reduce_dtype,
     patch_reduce_scatter,
 )
-from torch_ext.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -31,7 +37,11 @@ if not dist.is_available():
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
-class MixedPrecisionCase(TwoRankTest):
+class MixedPrecisionCase(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _inputs(self, step: int = 0) -> torch.Tensor:
         torch.manual_seed(10 * step + self.rank)
         return torch.randn(4, 8, device=self.device)
@@ -40,7 +50,9 @@ class MixedPrecisionCase(TwoRankTest):
         torch.manual_seed(3)
         return nn.Sequential(*(MLP(8, self.device) for _ in range(2)))
 
-    def _shard(self, model: nn.Sequential, policy: MixedPrecisionPolicy) -> nn.Sequential:
+    def _shard(
+        self, model: nn.Sequential, policy: MixedPrecisionPolicy
+    ) -> nn.Sequential:
         for module in (*model, model):
             fully_shard(module, mp_policy=policy)
         return model
@@ -66,11 +78,15 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
     @parametrize("param_dtype", [BRAIN, HALF])
     @parametrize("reduce_dtype", [None, FULL])
     def test_compute_and_reduce_types(self, param_dtype, reduce_dtype):
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
         reduced_in = effective_reduce_dtype(policy)
         model = self._shard(self._mlps(), policy)
         reference = self._mlps()
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)
+        ]
         for step in range(3):
             inputs = self._inputs(step)
             computing = copy.deepcopy(reference).to(param_dtype)
@@ -78,12 +94,20 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
             self.assertEqual(losses[1], losses[0], atol=0, rtol=0)
             losses[0].backward()
             self.assertEqual(self._reduced_in(losses[1].backward), {reduced_in})
-            for param, half in zip(reference.parameters(), computing.parameters(), strict=True):
+            for param, half in zip(
+                reference.parameters(), computing.parameters(), strict=True
+            ):
                 grad = half.grad.to(reduced_in)
                 dist.all_reduce(grad)
                 param.grad = (grad / self.world_size).to(FULL)
-            for param, sharded in zip(reference.parameters(), model.parameters(), strict=True):
-                self.assertEqual((sharded.dtype, sharded.grad.dtype), (FULL, FULL), "the optimizer's types")
+            for param, sharded in zip(
+                reference.parameters(), model.parameters(), strict=True
+            ):
+                self.assertEqual(
+                    (sharded.dtype, sharded.grad.dtype),
+                    (FULL, FULL),
+                    "the optimizer's types",
+                )
                 self.assertEqual(sharded.grad.full_tensor(), param.grad, atol=0, rtol=0)
             for optim in optims:
                 optim.step()
@@ -96,7 +120,10 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
         reduced_in = effective_reduce_dtype(policy)
         model = self._shard(self._mlps(), policy)
         reference = self._mlps()
-        sums = [torch.zeros_like(param, dtype=reduced_in) for param in reference.parameters()]
+        sums = [
+            torch.zeros_like(param, dtype=reduced_in)
+            for param in reference.parameters()
+        ]
         for step in range(4):
             model.set_requires_gradient_sync(step == 3)
             computing = copy.deepcopy(reference).to(BRAIN)
@@ -112,7 +139,9 @@ class TestFullyShardMixedPrecisionTraining(MixedPrecisionCase):
 
 
 class Seeing(nn.Module):
-    """A linear layer that records the types that it sees. Shapes: ``(*, 8)`` in and out."""
+    """A linear layer that records the types that it sees. Shapes: ``(*, 8)`` in and
+    out.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -120,8 +149,18 @@ class Seeing(nn.Module):
         self.register_buffer("offset", torch.ones(8, device=device))
 
     def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
-        self.seen = {"x": x.dtype, "weight": self.layer.weight.dtype, "offset": self.offset.dtype}
-        self.seen.update({name: each.dtype for name, each in others.items() if isinstance(each, torch.Tensor)})
+        self.seen = {
+            "x": x.dtype,
+            "weight": self.layer.weight.dtype,
+            "offset": self.offset.dtype,
+        }
+        self.seen.update(
+            {
+                name: each.dtype
+                for name, each in others.items()
+                if isinstance(each, torch.Tensor)
+            }
+        )
         return self.layer(x)
 
 
@@ -130,15 +169,25 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
     @parametrize("output_dtype", [None, FULL, HALF])
     def test_output_dtype(self, output_dtype):
         model = fully_shard(
-            Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN, output_dtype=output_dtype)
+            Seeing(self.device),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=BRAIN, output_dtype=output_dtype
+            ),
         )
         self.assertEqual(model(self._inputs()).dtype, output_dtype or BRAIN)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_inputs_are_cast_where_they_are_floating(self):
-        model = fully_shard(Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN))
+        model = fully_shard(
+            Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN)
+        )
         indices = torch.arange(3, device=self.device)
-        model(self._inputs(), indices=indices, mask=indices > 1, other=self._inputs().double())
+        model(
+            self._inputs(),
+            indices=indices,
+            mask=indices > 1,
+            other=self._inputs().double(),
+        )
         expected = {
             "x": BRAIN,
             "weight": BRAIN,
@@ -152,7 +201,10 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_inputs_are_left_alone_when_asked(self):
         model = fully_shard(
-            Seeing(self.device), mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN, cast_forward_inputs=False)
+            Seeing(self.device),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=BRAIN, cast_forward_inputs=False
+            ),
         )
         with self.assertRaisesRegex(RuntimeError, "same dtype"):
             model(self._inputs())
@@ -161,24 +213,38 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_a_norm_in_full_precision_between_layers_in_half(self):
-        first, norm, last = Seeing(self.device), nn.LayerNorm(8, device=self.device), Seeing(self.device)
+        first, norm, last = (
+            Seeing(self.device),
+            nn.LayerNorm(8, device=self.device),
+            Seeing(self.device),
+        )
         model = nn.Sequential(first, norm, last)
         fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=FULL))
         for module in (first, last, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL))
+            fully_shard(
+                module,
+                mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL),
+            )
         types: list[torch.dtype] = []
         norm.register_forward_hook(
-            lambda module, args, output: types.extend((module.weight.dtype, args[0].dtype, output.dtype))
+            lambda module, args, output: types.extend(
+                (module.weight.dtype, args[0].dtype, output.dtype)
+            )
         )
         output = model(self._inputs())
         self.assertEqual(types, [FULL] * 3)
-        self.assertEqual((first.seen["weight"], last.seen["x"], output.dtype), (HALF, HALF, HALF))
+        self.assertEqual(
+            (first.seen["weight"], last.seen["x"], output.dtype), (HALF, HALF, HALF)
+        )
         self.assertEqual(self._reduced_in(lambda: output.sum().backward()), {FULL})
         self.assertTrue(all(param.grad is not None for param in model.parameters()))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_of_several_types_in_one_model(self):
-        model = nn.Sequential(nn.Linear(8, 8, device=self.device), nn.Linear(8, 8, device=self.device, dtype=BRAIN))
+        model = nn.Sequential(
+            nn.Linear(8, 8, device=self.device),
+            nn.Linear(8, 8, device=self.device, dtype=BRAIN),
+        )
         fully_shard(model[0], mp_policy=MixedPrecisionPolicy(output_dtype=BRAIN))
         fully_shard(model[1])
         model(self._inputs()).sum().backward()
@@ -186,10 +252,14 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_evaluation_without_gradients(self):
-        model = self._shard(self._mlps(), MixedPrecisionPolicy(param_dtype=BRAIN)).eval()
+        model = self._shard(
+            self._mlps(), MixedPrecisionPolicy(param_dtype=BRAIN)
+        ).eval()
         with torch.no_grad():
             output = model(self._inputs())
-        self.assertEqual(output, copy.deepcopy(self._mlps()).to(BRAIN)(self._inputs().to(BRAIN)))
+        self.assertEqual(
+            output, copy.deepcopy(self._mlps()).to(BRAIN)(self._inputs().to(BRAIN))
+        )
         self.assertEqual({param.dtype for param in model.parameters()}, {FULL})
 
 

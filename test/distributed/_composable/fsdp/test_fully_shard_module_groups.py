@@ -1,6 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""Several modules in one call of FSDP2's ``fully_shard``: one group, gathered and reduced as one."""
+"""Several modules in one call of FSDP2's ``fully_shard``: one group, gathered and
+reduced as one.
+"""
 
+import copy
 import sys
 
 import torch
@@ -12,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FullyShardParityTest,
+    FSDPTest,
     StepLog,
     ThreeUnits,
     average_gradients,
+    check_sharded_parity,
+    check_train_parity,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -26,12 +31,18 @@ if not dist.is_available():
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is also the output layer's. Shapes: indices ``(*,)`` to scores ``(*, 6)``."""
+    """An embedding whose weight is also the output layer's. Shapes: indices ``(*,)`` to
+    scores ``(*, 6)``.
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.middle, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.embedding, self.middle, self.head = (
+            nn.Embedding(6, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 6, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, indices):
@@ -47,7 +58,11 @@ class Trunk(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.first, self.norm, self.head = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 3),
+        )
         self.runs_head = False
 
     def forward(self, x):
@@ -55,7 +70,14 @@ class Trunk(nn.Module):
         return self.head(hidden) if self.runs_head else hidden
 
 
-class TestFullyShardModuleGroups(FullyShardParityTest):
+class TestFullyShardModuleGroups(FSDPTest):
+    def rows(self, width, step=0, count=3):
+        """Return this rank's input for ``step``, shape ``(count, width)``. It differs
+        by rank and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(count, width, generator=generator).to(self.device)
+
     @property
     def world_size(self):
         return 2
@@ -68,7 +90,10 @@ class TestFullyShardModuleGroups(FullyShardParityTest):
         return model
 
     def kinds(self, *modules):
-        return ["sharded" if isinstance(module.weight, DTensor) else "gathered" for module in modules]
+        return [
+            "sharded" if isinstance(module.weight, DTensor) else "gathered"
+            for module in modules
+        ]
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_modules_share_a_state(self):
@@ -79,13 +104,19 @@ class TestFullyShardModuleGroups(FullyShardParityTest):
             self.assertIsInstance(module, FSDPModule)
         self.assertIs(fully_shard.state(model.first), fully_shard.state(model.second))
         model.second.unshard()
-        self.check_equal("after unshard() of one", self.kinds(*modules), ["gathered"] * 2)
+        self.assertEqual(
+            self.kinds(*modules), ["gathered"] * 2, "after unshard() of one"
+        )
         model.first.reshard()
-        self.check_equal("after reshard() of the other", self.kinds(*modules), ["sharded"] * 2)
+        self.assertEqual(
+            self.kinds(*modules), ["sharded"] * 2, "after reshard() of the other"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_a_group_is_gathered_and_reduced_as_one(self):
-        """Its 16 and 48 elements travel together, before its first module and after the backward of all."""
+        """Its 16 and 48 elements travel together, before its first module and after the
+        backward of all.
+        """
         model = self.grouped()
         log = StepLog(model)
         for _ in range(2):
@@ -114,7 +145,9 @@ backward:
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_of_a_group_are_freed_after_its_last_module(self):
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_freed_after_last)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False]}, self._test_freed_after_last
+        )
 
     def _test_freed_after_last(self, reshard_after_forward):
         model = self.grouped(reshard_after_forward=reshard_after_forward)
@@ -126,55 +159,83 @@ backward:
             seen.clear()
             loss = model(self.rows(4)).square().sum()
             after = "sharded" if reshard_after_forward else "gathered"
-            self.check_equal("after first and after second", seen, [["gathered"] * 2, [after] * 2])
+            self.assertEqual(
+                seen, [["gathered"] * 2, [after] * 2], "after first and after second"
+            )
             loss.backward()
-            self.check_equal("after backward", self.kinds(*modules, model.last), ["sharded"] * 3)
+            self.assertEqual(
+                self.kinds(*modules, model.last), ["sharded"] * 3, "after backward"
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_parity(self):
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_train_parity)
+        self.run_subtests(
+            {"reshard_after_forward": [True, False]}, self._test_train_parity
+        )
 
     def _test_train_parity(self, reshard_after_forward):
-        self.check_train_parity(
-            self.replica(ThreeUnits()), self.grouped(reshard_after_forward=reshard_after_forward), 4
+        check_train_parity(
+            self,
+            ThreeUnits().to(self.device),
+            self.grouped(reshard_after_forward=reshard_after_forward),
+            [self.rows(4, step) for step in range(2)],
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_train_parity_with_tied_parameters(self):
-        """A parameter of two modules of a group is one parameter, with the gradients of both uses."""
+        """A parameter of two modules of a group is one parameter, with the gradients of
+        both uses.
+        """
         model = Tied()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.embedding, model.head])
         fully_shard(model)
         self.assertIs(model.embedding.weight, model.head.weight)
 
         def loss_of(each, rows):
-            return F.cross_entropy(each(rows[:, 0].abs().mul(10).long() % 6), rows[:, 1].abs().mul(10).long() % 6)
+            return F.cross_entropy(
+                each(rows[:, 0].abs().mul(10).long() % 6),
+                rows[:, 1].abs().mul(10).long() % 6,
+            )
 
-        self.check_train_parity(reference, model, 2, loss_of=loss_of)
+        check_train_parity(
+            self,
+            reference,
+            model,
+            [self.rows(2, step) for step in range(2)],
+            loss_of=loss_of,
+        )
         self.assertIs(model.embedding.weight, model.head.weight)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_inputs_and_outputs_of_all_modules_are_cast(self):
         model = ThreeUnits().to(self.device)
         model.last.double()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, output_dtype=torch.float64
+        )
         fully_shard([model.first, model.second], mp_policy=policy)
         fully_shard(model)
         found = []
         for module in (model.first, model.second):
-            module.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
-            module.register_forward_hook(lambda module, args, output: found.append(output.dtype))
+            module.register_forward_pre_hook(
+                lambda module, args: found.append(args[0].dtype)
+            )
+            module.register_forward_hook(
+                lambda module, args, output: found.append(output.dtype)
+            )
         model(self.rows(4))
         expected = [torch.bfloat16, torch.float64, torch.bfloat16, torch.float64]
-        self.check_equal("types of inputs and outputs", found, expected)
+        self.assertEqual(found, expected, "types of inputs and outputs")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_loss_in_chunks(self):
-        """The head of a group runs alone, chunk by chunk, each with a backward of its own; the trunk's comes last."""
+        """The head of a group runs alone, chunk by chunk, each with a backward of its
+        own; the trunk's comes last.
+        """
         model = Trunk()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.norm, model.head])
         fully_shard(model)
@@ -187,20 +248,27 @@ backward:
                     each.head(chunk).square().sum().backward()
                 hidden.backward(detached.grad)
             average_gradients(reference)
-            with self.telling(f"step {step}"):
-                self.check_shards(reference, model)
-            self.check_equal("after backward", self.kinds(model.norm, model.head), ["sharded"] * 2)
+            check_sharded_parity(self, reference, model)
+            self.assertEqual(
+                self.kinds(model.norm, model.head), ["sharded"] * 2, "after backward"
+            )
         found = []
-        model.norm.register_forward_hook(lambda *_: found.extend(self.kinds(model.head)))
+        model.norm.register_forward_hook(
+            lambda *_: found.extend(self.kinds(model.head))
+        )
         model.runs_head = True
         model(self.rows(4)).sum().backward()
-        self.check_equal("head after norm, in a step that runs both", found, ["gathered"])
+        self.assertEqual(
+            found, ["gathered"], "head after norm, in a step that runs both"
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_only_some_modules_of_a_group_run(self):
-        """A step without the head leaves the head without a gradient, and the next step with it is whole."""
+        """A step without the head leaves the head without a gradient, and the next step
+        with it is whole.
+        """
         model = Trunk()
-        reference = self.replica(model)
+        reference = copy.deepcopy(model).to(self.device)
         model.to(self.device)
         fully_shard([model.norm, model.head])
         fully_shard(model)
@@ -210,11 +278,12 @@ backward:
                 out = each(self.rows(4, step))
                 if each is model:
                     kinds = self.kinds(model.norm, model.head)
-                    self.check_equal(f"step {step}: after forward", kinds, ["sharded"] * 2)
+                    self.assertEqual(
+                        kinds, ["sharded"] * 2, f"step {step}: after forward"
+                    )
                 (each.head(out) if uses_head else out).pow(4).sum().backward()
             average_gradients(reference)
-            with self.telling(f"step {step}"):
-                self.check_shards(reference, model)
+            check_sharded_parity(self, reference, model)
 
 
 if __name__ == "__main__":

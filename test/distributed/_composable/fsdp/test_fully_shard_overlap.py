@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 lets overlap, and what it must wait for. Both are asked of the streams' clocks, never of time."""
+"""What FSDP2 lets overlap, and what it must wait for. Both are asked of the streams'
+clocks, never of time.
+"""
 
 import sys
 
@@ -9,9 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    FourRankTest,
+    FSDPTest,
     ThreeUnits,
-    TwoRankTest,
     WatchedUnits,
     check_races,
     skip_without_accelerator,
@@ -24,7 +25,11 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class TestFullyShardOverlap(TwoRankTest):
+class TestFullyShardOverlap(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
     def _watched(self, **options):
         def shard(model):
             for unit in (model.first, model.second, model):
@@ -35,7 +40,9 @@ class TestFullyShardOverlap(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fully_shard_training_overlap(self):
-        """All-gathers overlap the compute before them, and reductions the compute after them. Nothing else does."""
+        """All-gathers overlap the compute before them, and reductions the compute after
+        them. Nothing else does.
+        """
         watched = self._watched(reshard_after_forward=True)
         watched.run_steps(2)
         watched.check(
@@ -58,7 +65,9 @@ class TestFullyShardOverlap(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_backward_and_optimizer_are_ordered(self):
-        """The optimizer comes after every reduction, and the next forward's all-gathers after the optimizer."""
+        """The optimizer comes after every reduction, and the next forward's all-gathers
+        after the optimizer.
+        """
         watched = self._watched()
         watched.run_steps(2)
         watched.check(
@@ -74,7 +83,9 @@ class TestFullyShardOverlap(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fully_shard_post_optim_event_overlap(self):
-        """All-gathers wait for the event, and for nothing that comes after it. One event serves one forward."""
+        """All-gathers wait for the event, and for nothing that comes after it. One
+        event serves one forward.
+        """
         watched = self._watched()
         with watched.watching():
             for step in range(3):
@@ -113,9 +124,13 @@ class TestFullyShardOverlap(TwoRankTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_prefetch_overlaps_more(self):
-        """Both prefetched modules are gathered while none has been computed, and each overlaps what comes before it."""
+        """Both prefetched modules are gathered while none has been computed, and each
+        overlaps what comes before it.
+        """
         watched = self._watched()
-        watched.model.set_modules_to_forward_prefetch([watched.model.first, watched.model.second])
+        watched.model.set_modules_to_forward_prefetch(
+            [watched.model.first, watched.model.second]
+        )
         watched.run_steps(1)
         watched.check(
             self,
@@ -126,22 +141,35 @@ class TestFullyShardOverlap(TwoRankTest):
         )
 
 
-class TestFullyShardStreams(FourRankTest):
-    """Steps under the race checker: a wait that is missing fails, whatever the timing."""
+class TestFullyShardStreams(FSDPTest):
+    """Steps under the race checker: a wait that is missing fails, whatever
+    the timing.
+    """
 
     LAYOUTS = {
         "1D": {},
         "1D, resharding to two": {"reshard_after_forward": 2},
         "hybrid": {"mesh_shape": (2, 2)},
-        "low precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        "hybrid in low precision": {"mesh_shape": (2, 2), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        "low precision": {
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        },
+        "hybrid in low precision": {
+            "mesh_shape": (2, 2),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+        },
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
     }
+
+    @property
+    def world_size(self):
+        return 4
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_no_races_in_training(self):
         skip_without_accelerator("the host has no streams")
-        self.run_subtests({"layout": list(self.LAYOUTS)}, self._test_no_races_in_training)
+        self.run_subtests(
+            {"layout": list(self.LAYOUTS)}, self._test_no_races_in_training
+        )
 
     def _test_no_races_in_training(self, layout):
         options = dict(self.LAYOUTS[layout])
@@ -155,7 +183,9 @@ class TestFullyShardStreams(FourRankTest):
                 micros = 1 + step % 2
                 for micro in range(micros):
                     model.set_requires_all_reduce(micro == micros - 1)
-                    model(torch.full((2, 4), step + 1.0, device=self.device)).square().mean().backward()
+                    model(
+                        torch.full((2, 4), step + 1.0, device=self.device)
+                    ).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
 

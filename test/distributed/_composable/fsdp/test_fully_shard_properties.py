@@ -1,8 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""Properties of every model, however FSDP2 shards it: it trains like the unsharded model, its state dict loads at any
-world size, and all-gather extensions may fill padding with any value.
+"""Properties of every model, however FSDP2 shards it: it trains like the unsharded
+model, its state dict loads at any world size, and all-gather extensions may fill
+padding with any value.
 
-Models are random trees of small layers with odd sizes, so shards are uneven and, on four ranks, often empty.
+Models are random trees of small layers with odd sizes, so shards are uneven and, on
+four ranks, often empty.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     BlockSpec,
-    FourRankTest,
+    FSDPTest,
     LayerSpec,
     build_tree,
     first_ranks_mesh,
@@ -59,23 +61,45 @@ def full_params(model):
     return [param.full_tensor() for param in model.parameters()]
 
 
-class PropertiesTest(FourRankTest):
+class PropertiesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
     def _unsharded(self, tree, seed=0):
         return build_tree(tree, self.device, seed=seed)
 
     def _sharded(self, tree, mesh, seed=0, **options):
-        return build_tree(tree, self.device, lambda module: fully_shard(module, mesh=mesh, **options), seed)
+        return build_tree(
+            tree,
+            self.device,
+            lambda module: fully_shard(module, mesh=mesh, **options),
+            seed,
+        )
 
     def _check_training(self, model, reference, steps, accumulate=None):
-        """Train the model on this rank's rows and the reference on all rows; compare losses and parameters."""
+        """Train the model on this rank's rows and the reference on all rows; compare
+        losses and parameters.
+        """
         own = slice(self.rank * ROWS_PER_RANK, (self.rank + 1) * ROWS_PER_RANK)
         losses = train_tree(model, own, steps, self.device, accumulate)
         dist.all_reduce(losses)
         expected = train_tree(
-            reference, slice(None), steps, self.device, contextlib.nullcontext if accumulate else None
+            reference,
+            slice(None),
+            steps,
+            self.device,
+            contextlib.nullcontext if accumulate else None,
         )
-        self.check_equal("losses of sharded training", losses / WORLD_SIZE, expected, **TOLERANCE)
-        self.check_equal("parameters after training", full_params(model), list(reference.parameters()), **TOLERANCE)
+        self.assertEqual(
+            losses / WORLD_SIZE, expected, "losses of sharded training", **TOLERANCE
+        )
+        self.assertEqual(
+            full_params(model),
+            list(reference.parameters()),
+            "parameters after training",
+            **TOLERANCE,
+        )
 
 
 class TestTrainingProperties(PropertiesTest):
@@ -89,7 +113,8 @@ class TestTrainingProperties(PropertiesTest):
         steps=st.integers(1, 3),
         accumulate=st.sampled_from(["never", "reduced", "unreduced"]),
     )
-    # Backward gathers the second layer over a mesh of two, which is drawn too rarely to rely on.
+    # Backward gathers the second layer over a mesh of two, which is drawn too rarely to
+    # rely on.
     @example(
         tree=BlockSpec((LayerSpec(4, wrapped=True), LayerSpec(4))),
         sizes=(4,),
@@ -97,14 +122,26 @@ class TestTrainingProperties(PropertiesTest):
         steps=2,
         accumulate="never",
     )
-    def test_sharded_training_equals_unsharded(self, tree, sizes, reshard_after_forward, steps, accumulate):
+    def test_sharded_training_equals_unsharded(
+        self, tree, sizes, reshard_after_forward, steps, accumulate
+    ):
         if sizes[-1] % 2 and reshard_after_forward == 2:
             reshard_after_forward = True  # one rank cannot reshard to two
         reference = self._unsharded(tree)
-        model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
-        self.check_equal("parameters before training", full_params(model), list(reference.parameters()))
+        model = self._sharded(
+            tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward
+        )
+        self.assertEqual(
+            full_params(model),
+            list(reference.parameters()),
+            "parameters before training",
+        )
 
-        contexts = {"never": None, "reduced": contextlib.nullcontext, "unreduced": lambda: unreduced(model)}
+        contexts = {
+            "never": None,
+            "reduced": contextlib.nullcontext,
+            "unreduced": lambda: unreduced(model),
+        }
         self._check_training(model, reference, steps, contexts[accumulate])
 
 
@@ -117,43 +154,68 @@ class TestStateDictProperties(PropertiesTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
     @settings(max_examples=20)
-    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    @given(
+        tree=module_trees(),
+        saved_by=st.integers(1, WORLD_SIZE),
+        loaded_by=st.integers(1, WORLD_SIZE),
+    )
     def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
         """Its names and values are those of the unsharded model."""
         reference = self._unsharded(tree, seed=1)
         state = [None]
         if saver := self._sharded_over(tree, saved_by, seed=1):
-            full = {name: shard.full_tensor() for name, shard in get_model_state_dict(saver).items()}
-            self.check_equal("saved state", full, dict(reference.state_dict()))
+            full = {
+                name: shard.full_tensor()
+                for name, shard in get_model_state_dict(saver).items()
+            }
+            self.assertEqual(full, dict(reference.state_dict()), "saved state")
             state = [{name: tensor.cpu() for name, tensor in full.items()}]
         dist.broadcast_object_list(state)
         if loader := self._sharded_over(tree, loaded_by, seed=2):
-            set_model_state_dict(loader, state[0], options=StateDictOptions(full_state_dict=True))
-            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            set_model_state_dict(
+                loader, state[0], options=StateDictOptions(full_state_dict=True)
+            )
+            self.assertEqual(
+                full_params(loader), list(reference.parameters()), "loaded parameters"
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
     @settings(max_examples=15)
-    @given(tree=module_trees(), saved_by=st.integers(1, WORLD_SIZE), loaded_by=st.integers(1, WORLD_SIZE))
+    @given(
+        tree=module_trees(),
+        saved_by=st.integers(1, WORLD_SIZE),
+        loaded_by=st.integers(1, WORLD_SIZE),
+    )
     def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
         folder = self.shared_folder()
         if saver := self._sharded_over(tree, saved_by, seed=1):
             group = first_ranks_mesh(saved_by).get_group()
-            dcp.save(get_model_state_dict(saver), checkpoint_id=folder, process_group=group)
+            dcp.save(
+                get_model_state_dict(saver), checkpoint_id=folder, process_group=group
+            )
         dist.barrier()
         if loader := self._sharded_over(tree, loaded_by, seed=2):
             state = get_model_state_dict(loader)
-            dcp.load(state, checkpoint_id=folder, process_group=first_ranks_mesh(loaded_by).get_group())
+            dcp.load(
+                state,
+                checkpoint_id=folder,
+                process_group=first_ranks_mesh(loaded_by).get_group(),
+            )
             set_model_state_dict(loader, state)
             reference = self._unsharded(tree, seed=1)
-            self.check_equal("loaded parameters", full_params(loader), list(reference.parameters()))
+            self.assertEqual(
+                full_params(loader), list(reference.parameters()), "loaded parameters"
+            )
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)
 
 
 class Padding:
-    """Extension hooks for plain shards, which pad each shard with ``filler`` and count their calls."""
+    """Extension hooks for plain shards, which pad each shard with ``filler`` and count
+    their calls.
+    """
 
     def __init__(self, filler):
         self.filler = filler
@@ -165,7 +227,9 @@ class Padding:
         shard.fsdp_post_all_gather = types.MethodType(self._post(param.size()), shard)
 
     def _pre(self):
-        def fsdp_pre_all_gather(shard, mesh, outer_size, outer_stride, module, mp_policy):
+        def fsdp_pre_all_gather(
+            shard, mesh, outer_size, outer_stride, module, mp_policy
+        ):
             rows = -(-outer_size[0] // mesh.size())
             padded = shard.new_full((rows, *outer_size[1:]), self.filler)
             padded[: shard.size(0)] = shard
@@ -176,7 +240,10 @@ class Padding:
     def _post(self, size):
         def fsdp_post_all_gather(shard, outputs, outer_size, param_dtype, *, out=None):
             if outer_size != size:
-                raise AssertionError(f"a parameter of size {size} got the metadata of one of size {outer_size}")
+                raise AssertionError(
+                    f"a parameter of size {size} got the metadata of one of size "
+                    f"{outer_size}"
+                )
             self.gathered += 1
             (padded,) = outputs
             if out is not None:
@@ -196,9 +263,13 @@ class TestExtensionProperties(PropertiesTest):
         filler=st.sampled_from([0.0, 1.0, float("inf"), float("nan")]),
         reshard_after_forward=st.booleans(),
     )
-    def test_padding_of_an_extension_never_shows(self, tree, sizes, filler, reshard_after_forward):
+    def test_padding_of_an_extension_never_shows(
+        self, tree, sizes, filler, reshard_after_forward
+    ):
         reference = self._unsharded(tree)
-        model = self._sharded(tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward)
+        model = self._sharded(
+            tree, world_mesh(*sizes), reshard_after_forward=reshard_after_forward
+        )
         padding = Padding(filler)
         params = list(model.parameters())
         for param in params:

@@ -10,7 +10,11 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import MLP, FSDPTestMultiThread, rank_device
+from torch_ext.testing._internal.common_fsdp import (
+    MLP,
+    FSDPTestMultiThread,
+    rank_device,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -29,7 +33,9 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_state(self):
-        """Each call makes one state, which its module knows, and plain modules have none."""
+        """Each call makes one state, which its module knows, and plain modules have
+        none.
+        """
         model = nn.Sequential(MLP(4), MLP(4)).to(self.device)
         fully_shard(model[0])
         fully_shard(model)
@@ -42,12 +48,17 @@ class TestFullyShardState(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_reapply(self):
         model = fully_shard(MLP(4).to(self.device))
-        with self.assertRaisesRegex(AssertionError, "Each distinct composable distributed API can only be applied to"):
+        with self.assertRaisesRegex(
+            AssertionError,
+            "Each distinct composable distributed API can only be applied to",
+        ):
             fully_shard(model)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_cls(self):
-        """A module's class is one of its own, named after the original and derived from it, and the same for all."""
+        """A module's class is one of its own, named after the original and derived from
+        it, and the same for all.
+        """
         model, other = (fully_shard(MLP(4).to(self.device)) for _ in range(2))
         found = [each.__name__ for each in type(model).__mro__[:3]]
         self.assertEqual(found, ["FSDPMLP", "FSDPModule", "MLP"], f"classes {found}")
@@ -58,21 +69,26 @@ class TestFullyShardState(FSDPTestMultiThread):
         model = nn.Sequential(MLP(4), MLP(4), MLP(4)).to(self.device)
         fully_shard(model[0])
         fully_shard(model)
-        self.assertIs(type(model[:2]), nn.Sequential, f"class of a slice: {type(model[:2])}")
+        self.assertIs(
+            type(model[:2]), nn.Sequential, f"class of a slice: {type(model[:2])}"
+        )
         self.assertIsInstance(model[:2][0], FSDPModule)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_unsupported_module_cls(self):
         for container in (nn.ModuleList([MLP(4)]), nn.ModuleDict({"mlp": MLP(4)})):
             with self.assertRaisesRegex(
-                ValueError, "fully_shard does not support containers that do not implement forward"
+                ValueError,
+                "fully_shard does not support containers that do not implement forward",
             ):
                 fully_shard(container)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_deepcopy(self):
         model = fully_shard(nn.Sequential(nn.Linear(4, 4)).to(self.device))
-        with self.assertRaisesRegex(AssertionError, "FSDP does not support deepcopy. Please use state dict"):
+        with self.assertRaisesRegex(
+            AssertionError, "FSDP does not support deepcopy. Please use state dict"
+        ):
             copy.deepcopy(model)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
@@ -80,7 +96,9 @@ class TestFullyShardState(FSDPTestMultiThread):
         model = fully_shard(MLP(4).to(self.device))
         with self.assertRaisesRegex(TypeError, "max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(True)
-        with self.assertRaisesRegex(ValueError, "max_input_buffers must be a positive int, got 0"):
+        with self.assertRaisesRegex(
+            ValueError, "max_input_buffers must be a positive int, got 0"
+        ):
             model.set_reduce_scatter_max_input_buffers(0)
         with self.assertRaisesRegex(ValueError, "should be a bool"):
             model.set_reshard_after_forward(1)

@@ -1,11 +1,16 @@
 # Owner(s): ["oncall: distributed"]
-"""Communication hooks of DistributedDataParallel: which buckets they get, in which order, and what torch's own do."""
+"""Communication hooks of DistributedDataParallel: which buckets they get, in which
+order, and what torch's own do.
+"""
 
 import sys
 
 import torch
+import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    post_localSGD_hook as post_local_sgd,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -18,7 +23,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import CollectiveLog, DDPTest, skip_without_accelerator
+from torch_ext.testing._internal.common_fsdp import (
+    CollectiveLog,
+    FSDPTest,
+    skip_without_accelerator,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -28,14 +37,75 @@ if not dist.is_available():
 HALF = torch.float16
 
 
-class DistributedDataParallelCommHookTest(DDPTest):
+class DistributedDataParallelCommHookTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def net(self):
+        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
+        3)``.
+        """
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
+            self.device
+        )
+
+    def rows(self, step=0):
+        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
+        and step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(3, 4, generator=generator).to(self.device)
+
+    def backward(self, model, step=0):
+        model(self.rows(step)).square().sum().backward()
+
+    def counts(self, body):
+        """Return how many all-reduces and broadcasts of numbers ``body`` calls. Those
+        of integers agree on buckets.
+        """
+        with CollectiveLog() as log:
+            body()
+        names = [call.name for call in log.calls if call.dtype.is_floating_point]
+        return names.count("allreduce"), names.count("broadcast")
+
+    def gradients(self, model):
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def averaged(self, reference):
+        """Return the averages over ranks of the gradients of a model without DDP, by
+        name. Collective.
+        """
+        averages = {
+            name: each.clone()
+            for name, each in self.gradients(reference).items()
+            if each is not None
+        }
+        for average in averages.values():
+            dist.all_reduce(average)
+            average.div_(self.world_size)
+        return averages
+
+    def check_gradients(self, ddp, expected, what):
+        """Compare the gradients of a model in DDP, by their names within it, bit by
+        bit.
+        """
+        found = self.gradients(ddp.module)
+        for name, gradient in expected.items():
+            self.assertEqual(
+                found[name], gradient, f"{what}: gradient of {name}", atol=0, rtol=0
+            )
+
     def _hooked(self, state, hook, **options):
         ddp = DDP(self.net(), **options)
         ddp.register_comm_hook(state, hook)
         return ddp
 
     def _check_averages(self, ddp, sent_as=torch.float32, steps=3):
-        """Check steps against averages computed and rounded by hand, and the type of the all-reduces."""
+        """Check steps against averages computed and rounded by hand, and the type of
+        the all-reduces.
+        """
         reference = self.net()
         for step in range(steps):
             for each in (ddp, reference):
@@ -43,7 +113,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             with CollectiveLog() as log:
                 self.backward(ddp, step)
             sent = {call.dtype for call in log.calls if call.name == "allreduce"}
-            self.check_equal("types that are reduced", sent, {sent_as})
+            self.assertEqual(sent, {sent_as}, "types that are reduced")
             self.backward(reference, step)
             expected = {}
             for name, gradient in self.gradients(reference).items():
@@ -55,7 +125,13 @@ class DistributedDataParallelCommHookTest(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_comm_hook_allreduce_hook(self):
         for gradient_as_bucket_view in (False, True):
-            self._check_averages(self._hooked(None, allreduce_hook, gradient_as_bucket_view=gradient_as_bucket_view))
+            self._check_averages(
+                self._hooked(
+                    None,
+                    allreduce_hook,
+                    gradient_as_bucket_view=gradient_as_bucket_view,
+                )
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_comm_hook_fp16compress_hook(self):
@@ -63,31 +139,48 @@ class DistributedDataParallelCommHookTest(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_comm_hook_fp16compress_wrapper(self):
-        self._check_averages(self._hooked(None, fp16_compress_wrapper(allreduce_hook)), HALF)
+        self._check_averages(
+            self._hooked(None, fp16_compress_wrapper(allreduce_hook)), HALF
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_comm_hook_noop_hook(self):
         """Without communication every rank keeps its own gradients."""
         ddp, reference = self._hooked(None, noop_hook), self.net()
         reductions, _ = self.counts(lambda: self.backward(ddp))
-        self.check_equal("all-reduces", reductions, 0)
+        self.assertEqual(reductions, 0, "all-reduces")
         self.backward(reference)
         self.check_gradients(ddp, self.gradients(reference), "own gradients")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hook_gets_each_bucket_in_order(self):
-        """The first bucket has the last parameters. Its parameters, gradients and buffer belong together."""
+        """The first bucket has the last parameters. Its parameters, gradients and
+        buffer belong together.
+        """
         buckets = []
 
         def note(state, bucket):
             parameters, gradients = bucket.parameters(), bucket.gradients()
-            buckets.append((state, bucket.index(), bucket.is_last(), [names[id(each)] for each in parameters]))
+            buckets.append(
+                (
+                    state,
+                    bucket.index(),
+                    bucket.is_last(),
+                    [names[id(each)] for each in parameters],
+                )
+            )
             flat = torch.cat([each.flatten() for each in gradients])
-            self.check_equal(f"buffer of bucket {bucket.index()}", bucket.buffer()[: flat.numel()], flat)
+            self.assertEqual(
+                bucket.buffer()[: flat.numel()],
+                flat,
+                f"buffer of bucket {bucket.index()}",
+            )
             return allreduce_hook(None, bucket)
 
         ddp = self._hooked("the state", note, bucket_cap_mb=1e-5)
-        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        names = {
+            id(parameter): name for name, parameter in ddp.module.named_parameters()
+        }
         expected = [
             ("the state", index, index == 3, [name])
             for index, name in enumerate(["2.bias", "2.weight", "0.bias", "0.weight"])
@@ -96,7 +189,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             buckets.clear()
             self.backward(ddp, step)
             if step:  # before, one bucket in the order of the parameters
-                self.check_equal("buckets", buckets, expected)
+                self.assertEqual(buckets, expected, "buckets")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_are_what_the_hook_returns(self):
@@ -110,7 +203,10 @@ class DistributedDataParallelCommHookTest(DDPTest):
         ddp = self._hooked(None, sevens)
         for step in range(2):
             self.backward(ddp, step)
-            expected = {name: torch.full_like(each, 7.0) for name, each in ddp.module.named_parameters()}
+            expected = {
+                name: torch.full_like(each, 7.0)
+                for name, each in ddp.module.named_parameters()
+            }
             self.check_gradients(ddp, expected, f"step {step}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -124,27 +220,40 @@ class DistributedDataParallelCommHookTest(DDPTest):
         ddp = self._hooked(None, note)
         with ddp.no_sync():
             self.backward(ddp)
-        self.check_equal("calls within no_sync", calls, [])
+        self.assertEqual(calls, [], "calls within no_sync")
         self.backward(ddp)
-        self.check_equal("calls afterwards", calls, [0])
+        self.assertEqual(calls, [0], "calls afterwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_post_local_sgd_averages_over_the_subgroup(self):
-        """Over the whole world at first, and from the given step on over the subgroup alone, here this rank."""
+        """Over the whole world at first, and from the given step on over the subgroup
+        alone, here this rank.
+        """
         alone, _ = dist.new_subgroups(group_size=1)
-        state = post_local_sgd.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
-        ddp, reference = self._hooked(state, post_local_sgd.post_localSGD_hook), self.net()
+        state = post_local_sgd.PostLocalSGDState(
+            process_group=None, subgroup=alone, start_localSGD_iter=2
+        )
+        ddp, reference = (
+            self._hooked(state, post_local_sgd.post_localSGD_hook),
+            self.net(),
+        )
         for step in range(4):
             for each in (ddp, reference):
                 each.zero_grad()
                 self.backward(each, step)
-            expected = self.averaged(reference) if step < 2 else self.gradients(reference)
+            expected = (
+                self.averaged(reference) if step < 2 else self.gradients(reference)
+            )
             self.check_gradients(ddp, expected, f"step {step}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_power_sgd_of_full_rank_averages(self):
-        """Averages until the given step, and then, with factors of full rank, the same up to rounding."""
-        state = power_sgd.PowerSGDState(None, 8, start_powerSGD_iter=2, min_compression_rate=0)
+        """Averages until the given step, and then, with factors of full rank, the same
+        up to rounding.
+        """
+        state = power_sgd.PowerSGDState(
+            None, 8, start_powerSGD_iter=2, min_compression_rate=0
+        )
         ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
         for step in range(4):
             for each in (ddp, reference):
@@ -152,15 +261,23 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 self.backward(each, step)
             for name, expected in self.averaged(reference).items():
                 found = ddp.module.get_parameter(name).grad
-                tolerance = {"atol": 1e-4, "rtol": 1e-4} if step >= 2 else {"atol": 0, "rtol": 0}
-                self.check_equal(f"step {step}: gradient of {name}", found, expected, **tolerance)
+                tolerance = (
+                    {"atol": 1e-4, "rtol": 1e-4}
+                    if step >= 2
+                    else {"atol": 0, "rtol": 0}
+                )
+                self.assertEqual(
+                    found, expected, f"step {step}: gradient of {name}", **tolerance
+                )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_power_sgd_keeps_what_compression_loses(self):
-        """With rank one, weights lose something, which is added to the next step's; biases, with one dimension, are
-        averaged. All ranks get the same.
+        """With rank one, weights lose something, which is added to the next step's;
+        biases, with one dimension, are averaged. All ranks get the same.
         """
-        state = power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+        state = power_sgd.PowerSGDState(
+            None, 1, start_powerSGD_iter=2, min_compression_rate=1
+        )
         ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
         received, owed = 0, 0
         for step in range(5):
@@ -168,28 +285,44 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 each.zero_grad()
                 self.backward(each, step)
             expected = self.averaged(reference)
-            found = {name: each.grad.clone() for name, each in ddp.module.named_parameters()}
-            self.check_equal(f"step {step}: bias", found["0.bias"], expected["0.bias"])
+            found = {
+                name: each.grad.clone() for name, each in ddp.module.named_parameters()
+            }
+            self.assertEqual(found["0.bias"], expected["0.bias"], f"step {step}: bias")
             everywhere = [None] * self.world_size
             dist.all_gather_object(everywhere, [each.cpu() for each in found.values()])
-            self.check_equal(f"step {step}: gradients of the ranks", everywhere[1], everywhere[0], atol=0, rtol=0)
+            self.assertEqual(
+                everywhere[1],
+                everywhere[0],
+                f"step {step}: gradients of the ranks",
+                atol=0,
+                rtol=0,
+            )
             if step < 2:
                 continue
             weight = found["0.weight"]
             rank = int(torch.linalg.matrix_rank(weight.cpu(), atol=1e-4))
-            self.check_equal(f"step {step}: rank of the weight's gradient", rank, 1)
+            self.assertEqual(rank, 1, f"step {step}: rank of the weight's gradient")
             received, owed = received + weight, owed + expected["0.weight"]
             (error,) = state.error_dict.values()
         # What all steps sent and what is still owed add up to all that there was.
         dist.all_reduce(error)
-        behind = 3 + 18 + 6  # elements of the parameters that come before it in the bucket, the last parameter first
+        # Elements of the parameters that come before it in the bucket, the last
+        # parameter first.
+        behind = 3 + 18 + 6
         still_owed = (error / self.world_size)[behind : behind + 24].view(6, 4)
-        self.check_equal("sent and still owed", received + still_owed, owed, atol=1e-4, rtol=1e-4)
+        self.assertEqual(
+            received + still_owed, owed, "sent and still owed", atol=1e-4, rtol=1e-4
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optimizer_in_backward(self):
-        """Each bucket's parameters are stepped when it has been reduced, and keep no gradients."""
-        skip_without_accelerator("an optimizer in DDP's backward has a stream of its own")
+        """Each bucket's parameters are stepped when it has been reduced, and keep no
+        gradients.
+        """
+        skip_without_accelerator(
+            "an optimizer in DDP's backward has a stream of its own"
+        )
         model, reference = self.net(), self.net()
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         ddp = DDP(model)
@@ -202,7 +335,9 @@ class DistributedDataParallelCommHookTest(DDPTest):
             optimizer.step()
             optimizer.zero_grad()
             for name, each in model.named_parameters():
-                self.check_equal(f"step {step}: {name}", each, reference.get_parameter(name))
+                self.assertEqual(
+                    each, reference.get_parameter(name), f"step {step}: {name}"
+                )
                 self.assertIsNone(each.grad, f"gradient of {name}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -216,16 +351,27 @@ class DistributedDataParallelCommHookTest(DDPTest):
         refused = [
             (TypeError, "Communication hook must be callable", "no function"),
             (ValueError, "bucket annotation should be dist.GradBucket", wrong_bucket),
-            (ValueError, "return annotation should be torch.futures.Future", wrong_result),
+            (
+                ValueError,
+                "return annotation should be torch.futures.Future",
+                wrong_result,
+            ),
         ]
-        if not self.on_accelerator:
-            refused.append((TypeError, "BF16 all reduce communication hook required CUDA", bf16_compress_hook))
+        if self.device == torch.device("cpu"):
+            refused.append(
+                (
+                    TypeError,
+                    "BF16 all reduce communication hook required CUDA",
+                    bf16_compress_hook,
+                )
+            )
         for error, text, hook in refused:
             with self.assertRaisesRegex(error, text, msg=f"for {hook}"):
                 DDP(self.net()).register_comm_hook(None, hook)
         ddp = self._hooked(None, allreduce_hook)
         with self.assertRaisesRegex(
-            RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called"
+            RuntimeError,
+            "register_comm_hook or register_builtin_comm_hook can only be called",
         ):
             ddp.register_comm_hook(None, allreduce_hook)
 

@@ -1,4 +1,6 @@
-"""The contract of FSDP2's all-gather extensions, as tests that run on any tensor subclass."""
+"""The contract of FSDP2's all-gather extensions, as tests that run on any tensor
+subclass.
+"""
 
 from torch_ext.testing._internal._fsdp.extensions.contract import FSDPExtensionContract
 from torch_ext.testing._internal._fsdp.extensions.errors import ContractError

@@ -1,4 +1,6 @@
-"""``FSDPExtensionContract``: the tests that a tensor subclass with all-gather extensions must pass under FSDP2."""
+"""``FSDPExtensionContract``: the tests that a tensor subclass with all-gather
+extensions must pass under FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
 from torch_ext.testing._internal._fsdp.extensions.errors import ContractError, together
 from torch_ext.testing._internal._fsdp.extensions.hooks import HookCheck, require_hooks
-from torch_ext.testing._internal._fsdp.extensions.values import check_close, inner_tensors
+from torch_ext.testing._internal._fsdp.extensions.values import (
+    check_close,
+    inner_tensors,
+)
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 if TYPE_CHECKING:
@@ -33,26 +38,30 @@ _FEW_STEPS = 3
 _BATCH = 2  # rows of input on each rank
 
 _LOST = (
-    "Its __torch_dispatch__ must wrap the outputs of the operations that FSDP, to_empty() and optimizers call on "
+    "Its __torch_dispatch__ must wrap the outputs of the operations that FSDP, "
+    "to_empty() and optimizers call on "
     "shards, such as split, new_zeros, narrow, view, detach, empty_like and copy_."
 )
 
 
 class FSDPExtensionContract(_FSDPTest):
-    """A mixin for ``FSDPTest`` that trains models with your tensor subclass, sharded and unsharded, and compares them.
+    """A mixin for ``FSDPTest`` that trains models with your tensor subclass, sharded
+    and unsharded, and compares them.
 
-    Define :meth:`make_tensor`, or :meth:`swap_weights` if wrapping each weight is not enough. If your subclass rounds,
-    adjust the tolerances. Before training, the hooks of every weight are called as FSDP calls them, so that a mistake
-    is an error with a name on all ranks instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
-    simulated accelerator. All tests together take a few seconds.
+    Define :meth:`make_tensor`, or :meth:`swap_weights` if wrapping each weight is not
+    enough. If your subclass rounds, adjust the tolerances. Before training, the hooks
+    of every weight are called as FSDP calls them, so that a mistake is an error with a
+    name on all ranks instead of a hang. Each test has fresh processes: four on ``cpu``
+    and on the simulated accelerator. All tests together take a few seconds.
 
     Attributes:
-        dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should be divisible by the number of
-            ranks.
-        uneven_dim: another width, whose shards differ in size and may be empty; None if the subclass does not support
-            uneven sharding.
-        rtol, atol: tolerances between sharded and unsharded values in full precision; None is torch's default for the
-            type. Allow for rounding in the all-gather over ten steps of training.
+        dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should
+            be divisible by the number of ranks.
+        uneven_dim: another width, whose shards differ in size and may be empty; None if
+            the subclass does not support uneven sharding.
+        rtol, atol: tolerances between sharded and unsharded values in full precision;
+            None is torch's default for the type. Allow for rounding in the all-gather
+            over ten steps of training.
         param_dtype: the type of unsharded parameters under mixed precision.
         mixed_precision_rtol, mixed_precision_atol: tolerances under mixed precision.
         learning_rate: of SGD with momentum.
@@ -68,72 +77,108 @@ class FSDPExtensionContract(_FSDPTest):
     learning_rate: float = 0.05
 
     def make_tensor(self, data: torch.Tensor) -> torch.Tensor:
-        """Return your subclass with the values of ``data``, a plain 2D tensor on any device, even ``meta``."""
+        """Return your subclass with the values of ``data``, a plain 2D tensor on any
+        device, even ``meta``.
+        """
         raise TypeError(
-            f"{type(self).__name__} defines neither make_tensor(self, data) nor swap_weights(self, model). The "
+            f"{type(self).__name__} defines neither make_tensor(self, data) nor "
+            "swap_weights(self, model). The "
             "contract needs one of them to make tensors of your subclass."
         )
 
     def swap_weights(self, model: nn.Module) -> None:
-        """Replace the weights of ``model`` by tensors of your subclass, by default with :meth:`make_tensor`.
+        """Replace the weights of ``model`` by tensors of your subclass, by default with
+        :meth:`make_tensor`.
 
-        Override it to swap modules, such as ``nn.Linear`` for your own class. Names of parameters must not change.
+        Override it to swap modules, such as ``nn.Linear`` for your own class. Names of
+        parameters must not change.
         """
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(self.make_tensor(parameter.detach())))
+                setattr(
+                    module, name, nn.Parameter(self.make_tensor(parameter.detach()))
+                )
 
     def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the plain tensors that are compared in place of ``tensor``: a weight, an output, or a shard of one.
+        """Return the plain tensors that are compared in place of ``tensor``: a weight,
+        an output, or a shard of one.
 
-        By default these are its inner tensors. Override it if the unsharded tensor and the shard have different inner
-        tensors, and return values that can be compared.
+        By default these are its inner tensors. Override it if the unsharded tensor and
+        the shard have different inner tensors, and return values that can be compared.
         """
         return inner_tensors(tensor)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks(self) -> None:
-        """Each hook takes and returns what FSDP expects, in full precision and with ``param_dtype``."""
+        """Each hook takes and returns what FSDP expects, in full precision and with
+        ``param_dtype``.
+        """
         for dim in self._dims():
             for policy in (MixedPrecisionPolicy(), self._mixed_precision()):
                 self._sharded(dim, mp_policy=policy)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_parity(self) -> None:
-        """Ten steps give the same outputs and weights as unsharded training on the data of all ranks."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim)
+        """Ten steps give the same outputs and weights as unsharded training on the data
+        of all ranks.
+        """
+        self.run_subtests(
+            {"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim
+        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards(self) -> None:
-        """Three such steps with shards of different sizes, some padded and some empty."""
+        """Three such steps with shards of different sizes, some padded and
+        some empty.
+        """
         if self.uneven_dim is None:
-            raise unittest.SkipTest(f"{type(self).__name__} sets uneven_dim = None: its subclass shards only evenly")
+            raise unittest.SkipTest(
+                f"{type(self).__name__} sets uneven_dim = None: its subclass shards "
+                "only evenly"
+            )
         self.run_subtests(
-            {"reshard_after_forward": [True, False]}, self._check_parity, dim=self.uneven_dim, steps=_FEW_STEPS
+            {"reshard_after_forward": [True, False]},
+            self._check_parity,
+            dim=self.uneven_dim,
+            steps=_FEW_STEPS,
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_mixed_precision(self) -> None:
-        """Unsharded weights have ``param_dtype``, shards keep their type, and training is close to full precision."""
+        """Unsharded weights have ``param_dtype``, shards keep their type, and training
+        is close to full precision.
+        """
         policy, tolerances = self._mixed_precision(), self._mixed_tolerances()
-        model = self._check_parity(self.dim, steps=_FEW_STEPS, tolerances=tolerances, mp_policy=policy)
+        model = self._check_parity(
+            self.dim, steps=_FEW_STEPS, tolerances=tolerances, mp_policy=policy
+        )
         seen: list[torch.dtype] = []
         for module, _, _ in _parameters(model):
-            module.register_forward_pre_hook(lambda module, _: seen.append(next(module.parameters()).dtype))
+            module.register_forward_pre_hook(
+                lambda module, _: seen.append(next(module.parameters()).dtype)
+            )
         model(self._inputs(self.dim, step=0)[self.rank])
-        self.assertEqual(set(seen), {self.param_dtype}, "types of unsharded weights in forward")
+        self.assertEqual(
+            set(seen), {self.param_dtype}, "types of unsharded weights in forward"
+        )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hsdp_mesh(self) -> None:
-        """Over a 2D mesh, hooks get only its shard dimension, and training is the same."""
+        """Over a 2D mesh, hooks get only its shard dimension, and training is
+        the same.
+        """
         shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh(get_devtype().type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            get_devtype().type, shape, mesh_dim_names=("replicate", "shard")
+        )
         for dim in self._dims():
             self._check_parity(dim, steps=_FEW_STEPS, mesh=mesh)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_meta_device_flow(self) -> None:
-        """A model created on ``meta``, then sharded, materialized and initialized, trains like any other."""
+        """A model created on ``meta``, then sharded, materialized and initialized,
+        trains like any other.
+        """
         with torch.device("meta"):
             model = self._whole(self.dim)
         self._check_devices(model, "meta", "before sharding")
@@ -147,7 +192,9 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_save_and_load(self) -> None:
-        """A state dict from a file restores every shard of a model with other initial values."""
+        """A state dict from a file restores every shard of a model with other initial
+        values.
+        """
         for dim in self._dims():
             trained = self._check_parity(dim, steps=_FEW_STEPS)
             file = io.BytesIO()
@@ -159,7 +206,12 @@ class FSDPExtensionContract(_FSDPTest):
             for step in range(2):
                 inputs = self._inputs(dim, step)[self.rank]
                 outputs = [model(inputs) for model in (restored, trained)]
-                self._compare(outputs[0], outputs[1], "the output after loading a state dict", (0.0, 0.0))
+                self._compare(
+                    outputs[0],
+                    outputs[1],
+                    "the output after loading a state dict",
+                    (0.0, 0.0),
+                )
 
     # What follows is not part of the interface.
 
@@ -177,15 +229,23 @@ class FSDPExtensionContract(_FSDPTest):
         return self.mixed_precision_rtol, self.mixed_precision_atol
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype, reduce_dtype=torch.float32
+        )
 
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
-        """Return two blocks of two layers each, with weights of the subclass, the same on all ranks."""
+        """Return two blocks of two layers each, with weights of the subclass, the same
+        on all ranks.
+        """
         torch.manual_seed(seed)
         hidden = 3 * dim if dim % 2 else 4 * dim
         model = nn.Sequential(
             *(
-                nn.Sequential(nn.Linear(dim, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, dim, bias=False))
+                nn.Sequential(
+                    nn.Linear(dim, hidden, bias=False),
+                    nn.Tanh(),
+                    nn.Linear(hidden, dim, bias=False),
+                )
                 for _ in range(2)
             )
         )
@@ -202,20 +262,37 @@ class FSDPExtensionContract(_FSDPTest):
         return model
 
     def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
-        """Return a sharded model whose hooks have been checked, and the same model unsharded."""
+        """Return a sharded model whose hooks have been checked, and the same model
+        unsharded.
+        """
         model, reference = self._shard(self._whole(dim), **options), self._whole(dim)
-        self._check_hooks(model, reference, options.get("mp_policy", MixedPrecisionPolicy()))
+        self._check_hooks(
+            model, reference, options.get("mp_policy", MixedPrecisionPolicy())
+        )
         return model, reference
 
-    def _check_hooks(self, model: nn.Module, reference: nn.Module, policy: MixedPrecisionPolicy | None = None) -> None:
+    def _check_hooks(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        policy: MixedPrecisionPolicy | None = None,
+    ) -> None:
         policy = policy or MixedPrecisionPolicy()
-        tolerances = self._mixed_tolerances() if policy.param_dtype else self._tolerances()
+        tolerances = (
+            self._mixed_tolerances() if policy.param_dtype else self._tolerances()
+        )
         whole = dict(reference.named_parameters())
         for module, name, parameter in _parameters(model):
             HookCheck(
-                name=name, local=parameter._local_tensor, whole=whole[name].detach(), module=module,
-                mesh=_shard_mesh(parameter), policy=policy, values=self.values, tolerances=tolerances,
-            ).run()  # fmt: skip
+                name=name,
+                local=parameter._local_tensor,
+                whole=whole[name].detach(),
+                module=module,
+                mesh=_shard_mesh(parameter),
+                policy=policy,
+                values=self.values,
+                tolerances=tolerances,
+            ).run()
 
     def _check_parity(
         self,
@@ -244,7 +321,8 @@ class FSDPExtensionContract(_FSDPTest):
             output = model(inputs[self.rank])
             mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
             what = f"the output of step {step}"
-            # Means over the rows of each rank average to the mean over all rows, as FSDP averages gradients.
+            # Means over the rows of each rank average to the mean over all rows, as
+            # FSDP averages gradients.
             for each in (whole_output, output):
                 each.square().mean().backward()
             for optimizer in optimizers:
@@ -261,7 +339,9 @@ class FSDPExtensionContract(_FSDPTest):
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
-        """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all ranks."""
+        """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all
+        ranks.
+        """
         generator = torch.Generator().manual_seed(1000 + step)
         rows = torch.randn(dist.get_world_size() * _BATCH, dim, generator=generator)
         return list(rows.to(self._device).chunk(dist.get_world_size()))
@@ -273,12 +353,18 @@ class FSDPExtensionContract(_FSDPTest):
     def _check_devices(self, model: nn.Module, kind: str, when: str) -> None:
         def check() -> None:
             for name, parameter in model.named_parameters():
-                shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                shard = (
+                    parameter._local_tensor
+                    if isinstance(parameter, DTensor)
+                    else parameter
+                )
                 parts = [shard, *inner_tensors(shard)]
                 if any(part.device.type != kind for part in parts):
                     raise ContractError(
-                        f"{name} {when}: {type(shard).__name__} has parts on {[str(part.device) for part in parts]}, "
-                        f"expected {kind}. Its __torch_dispatch__ must apply the operation to every inner tensor."
+                        f"{name} {when}: {type(shard).__name__} has parts on "
+                        f"{[str(part.device) for part in parts]}, "
+                        f"expected {kind}. Its __torch_dispatch__ must apply the "
+                        "operation to every inner tensor."
                     )
 
         together(check)
@@ -297,18 +383,22 @@ class FSDPExtensionContract(_FSDPTest):
             expected = _chunk(whole[name].detach(), mesh)
             if (shard.shape, shard.dtype) != (expected.shape, expected.dtype):
                 raise ContractError(
-                    f"{name} {when}: this rank's shard is {shard.dtype} {tuple(shard.shape)}, expected "
+                    f"{name} {when}: this rank's shard is {shard.dtype} "
+                    f"{tuple(shard.shape)}, expected "
                     f"{expected.dtype} {tuple(expected.shape)}. {_LOST}"
                 )
             self._compare(shard, expected, f"{name} {when}", tolerances)
 
     def _check_restored(self, restored: nn.Module, trained: nn.Module) -> None:
         when = "after loading a state dict"
-        for (name, loaded), saved in zip(restored.named_parameters(), trained.parameters(), strict=True):
+        for (name, loaded), saved in zip(
+            restored.named_parameters(), trained.parameters(), strict=True
+        ):
             shards = [_local_of(each, name, when) for each in (loaded, saved)]
             mine, theirs = (self.values(shard) for shard in shards)
             complaint = (
-                f"{name} {when} is not what was saved. What torch.save() pickles must restore every inner tensor"
+                f"{name} {when} is not what was saved. What torch.save() pickles "
+                "must restore every inner tensor"
             )
             check_close(mine, theirs, tolerances=(0.0, 0.0), complaint=complaint)
 
@@ -320,16 +410,24 @@ class FSDPExtensionContract(_FSDPTest):
         tolerances: tuple[float | None, float | None],
     ) -> None:
         complaint = (
-            f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. If it follows from rounding, "
-            "allow for it in rtol and atol; a value of an earlier step, kept by a hook or not copied to out, shows too"
+            f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. "
+            "If it follows from rounding, "
+            "allow for it in rtol and atol; a value of an earlier step, kept by a "
+            "hook or not copied to out, shows too"
         )
         check_close(
-            self.values(got), self.values(expected), tolerances=tolerances, complaint=complaint, check_dtype=False
+            self.values(got),
+            self.values(expected),
+            tolerances=tolerances,
+            complaint=complaint,
+            check_dtype=False,
         )
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield each parameter with the module that owns it and its fully qualified name."""
+    """Yield each parameter with the module that owns it and its fully
+    qualified name.
+    """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield module, f"{prefix}.{name}", parameter
@@ -342,7 +440,11 @@ def _require_all_hooks(model: nn.Module) -> None:
 
 def _shard_mesh(parameter: Any) -> DeviceMesh:
     mesh: DeviceMesh = parameter.device_mesh
-    return mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
+    return (
+        mesh
+        if mesh.ndim == 1 or mesh.mesh_dim_names is None
+        else mesh[mesh.mesh_dim_names[-1]]
+    )
 
 
 def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -357,5 +459,7 @@ def _local_of(parameter: Any, name: str, when: str) -> torch.Tensor:
     try:
         require_hooks(shard, name)
     except ContractError as error:
-        raise ContractError(f"{name} has lost its subclass {when}. {_LOST} ({error})") from None
+        raise ContractError(
+            f"{name} has lost its subclass {when}. {_LOST} ({error})"
+        ) from None
     return shard

@@ -16,24 +16,36 @@ _Result = TypeVar("_Result")
 
 
 class ContractError(AssertionError):
-    """A tensor subclass breaks the contract of all-gather extensions. The message says where, how, and what to do."""
+    """A tensor subclass breaks the contract of all-gather extensions. The message says
+    where, how, and what to do.
+    """
 
 
 def together(step: Callable[[], _Result]) -> _Result:
-    """Run ``step`` on every rank and return its result. If it fails on one rank, fail on all.
+    """Run ``step`` on every rank and return its result. If it fails on one rank, fail
+    on all.
 
-    A rank that failed alone would leave the others in their next collective until the time limit. Collective over the
-    default group; ``step`` itself must not communicate.
+    A rank that failed alone would leave the others in their next collective until the
+    time limit. Collective over the default group; ``step`` itself must not communicate.
 
     Raises:
-        ContractError: ``step`` failed on some rank. The message groups ranks with the same failure.
+        ContractError: ``step`` failed on some rank. The message groups ranks with the
+            same failure.
     """
     failure: str | None = None
     try:
         result = step()
     except Exception as error:
-        failure = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}"
-    failed = torch.tensor(failure is not None, device=device.rank_device(dist.get_rank()), dtype=torch.int32)
+        failure = (
+            str(error)
+            if isinstance(error, ContractError)
+            else f"{type(error).__name__}: {error}"
+        )
+    failed = torch.tensor(
+        failure is not None,
+        device=device.rank_device(dist.get_rank()),
+        dtype=torch.int32,
+    )
     # Most steps pass, and reducing one number is much cheaper than gathering messages.
     dist.all_reduce(failed)
     if failed.item():
@@ -55,6 +67,7 @@ def _by_message(failures: list[str | None]) -> str:
         if message is not None:
             ranks.setdefault(message, []).append(rank)
     return "\n".join(
-        f"on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))} of {len(failures)}: {message}"
+        f"on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))} of "
+        f"{len(failures)}: {message}"
         for message, those in ranks.items()
     )

@@ -1,13 +1,15 @@
-"""Calls the two hooks of a sharded weight as FSDP2 calls them, and checks what they return.
+"""Calls the two hooks of a sharded weight as FSDP2 calls them, and checks what they
+return.
 
-Note [What FSDP2 does with the hooks]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Unsharding calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor that it returns and all-gathers
-it over the shard mesh. The first time, ``fsdp_post_all_gather`` builds the unsharded tensor from the gathered tensors,
-and returns it with any other tensors to free on reshard. FSDP views the result in the size of the unsharded weight.
-Resharding frees the gathered tensors and those others. Each later time their memory is allocated again without its
-contents, the all-gather fills the gathered tensors, and ``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd
-must not see these writes, because the weight may be saved for a backward that is still to come.
+Note [What FSDP2 does with the hooks] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ Unsharding
+calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor that it
+returns and all-gathers it over the shard mesh. The first time, ``fsdp_post_all_gather``
+builds the unsharded tensor from the gathered tensors, and returns it with any other
+tensors to free on reshard. FSDP views the result in the size of the unsharded weight.
+Resharding frees the gathered tensors and those others. Each later time their memory is
+allocated again without its contents, the all-gather fills the gathered tensors, and
+``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd must not see these
+writes, because the weight may be saved for a backward that is still to come.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ __all__ = ["HookCheck", "require_hooks"]
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _PRE_SIGNATURE = f"{PRE}(self, mesh, outer_size, outer_stride, module, mp_policy)"
-_POST_SIGNATURE = f"{POST}(self, all_gather_outputs, metadata, param_dtype, *, out=None)"
+_POST_SIGNATURE = (
+    f"{POST}(self, all_gather_outputs, metadata, param_dtype, *, out=None)"
+)
 
 
 def require_hooks(tensor: torch.Tensor, name: str) -> None:
@@ -49,17 +53,24 @@ def require_hooks(tensor: torch.Tensor, name: str) -> None:
     kind = type(tensor).__name__
     if type(tensor) in (torch.Tensor, nn.Parameter) and not hasattr(tensor, PRE):
         raise ContractError(
-            f"{name} is a plain {kind}, expected a tensor with hooks. Check make_tensor (or swap_weights), and that "
-            "__torch_dispatch__ wraps what aten.detach returns, which nn.Parameter calls."
+            f"{name} is a plain {kind}, expected a tensor with hooks. Check "
+            "make_tensor (or swap_weights), and that "
+            "__torch_dispatch__ wraps what aten.detach returns, which nn.Parameter "
+            "calls."
         )
     for hook, signature in ((PRE, _PRE_SIGNATURE), (POST, _POST_SIGNATURE)):
         if not callable(getattr(tensor, hook, None)):
-            raise ContractError(f"{name}: {kind} has no {hook}; FSDP needs both hooks. Define {signature}.")
+            raise ContractError(
+                f"{name}: {kind} has no {hook}; FSDP needs both hooks. Define "
+                f"{signature}."
+            )
 
 
 @dataclass(frozen=True)
 class _Gather:
-    """The inputs that the hook returned, and the gathered outputs, ``(*, *inputs[i].shape[1:])``."""
+    """The inputs that the hook returned, and the gathered outputs, ``(*,
+    *inputs[i].shape[1:])``.
+    """
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
@@ -92,7 +103,8 @@ class HookCheck:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Unshard the weight, reshard it, and unshard it again. Collective over the default group.
+        """Unshard the weight, reshard it, and unshard it again. Collective over the
+        default group.
 
         Raises:
             ContractError: on every rank, if a hook fails a check on any.
@@ -103,7 +115,9 @@ class HookCheck:
         gather = self._gather(inputs, metadata)
         unsharded, also_freed = together(lambda: self._first_post(gather))
         together(lambda: self._check_unsharded(unsharded, "the first all-gather"))
-        together(lambda: self._check_nothing_stays(unsharded, [*gather.outputs, *also_freed]))
+        together(
+            lambda: self._check_nothing_stays(unsharded, [*gather.outputs, *also_freed])
+        )
         self._check_out(gather, unsharded, also_freed)
 
     @property
@@ -117,159 +131,252 @@ class HookCheck:
 
     def _error(self, hook: str, problem: str) -> ContractError:
         kind, size = type(self.local).__name__, "x".join(map(str, self.whole.shape))
-        return ContractError(f"{kind}.{hook} for {self.name} ({size} over {self.mesh.size()} ranks) {problem}")
+        return ContractError(
+            f"{kind}.{hook} for {self.name} ({size} over {self.mesh.size()} ranks) "
+            f"{problem}"
+        )
 
     def _call_pre(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         hook = getattr(self.local, PRE)
         count = len(inspect.signature(hook).parameters)
         if count not in (1, 5):
-            raise self._error(PRE, f"takes {count} arguments, expected 1 (mesh) or 5. Define {_PRE_SIGNATURE}.")
+            raise self._error(
+                PRE,
+                f"takes {count} arguments, expected 1 (mesh) or 5. Define "
+                f"{_PRE_SIGNATURE}.",
+            )
         stride = torch.empty(self.whole.shape, device="meta").stride()
-        further = (self.whole.size(), stride, self.module, self.policy) if count == 5 else ()
+        further = (
+            (self.whole.size(), stride, self.module, self.policy) if count == 5 else ()
+        )
         with ScribbledEmpty():
             answer = self._call(hook, PRE, self.mesh, *further)
         if not isinstance(answer, tuple) or len(answer) != 2:
-            raise self._error(PRE, f"returned {_kind(answer)}, expected a pair. Return (all_gather_inputs, metadata).")
+            raise self._error(
+                PRE,
+                f"returned {_kind(answer)}, expected a pair. Return "
+                "(all_gather_inputs, metadata).",
+            )
         inputs, metadata = answer
         self._check_tensors(PRE, inputs, "all_gather_inputs", at_least=1)
         for index, each in enumerate(inputs):
             self._check_input(index, each)
         return tuple(inputs), metadata
 
-    def _call(self, hook: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, hook: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             return hook(*args, **kwargs)
         except Exception as error:
-            raise self._error(name, f"raised {type(error).__name__}: {error}{_advice(error)}") from error
+            raise self._error(
+                name, f"raised {type(error).__name__}: {error}{_advice(error)}"
+            ) from error
 
     def _check_tensors(self, hook: str, found: Any, what: str, at_least: int) -> None:
         if not isinstance(found, (tuple, list)):
-            raise self._error(hook, f"returned {_kind(found)} as {what}, expected a tuple. Return (tensor,) for one.")
+            raise self._error(
+                hook,
+                f"returned {_kind(found)} as {what}, expected a tuple. Return "
+                "(tensor,) for one.",
+            )
         if len(found) < at_least:
-            raise self._error(hook, f"returned no {what}, expected at least {at_least}.")
+            raise self._error(
+                hook, f"returned no {what}, expected at least {at_least}."
+            )
         for index, each in enumerate(found):
             if type(each) is not torch.Tensor:
                 raise self._error(
-                    hook, f"returned {_kind(each)} as {what}[{index}], expected a plain tensor. Return inner tensors."
+                    hook,
+                    f"returned {_kind(each)} as {what}[{index}], expected a plain "
+                    "tensor. Return inner tensors.",
                 )
 
     def _check_input(self, index: int, each: torch.Tensor) -> None:
         if each.device.type != self.local.device.type:
             raise self._error(
                 PRE,
-                f"returned all_gather_inputs[{index}] on {each.device}, expected {self.local.device}. Move it there.",
+                f"returned all_gather_inputs[{index}] on {each.device}, expected "
+                f"{self.local.device}. Move it there.",
             )
         if not each.is_contiguous():
-            raise self._error(PRE, f"returned all_gather_inputs[{index}] that is not contiguous. Call contiguous().")
+            raise self._error(
+                PRE,
+                f"returned all_gather_inputs[{index}] that is not contiguous. Call "
+                "contiguous().",
+            )
 
     def _check_ranks_agree(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Check what an all-gather requires: the same number of tensors, sizes and types on every rank."""
+        """Check what an all-gather requires: the same number of tensors, sizes and
+        types on every rank.
+        """
         mine = [(tuple(each.shape), str(each.dtype)) for each in inputs]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         uneven = self.whole.size(0) % self.mesh.size() != 0
-        odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        odd = next(
+            (rank for rank, theirs in enumerate(found) if theirs != found[0]), None
+        )
         if odd is not None:
             padded = "x".join(map(str, self._padded_size))
             remedy = (
-                f"The first dimension shards unevenly: pad the shard to {padded} at its end, on every rank."
+                f"The first dimension shards unevenly: pad the shard to {padded} at "
+                "its end, on every rank."
                 if uneven
-                else "Return the same number of tensors, sizes and types whatever the rank."
+                else "Return the same number of tensors, sizes and types whatever the "
+                "rank."
             )
             raise self._error(
-                PRE, f"returned {_sizes(found[odd])} on rank {odd} but {_sizes(found[0])} on rank 0. {remedy}"
+                PRE,
+                f"returned {_sizes(found[odd])} on rank {odd} but {_sizes(found[0])} "
+                f"on rank 0. {remedy}",
             )
         together(lambda: self._check_padded(inputs))
 
     def _check_padded(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        # FSDP checks this only on ranks with padding, and only for the signature that takes the outer size.
+        # FSDP checks this only on ranks with padding, and only for the signature that
+        # takes the outer size.
         if len(inspect.signature(getattr(self.local, PRE)).parameters) != 5:
             return
-        if self.local.size() != self._padded_size and any(each.size() != self._padded_size for each in inputs):
+        if self.local.size() != self._padded_size and any(
+            each.size() != self._padded_size for each in inputs
+        ):
             sizes = [tuple(each.size()) for each in inputs]
             raise self._error(
                 PRE,
-                f"returned tensors of sizes {sizes}, expected {tuple(self._padded_size)} each, because this rank's "
-                f"shard has {self.local.size(0)} rows. Pad to ceil(outer_size[0] / mesh.size()) rows at the end.",
+                f"returned tensors of sizes {sizes}, expected "
+                f"{tuple(self._padded_size)} each, because this rank's "
+                f"shard has {self.local.size(0)} rows. Pad to ceil(outer_size[0] / "
+                "mesh.size()) rows at the end.",
             )
 
     def _gather(self, inputs: tuple[torch.Tensor, ...], metadata: Any) -> _Gather:
         ranks = self.mesh.size()
         outputs = tuple(each.new_empty(ranks * each.numel()) for each in inputs)
         self._fill(inputs, outputs)
-        shaped = (flat.view(-1, *each.shape[1:]) for flat, each in zip(outputs, inputs, strict=True))
+        shaped = (
+            flat.view(-1, *each.shape[1:])
+            for flat, each in zip(outputs, inputs, strict=True)
+        )
         return _Gather(inputs, tuple(shaped), metadata)
 
-    def _fill(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def _fill(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
         group = self.mesh.get_group()
         for each, output in zip(inputs, outputs, strict=True):
             parts = [torch.empty_like(each.view(-1)) for _ in range(self.mesh.size())]
             dist.all_gather(parts, each.view(-1), group=group)
             output.view(-1).copy_(torch.cat(parts))
 
-    def _first_post(self, gather: _Gather) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _first_post(
+        self, gather: _Gather
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         with ScribbledEmpty():
             answer = self._call_post(gather.outputs, gather.metadata)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise self._error(
                 POST,
-                f"returned {_kind(answer)} when called without out, expected a pair. Return (unsharded tensor, "
+                f"returned {_kind(answer)} when called without out, expected a pair. "
+                "Return (unsharded tensor, "
                 "tensors whose memory FSDP frees with it).",
             )
         unsharded, also_freed = answer
         if not isinstance(unsharded, torch.Tensor):
-            raise self._error(POST, f"returned {_kind(unsharded)} as the unsharded tensor, expected a tensor.")
+            raise self._error(
+                POST,
+                f"returned {_kind(unsharded)} as the unsharded tensor, expected a "
+                "tensor.",
+            )
         self._check_tensors(POST, also_freed, "tensors to free", at_least=0)
         return self._in_whole_size(unsharded), tuple(also_freed)
 
     @torch.enable_grad()
-    def _call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
-        # FSDP calls this hook during forward, with autograd on, and the other hook with autograd off.
-        return self._call(getattr(self.local, POST), POST, outputs, metadata, self._dtype, **out)
+    def _call_post(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor
+    ) -> Any:
+        # FSDP calls this hook during forward, with autograd on, and the other hook with
+        # autograd off.
+        return self._call(
+            getattr(self.local, POST), POST, outputs, metadata, self._dtype, **out
+        )
 
     def _in_whole_size(self, unsharded: torch.Tensor) -> torch.Tensor:
         size = self.whole.size()
         if unsharded.dtype != self._dtype:
             raise self._error(
-                POST, f"returned {unsharded.dtype}, expected param_dtype {self._dtype}. Cast the result to param_dtype."
+                POST,
+                f"returned {unsharded.dtype}, expected param_dtype {self._dtype}. "
+                "Cast the result to param_dtype.",
             )
-        if unsharded.ndim != len(size) or unsharded.shape[1:] != size[1:] or unsharded.size(0) < size[0]:
+        if (
+            unsharded.ndim != len(size)
+            or unsharded.shape[1:] != size[1:]
+            or unsharded.size(0) < size[0]
+        ):
             raise self._error(
                 POST,
-                f"returned size {tuple(unsharded.shape)}, expected {tuple(size)} (or more rows of padding at the end). "
-                "all_gather_outputs hold the ranks' inputs, concatenated along dimension 0.",
+                f"returned size {tuple(unsharded.shape)}, expected {tuple(size)} (or "
+                "more rows of padding at the end). "
+                "all_gather_outputs hold the ranks' inputs, concatenated along "
+                "dimension 0.",
             )
         try:
-            return torch.as_strided(unsharded, size, torch.empty(size, device="meta").stride(), storage_offset=0)
+            return torch.as_strided(
+                unsharded,
+                size,
+                torch.empty(size, device="meta").stride(),
+                storage_offset=0,
+            )
         except Exception as error:
             raise self._error(
                 POST,
-                f"returned a {type(unsharded).__name__} that aten.as_strided cannot view in size {tuple(size)}: "
+                f"returned a {type(unsharded).__name__} that aten.as_strided cannot "
+                f"view in size {tuple(size)}: "
                 f"{error}. Handle aten.as_strided in __torch_dispatch__.",
             ) from error
 
     def _check_unsharded(self, unsharded: torch.Tensor, when: str) -> None:
         remedy = (
-            "Rows must come back in the order of ranks. Check the order of all_gather_outputs, the use of metadata, "
+            "Rows must come back in the order of ranks. Check the order of "
+            "all_gather_outputs, the use of metadata, "
             "that padding is at the end of each shard and that nothing reads it"
         )
-        found = self._error(POST, f"is not equal after the round trip of {when}. {remedy}")
-        whole = self.whole if self.whole.dtype == self._dtype else self.whole.to(self._dtype)
+        found = self._error(
+            POST, f"is not equal after the round trip of {when}. {remedy}"
+        )
+        whole = (
+            self.whole
+            if self.whole.dtype == self._dtype
+            else self.whole.to(self._dtype)
+        )
         check_close(
-            self.values(unsharded), self.values(whole.detach()), tolerances=self.tolerances, complaint=str(found)
+            self.values(unsharded),
+            self.values(whole.detach()),
+            tolerances=self.tolerances,
+            complaint=str(found),
         )
 
-    def _check_nothing_stays(self, unsharded: torch.Tensor, freed: Sequence[torch.Tensor]) -> None:
+    def _check_nothing_stays(
+        self, unsharded: torch.Tensor, freed: Sequence[torch.Tensor]
+    ) -> None:
         staying = storage_keys(_parts(unsharded)) - storage_keys(freed)
         if staying:
             raise self._error(
                 POST,
-                f"keeps {len(staying)} tensor(s) of the unsharded weight in memory after resharding. Return every new "
+                f"keeps {len(staying)} tensor(s) of the unsharded weight in memory "
+                "after resharding. Return every new "
                 "tensor that the result is made of in the second place of the pair.",
             )
 
-    def _check_out(self, gather: _Gather, unsharded: torch.Tensor, also_freed: Sequence[torch.Tensor]) -> None:
-        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again without its contents.
+    def _check_out(
+        self,
+        gather: _Gather,
+        unsharded: torch.Tensor,
+        also_freed: Sequence[torch.Tensor],
+    ) -> None:
+        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again
+        # without its contents.
         for tensor in (*gather.outputs, *also_freed):
             scribble(tensor)
         inputs, metadata = together(self._call_pre)
@@ -284,26 +391,36 @@ class HookCheck:
         try:
             self._check_unsharded(out.detach(), "a later all-gather into out")
         except ContractError as error:
-            raise ContractError(f"{error} If out was ignored: copy into what out holds of its own.") from None
+            raise ContractError(
+                f"{error} If out was ignored: copy into what out holds of its own."
+            ) from None
 
     def _check_version(self, writes: int) -> None:
         if writes:
             raise self._error(
                 POST,
-                f"wrote into out {writes} time(s) in sight of autograd, so that backward would refuse the weight that "
-                "forward saved. Write under torch.autograd._unsafe_preserve_version_counter(out).",
+                f"wrote into out {writes} time(s) in sight of autograd, so that "
+                "backward would refuse the weight that "
+                "forward saved. Write under "
+                "torch.autograd._unsafe_preserve_version_counter(out).",
             )
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         return inner_tensors(tensor)
-    except ContractError:  # it has no __tensor_flatten__; the test class overrides values()
+    except (
+        ContractError
+    ):  # it has no __tensor_flatten__; the test class overrides values()
         return []
 
 
 def _advice(error: Exception) -> str:
-    return " Decorate the hook with torch.no_grad()." if "leaf Variable" in str(error) else ""
+    return (
+        " Decorate the hook with torch.no_grad()."
+        if "leaf Variable" in str(error)
+        else ""
+    )
 
 
 def _kind(value: object) -> str:

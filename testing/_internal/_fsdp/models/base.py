@@ -1,4 +1,6 @@
-"""The interface of FSDP1 test models, the modes in which they are built, and helpers that build them."""
+"""The interface of FSDP1 test models, the modes in which they are built, and helpers
+that build them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.device import compute_device
 
 __all__ = [
     "CUDAInitMode",
@@ -25,14 +26,14 @@ __all__ = [
     "_maybe_cuda",
     "_maybe_wrap_fsdp",
     "_move_to_device",
-    "fsdp_on_device",
 ]
 
 
 class FSDPInitMode(Enum):
     """Which modules of a test model are wrapped with FSDP.
 
-    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root if the model's ``init`` says so.
+    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root if the model's
+    ``init`` says so.
     """
 
     NO_FSDP = auto()
@@ -57,19 +58,27 @@ CUDAInitMode = DEVICEInitMode
 
 
 class FSDPTestModel(nn.Module, ABC):
-    """A model with its own input, loss and backward, so that one training loop serves all models."""
+    """A model with its own input, loss and backward, so that one training loop serves
+    all models.
+    """
 
     @abstractmethod
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the positional inputs of one step on ``device``. They may differ by rank, but not by call."""
+        """Return the positional inputs of one step on ``device``. They may differ by
+        rank, but not by call.
+        """
 
     @abstractmethod
     def get_loss(self, input: Any, output: Any) -> torch.Tensor:
-        """Return the scalar loss of ``output``, which ``forward`` computed from ``input``."""
+        """Return the scalar loss of ``output``, which ``forward`` computed from
+        ``input``.
+        """
 
     @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of ``loss``, and any gradient reduction that the wrapper does not do."""
+        """Run the backward pass of ``loss``, and any gradient reduction that the
+        wrapper does not do.
+        """
 
     @staticmethod
     @abstractmethod
@@ -84,13 +93,12 @@ def _move_to_device(model: nn.Module, move_to_device: bool) -> nn.Module:
 _maybe_cuda = _move_to_device
 
 
-def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
-    return FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
-
-
-def fsdp_on_device(module: nn.Module, *args: Any, **kwargs: Any) -> FSDP:
-    """Wrap ``module`` with FSDP1, which moves it to the calling rank's device. The arguments are FSDP's."""
-    return FSDP(module, *args, **{"device_id": compute_device(), **kwargs})
+def _maybe_wrap_fsdp(
+    model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any
+) -> nn.Module:
+    return (
+        FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
+    )
 
 
 def init_by_mode(
@@ -99,7 +107,8 @@ def init_by_mode(
     device_init_mode: DEVICEInitMode,
     fsdp_kwargs: dict[str, Any] | None,
 ) -> nn.Module:
-    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if that comes after wrapping.
+    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if that comes
+    after wrapping.
 
     Raises:
         ValueError: the mode is not a :class:`FSDPInitMode`.
@@ -114,11 +123,16 @@ def init_by_mode(
 
 def unsupported_mode(mode: object) -> NoReturn:
     """Raise the error for a mode that is not a :class:`FSDPInitMode`."""
-    raise ValueError(f"Unsupported FSDP init mode: {mode}. Pass one of {', '.join(map(str, FSDPInitMode))}.")
+    raise ValueError(
+        f"Unsupported FSDP init mode: {mode}. Pass one of "
+        f"{', '.join(map(str, FSDPInitMode))}."
+    )
 
 
 class DummyProcessGroup:
-    """A process group of ``size`` ranks, as seen from ``rank``, that does not communicate."""
+    """A process group of ``size`` ranks, as seen from ``rank``, that does not
+    communicate.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -159,5 +173,6 @@ class DummyDDP(nn.Module):
         return self.module(*args, **kwargs)
 
 
-# A model's group: one process group, or for hybrid sharding (shard group, replicate group).
+# A model's group: one process group, or for hybrid sharding (shard group, replicate
+# group).
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

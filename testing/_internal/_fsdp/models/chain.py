@@ -1,4 +1,6 @@
-"""A chain of three small layers, its rows, and the part of it that each rank holds, computed without FSDP."""
+"""A chain of three small layers, its rows, and the part of it that each rank holds,
+computed without FSDP.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn as nn
 
-__all__ = ["Chain", "chain_rows", "own_slices", "shards_of"]
+__all__ = ["Chain", "own_slices", "shards_of"]
 
 ROWS_PER_RANK = 2
 # 16 bytes, in elements of four bytes.
@@ -21,8 +23,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 class Chain(nn.Module):
     """Layers ``a`` (3 to 4), ``b`` (4 to 3) and ``c`` (3 to 2), with tanh between them.
 
-    Its six parameters have 12, 4, 12, 3, 6 and 2 elements. As one flat parameter over two ranks, each rank holds
-    several, and they share ``b.weight``. All instances of a seed are equal. Shapes: ``(N, 3)`` to ``(N, 2)``.
+    Its six parameters have 12, 4, 12, 3, 6 and 2 elements. As one flat parameter over
+    two ranks, each rank holds several, and they share ``b.weight``. All instances of a
+    seed are equal. Shapes: ``(N, 3)`` to ``(N, 2)``.
 
     Args:
         wrap: wraps each layer.
@@ -42,31 +45,50 @@ class Chain(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layers = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)]
-        # Each is moved before the next is wrapped, so that a wrapper may look at its device.
-        self.a, self.b, self.c = (wrap(layer if device is None else layer.to(device)) for layer in layers)
+        # Each is moved before the next is wrapped, so that a wrapper may look at its
+        # device.
+        self.a, self.b, self.c = (
+            wrap(layer if device is None else layer.to(device)) for layer in layers
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
         return output
 
+    @staticmethod
+    def rows(
+        device: torch.device, world_size: int, rank: int | None = None, step: int = 0
+    ) -> torch.Tensor:
+        """Return the rows of ``rank`` in a step, or those of all ranks. Shape: ``(2,
+        3)`` or ``(2 * world_size, 3)``.
 
-def chain_rows(device: torch.device, world_size: int, rank: int | None = None, step: int = 0) -> torch.Tensor:
-    """Return the rows of ``rank`` in a step, or those of all ranks. Shape: ``(2, 3)`` or ``(2 * world_size, 3)``.
+        The mean over all ranks of a loss that is a mean over rows is the loss of all
+        rows.
+        """
+        generator = torch.Generator().manual_seed(100 + step)
+        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(
+            device
+        )
+        return (
+            rows
+            if rank is None
+            else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
+        )
 
-    The mean over all ranks of a loss that is a mean over rows is the loss of all rows.
-    """
-    generator = torch.Generator().manual_seed(100 + step)
-    rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(device)
-    return rows if rank is None else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
 
+def own_slices(
+    numels: Mapping[str, int], rank: int, world_size: int
+) -> dict[str, slice]:
+    """Return which elements of each parameter ``rank`` holds if all are sharded as one;
+    an empty slice for none.
 
-def own_slices(numels: Mapping[str, int], rank: int, world_size: int) -> dict[str, slice]:
-    """Return which elements of each parameter ``rank`` holds if all are sharded as one; an empty slice for none.
+    Each begins at a multiple of four elements, as FSDP1 aligns original parameters of
+    four bytes an element.
 
-    Each begins at a multiple of four elements, as FSDP1 aligns original parameters of four bytes an element.
-
-    >>> own_slices({"a": 3, "b": 4}, 0, 2), own_slices({"a": 6, "b": 4}, 1, 2)
-    ({'a': slice(0, 3, None), 'b': slice(0, 0, None)}, {'a': slice(6, 6, None), 'b': slice(0, 4, None)})
+    >>> own_slices({"a": 3, "b": 4}, 0, 2)
+    {'a': slice(0, 3, None), 'b': slice(0, 0, None)}
+    >>> own_slices({"a": 6, "b": 4}, 1, 2)
+    {'a': slice(6, 6, None), 'b': slice(0, 4, None)}
     """
     starts, end = {}, 0
     for name, numel in numels.items():
@@ -74,10 +96,22 @@ def own_slices(numels: Mapping[str, int], rank: int, world_size: int) -> dict[st
         end = starts[name] + numel
     width = -(-end // world_size)
     edges = (rank * width, (rank + 1) * width)
-    return {name: slice(*(min(max(edge - starts[name], 0), numel) for edge in edges)) for name, numel in numels.items()}
+    return {
+        name: slice(*(min(max(edge - starts[name], 0), numel) for edge in edges))
+        for name, numel in numels.items()
+    }
 
 
-def shards_of(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Return the elements of each tensor that ``rank`` holds if all are sharded as one, flat."""
-    slices = own_slices({name: tensor.numel() for name, tensor in tensors.items()}, rank, world_size)
-    return {name: tensor.detach().reshape(-1)[slices[name]] for name, tensor in tensors.items()}
+def shards_of(
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
+    """Return the elements of each tensor that ``rank`` holds if all are sharded as one,
+    flat.
+    """
+    slices = own_slices(
+        {name: tensor.numel() for name, tensor in tensors.items()}, rank, world_size
+    )
+    return {
+        name: tensor.detach().reshape(-1)[slices[name]]
+        for name, tensor in tensors.items()
+    }

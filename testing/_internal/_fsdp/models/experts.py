@@ -1,4 +1,6 @@
-"""A mixture of experts: each rank has its own expert, between layers that all ranks share."""
+"""A mixture of experts: each rank has its own expert, between layers that all ranks
+share.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.compat import fsdp as private
 from torch_ext.testing._internal._fsdp.device import delay
-from torch_ext.testing._internal._fsdp.models.base import DEVICEInitMode, FSDPInitMode, init_by_mode
-from torch_ext.testing._internal._fsdp.models.nested import LayerMaker, NestedWrappedModule
+from torch_ext.testing._internal._fsdp.models.base import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    init_by_mode,
+)
+from torch_ext.testing._internal._fsdp.models.nested import (
+    LayerMaker,
+    NestedWrappedModule,
+)
 
 __all__ = ["MixtureOfExperts"]
 
@@ -23,12 +32,14 @@ _INPUT, _SHARED, _EXPERT = 8, 12, 23
 class MixtureOfExperts(NestedWrappedModule):
     """Linear layers 8 to 12, 12 to 23 (shared), 23 to 12 (this rank's expert), 12 to 8.
 
-    The expert's parameters have an attribute ``expert`` and are sharded over a group of this rank only; their gradients
-    are never reduced. With ``deterministic``, experts differ by rank and all other weights are the same.
+    The expert's parameters have an attribute ``expert`` and are sharded over a group of
+    this rank only; their gradients are never reduced. With ``deterministic``, experts
+    differ by rank and all other weights are the same.
 
     Args:
-        delay_before_free_ms: delay before FSDP frees the expert's parameters in forward, in milliseconds. On a GPU this
-            widens the window in which a reshard that does not wait frees parameters in use; ``check_races`` finds it
+        delay_before_free_ms: delay before FSDP frees the expert's parameters in
+            forward, in milliseconds. On a GPU this widens the window in which a reshard
+            that does not wait frees parameters in use; ``check_races`` finds it
             without.
     """
 
@@ -43,7 +54,9 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool,
         **fsdp_kwargs: Any,
     ) -> None:
-        super().__init__(group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs)
+        super().__init__(
+            group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs
+        )
         self.group = group
         self.wrap_fsdp = wrap_fsdp
         self.delay_before_free_ms = delay_before_free_ms
@@ -55,7 +68,9 @@ class MixtureOfExperts(NestedWrappedModule):
         expert = make.linear(_EXPERT, _SHARED)
         for parameter in expert.parameters():
             parameter.expert = True  # type: ignore[attr-defined]  # read by run_backward
-        self.num_expert_params = sum(parameter.numel() for parameter in expert.parameters())
+        self.num_expert_params = sum(
+            parameter.numel() for parameter in expert.parameters()
+        )
         if deterministic:
             torch.manual_seed(0)
         shared = make.linear(_SHARED, _EXPERT)
@@ -67,7 +82,9 @@ class MixtureOfExperts(NestedWrappedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.delay_before_free_ms <= 0 or not isinstance(self.module[self._EXPERT_INDEX], FSDP):
+        if self.delay_before_free_ms <= 0 or not isinstance(
+            self.module[self._EXPERT_INDEX], FSDP
+        ):
             return self.module(x)
         reshard = private.runtime_utils._reshard
 
@@ -79,7 +96,9 @@ class MixtureOfExperts(NestedWrappedModule):
             return self.module(x)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run backward, and average the shared gradients over the group if FSDP does not."""
+        """Run backward, and average the shared gradients over the group if FSDP does
+        not.
+        """
         super().run_backward(loss)
         if self.wrap_fsdp:
             return
@@ -98,14 +117,22 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool = False,
         delay_before_free_ms: int = 0,
     ) -> nn.Module:
-        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but not the root.
+        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
+        not the root.
 
         Raises:
             ValueError: the mode is not a :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return cls(group, wrap, device_init_mode, delay_before_free_ms, deterministic, **kwargs)
+            return cls(
+                group,
+                wrap,
+                device_init_mode,
+                delay_before_free_ms,
+                deterministic,
+                **kwargs,
+            )
 
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 

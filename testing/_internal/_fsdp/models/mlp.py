@@ -1,4 +1,6 @@
-"""Models for FSDP2 tests: an MLP, a stack of MLPs for tensor parallelism, and a pair of linear layers."""
+"""Models for FSDP2 tests: an MLP, a stack of MLPs for tensor parallelism, and a pair of
+linear layers.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ __all__ = ["MLP", "DoubleLinear", "MLPStack"]
 
 
 class MLP(nn.Module):
-    """Two linear layers of widths ``dim`` and ``dim_multiplier * dim``, each followed by ReLU.
+    """Two linear layers of widths ``dim`` and ``dim_multiplier * dim``, each followed
+    by ReLU.
 
-    Shapes: ``(*, dim)`` in and out. With ``with_buffer`` a random buffer of shape ``(dim,)`` is added to the output.
+    Shapes: ``(*, dim)`` in and out. With ``with_buffer`` a random buffer of shape
+        ``(dim,)`` is added to the output.
     """
 
     buffer: torch.Tensor | None
@@ -54,19 +58,25 @@ class MLP(nn.Module):
         return output if self.buffer is None else output + self.buffer
 
     def reset_parameters(self) -> None:
-        """Initialize the buffer. The meta-device flow calls this on each module that owns tensors directly."""
+        """Initialize the buffer. The meta-device flow calls this on each module that
+        owns tensors directly.
+        """
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 
 
 class MLPStack(nn.Sequential):
-    """Three MLPs with hidden widths of 3, 4 and 3 times ``mlp_dim``; 3 is not divisible by the size of an even mesh.
+    """Three MLPs with hidden widths of 3, 4 and 3 times ``mlp_dim``; 3 is not divisible
+    by the size of an even mesh.
 
-    With ``with_seq_parallel``, a layer norm without bias follows, on activations sharded along the sequence.
+    With ``with_seq_parallel``, a layer norm without bias follows, on activations
+    sharded along the sequence.
     """
 
     def __init__(self, mlp_dim: int, *, with_seq_parallel: bool = False) -> None:
-        layers: list[nn.Module] = [MLP(mlp_dim, dim_multiplier=multiplier) for multiplier in (3, 4, 3)]
+        layers: list[nn.Module] = [
+            MLP(mlp_dim, dim_multiplier=multiplier) for multiplier in (3, 4, 3)
+        ]
         if with_seq_parallel:
             layers.append(nn.LayerNorm(mlp_dim, bias=False))
         super().__init__(*layers)
@@ -79,11 +89,13 @@ class MLPStack(nn.Sequential):
         use_activation_checkpointing: bool,
         **fsdp_kwargs: Any,
     ) -> MLPStack:
-        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh``, in place, and return the stack.
+        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh``, in
+        place, and return the stack.
 
-        Inner activations stay DTensors, because a local tensor does not know its uneven global width. The last MLP
-        returns a plain tensor; with sequence parallelism it shards dimension 1 for the norm that follows. Each MLP and
-        the root become FSDP modules. With activation checkpointing, each MLP is checkpointed.
+        Inner activations stay DTensors, because a local tensor does not know its uneven
+        global width. The last MLP returns a plain tensor; with sequence parallelism it
+        shards dimension 1 for the norm that follows. Each MLP and the root become FSDP
+        modules. With activation checkpointing, each MLP is checkpointed.
         """
         parallelize_module(self, tp_mesh, self._tensor_parallel_plan())
         for mlp in self:
@@ -100,14 +112,19 @@ class MLPStack(nn.Sequential):
         for index in range(3):
             plan[f"{index}.in_proj"] = ColwiseParallel(use_local_output=False)
             plan[f"{index}.out_proj"] = RowwiseParallel(use_local_output=False)
-        plan["2.out_proj"] = RowwiseParallel(output_layouts=Shard(1)) if self.with_seq_parallel else RowwiseParallel()
+        plan["2.out_proj"] = (
+            RowwiseParallel(output_layouts=Shard(1))
+            if self.with_seq_parallel
+            else RowwiseParallel()
+        )
         if self.with_seq_parallel:
             plan["3"] = SequenceParallel(sequence_dim=1)
         return plan
 
 
 class DoubleLinear(nn.Module):
-    """Two parallel linear layers with two outputs. With ``use_second_linear=False`` one output, and an unused layer.
+    """Two parallel linear layers with two outputs. With ``use_second_linear=False`` one
+    output, and an unused layer.
 
     Shapes: ``(*, dim)`` in and out.
     """
@@ -118,6 +135,8 @@ class DoubleLinear(nn.Module):
         self.relu = nn.ReLU()
         self.use_second_linear = use_second_linear
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    def forward(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         first = self.relu(self.lin1(x))
         return (first, self.relu(self.lin2(x))) if self.use_second_linear else first

@@ -1,4 +1,6 @@
-"""Linear layers of several sizes, with FSDP at several depths, and variants with delays."""
+"""Linear layers of several sizes, with FSDP at several depths, and variants with
+delays.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Makes the layers of a nested model, moved and wrapped according to the model's arguments."""
+    """Makes the layers of a nested model, moved and wrapped according to the model's
+    arguments.
+    """
 
     group: Any
     wrap_fsdp: bool
@@ -42,23 +46,35 @@ class LayerMaker:
     fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def linear(self, features_in: int, features_out: int) -> nn.Module:
-        return _move_to_device(nn.Linear(features_in, features_out), self.move_to_device)
+        return _move_to_device(
+            nn.Linear(features_in, features_out), self.move_to_device
+        )
 
     def wrapped(self, *layers: nn.Module, group: Any = None) -> nn.Module:
-        """Return the layer, or a sequence of several, wrapped over ``group`` (by default the model's)."""
+        """Return the layer, or a sequence of several, wrapped over ``group`` (by
+        default the model's).
+        """
         module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
-        return _maybe_wrap_fsdp(module, self.wrap_fsdp, self.group if group is None else group, **self.fsdp_kwargs)
+        return _maybe_wrap_fsdp(
+            module,
+            self.wrap_fsdp,
+            self.group if group is None else group,
+            **self.fsdp_kwargs,
+        )
 
 
 class NestedWrappedModule(FSDPTestModel):
-    """Five linear layers. The inner ones are wrapped with FSDP, one of them twice; the first and the last are not.
+    """Five linear layers. The inner ones are wrapped with FSDP, one of them twice; the
+    first and the last are not.
 
-    Shapes: ``(4, 8)`` in and out. The input differs by rank. The loss is the sum of the output.
+    Shapes: ``(4, 8)`` in and out. The input differs by rank. The loss is the sum of the
+        output.
 
     Args:
         group: the process group.
         wrap_fsdp: wrap the inner layers.
-        device_init_mode: ``DEVICE_BEFORE`` moves each layer to the device before it is wrapped.
+        device_init_mode: ``DEVICE_BEFORE`` moves each layer to the device before it is
+            wrapped.
         deterministic: give every instance the same weights.
         fsdp_kwargs: for every FSDP constructor.
     """
@@ -75,7 +91,12 @@ class NestedWrappedModule(FSDPTestModel):
         self.rank, self.world_size = group.rank(), group.size()
         if deterministic:
             torch.manual_seed(0)
-        make = LayerMaker(group, wrap_fsdp, device_init_mode == DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs)
+        make = LayerMaker(
+            group,
+            wrap_fsdp,
+            device_init_mode == DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs,
+        )
         self.module = self._layers(make, deterministic)
 
     def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
@@ -108,7 +129,8 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model. Each class decides what ``RECURSIVE`` wraps; most leave the root to the caller.
+        """Return the model. Each class decides what ``RECURSIVE`` wraps; most leave the
+        root to the caller.
 
         Raises:
             ValueError: the mode is not a :class:`FSDPInitMode`.
@@ -121,28 +143,44 @@ class NestedWrappedModule(FSDPTestModel):
 
     @classmethod
     def _build(
-        cls, group: Any, wrap_fsdp: bool, device_init_mode: DEVICEInitMode, deterministic: bool, **kwargs: Any
+        cls,
+        group: Any,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        deterministic: bool,
+        **kwargs: Any,
     ) -> nn.Module:
         """Return the model, wrapped with ``kwargs`` if ``wrap_fsdp``."""
         return cls(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers. ``RECURSIVE`` wraps every module, the root included, over the default group."""
+    """The same layers. ``RECURSIVE`` wraps every module, the root included, over the
+    default group.
+    """
 
     @classmethod
     def _build(
-        cls, group: Any, wrap_fsdp: bool, device_init_mode: DEVICEInitMode, deterministic: bool, **kwargs: Any
+        cls,
+        group: Any,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        deterministic: bool,
+        **kwargs: Any,
     ) -> nn.Module:
         plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
-        return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **kwargs)
+        return _maybe_wrap_fsdp(
+            plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **kwargs
+        )
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same layers, with the last two in one FSDP module, and only the last layer's parameters trainable.
+    """The same layers, with the last two in one FSDP module, and only the last layer's
+    parameters trainable.
 
-    With ``use_orig_params=True`` all trainable elements are then on one rank and other ranks have no gradient, which
-    gradient scaling must not take for an overflow. Without ``use_orig_params`` the flat parameter is frozen as a whole.
+    With ``use_orig_params=True`` all trainable elements are then on one rank and other
+    ranks have no gradient, which gradient scaling must not take for an overflow.
+    Without ``use_orig_params`` the flat parameter is frozen as a whole.
     """
 
     # With or without an FSDP module in between.
@@ -156,7 +194,9 @@ class NonUniformReqGradNWM(NestedWrappedModule):
         )
 
     @staticmethod
-    def _set_nonuniform_req_grad(model: nn.Module, req_grad_mask: str | re.Pattern[str]) -> None:
+    def _set_nonuniform_req_grad(
+        model: nn.Module, req_grad_mask: str | re.Pattern[str]
+    ) -> None:
         for name, parameter in model.named_parameters():
             if re.match(req_grad_mask, name) is None:
                 parameter.requires_grad_(False)
@@ -169,14 +209,21 @@ class NonUniformReqGradNWM(NestedWrappedModule):
 
 
 class ModuleWithDelay(FSDPTestModel):
-    """Wraps a test model and delays it after its loss, before each reduce-scatter of its gradients, or both.
+    """Wraps a test model and delays it after its loss, before each reduce-scatter of
+    its gradients, or both.
 
-    On a GPU a delay widens the window in which a missing wait shows: of the optimizer for the reduction, or of the
-    reduction for a gradient. It proves nothing. On ``sim``, run under ``check_races``, which finds each missing wait
-    with or without a delay.
+    On a GPU a delay widens the window in which a missing wait shows: of the optimizer
+    for the reduction, or of the reduction for a gradient. It proves nothing. On
+    ``sim``, run under ``check_races``, which finds each missing wait with or without a
+    delay.
     """
 
-    def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        delay_after_loss_ms: int,
+        delay_before_reduction_ms: int,
+    ) -> None:
         super().__init__()
         self.module: Any = module
         self.delay_after_loss_ms = delay_after_loss_ms
@@ -211,7 +258,9 @@ class ModuleWithDelay(FSDPTestModel):
         delay_before_reduction_ms: int,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
-        """Return ``module_class.init(*model_args, **model_kwargs)`` with the two delays, in milliseconds."""
+        """Return ``module_class.init(*model_args, **model_kwargs)`` with the two
+        delays, in milliseconds.
+        """
         module = module_class.init(*model_args, **model_kwargs)
         return ModuleWithDelay(module, delay_after_loss_ms, delay_before_reduction_ms)
 
@@ -229,6 +278,10 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
         delay_after_loss_ms: int = 0,
         delay_before_reduction_ms: int = 0,
     ) -> ModuleWithDelay:
-        """Return the model with delays in milliseconds. :meth:`NestedWrappedModule.init` says what is wrapped."""
-        nested = NestedWrappedModule.init(group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic)
+        """Return the model with delays in milliseconds.
+        :meth:`NestedWrappedModule.init` says what is wrapped.
+        """
+        nested = NestedWrappedModule.init(
+            group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic
+        )
         return ModuleWithDelay(nested, delay_after_loss_ms, delay_before_reduction_ms)

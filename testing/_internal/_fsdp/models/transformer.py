@@ -32,25 +32,37 @@ _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
 
 class TransformerWithSharedParams(FSDPTestModel):
-    """Sequence to sequence over a vocabulary of 23, with a float and an integer buffer and an optional batch norm.
+    """Sequence to sequence over a vocabulary of 23, with a float and an integer buffer
+    and an optional batch norm.
 
-    With ``deterministic``, all instances have the same weights and are in evaluation mode, which turns dropout and
-    batch statistics off.
+    With ``deterministic``, all instances have the same weights and are in evaluation
+    mode, which turns dropout and batch statistics off.
 
-    Shapes: source ``(6, 2)`` and target ``(4, 2)`` token ids, time before batch; output ``(4, 2, 23)``.
+    Shapes: source ``(6, 2)`` and target ``(4, 2)`` token ids, time before batch; output
+        ``(4, 2, 23)``.
     """
 
     vocab_bias: torch.Tensor  # 1D, _WIDTH
     long_buffer: torch.Tensor  # 1D, _WIDTH, integers
 
-    def __init__(self, group: Any, device_init_mode: DEVICEInitMode, add_bn: bool, deterministic: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        device_init_mode: DEVICEInitMode,
+        add_bn: bool,
+        deterministic: bool,
+    ) -> None:
         super().__init__()
         self.rank, self.world_size, self.bs = group.rank(), group.size(), _BATCH
         if deterministic:
             torch.manual_seed(0)
         self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
         self.transformer = nn.Transformer(
-            _WIDTH, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=_FEEDFORWARD, dropout=0.1
+            _WIDTH,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            dim_feedforward=_FEEDFORWARD,
+            dropout=0.1,
         )
         self.output_proj = nn.Linear(_WIDTH, _VOCABULARY)
         self.output_proj.weight = self.embed_tokens.weight
@@ -64,7 +76,10 @@ class TransformerWithSharedParams(FSDPTestModel):
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         # What a caller draws next is then the same in every step, and differs by rank.
         torch.manual_seed(1 + self.rank)
-        source, target = (torch.arange(steps * self.bs, device=device) for steps in (_SOURCE_STEPS, _TARGET_STEPS))
+        source, target = (
+            torch.arange(steps * self.bs, device=device)
+            for steps in (_SOURCE_STEPS, _TARGET_STEPS)
+        )
         return source.view(-1, self.bs), target.view(-1, self.bs)
 
     def forward(self, src_ids: torch.Tensor, tgt_ids: torch.Tensor) -> torch.Tensor:
@@ -75,7 +90,9 @@ class TransformerWithSharedParams(FSDPTestModel):
 
     def get_loss(self, input: Any, output: torch.Tensor) -> torch.Tensor:
         target_ids = input[1]
-        return F.cross_entropy(output.flatten(0, 1), target_ids.flatten(), reduction="sum")
+        return F.cross_entropy(
+            output.flatten(0, 1), target_ids.flatten(), reduction="sum"
+        )
 
     def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -93,13 +110,16 @@ class TransformerWithSharedParams(FSDPTestModel):
         deterministic: bool = False,
         add_bn: bool = True,
     ) -> nn.Module | FSDP:
-        """Return a transformer. ``RECURSIVE`` wraps its encoder and decoder layers and the root.
+        """Return a transformer. ``RECURSIVE`` wraps its encoder and decoder layers and
+        the root.
 
         Args:
-            group: the process group. For hybrid sharding a pair, whose first group is the model's.
+            group: the process group. For hybrid sharding a pair, whose first group is
+                the model's.
             fsdp_init_mode: what to wrap.
             device_init_mode: when to move to the device.
-            fsdp_kwargs: for FSDP's constructor; an ``auto_wrap_policy`` here replaces the default one.
+            fsdp_kwargs: for FSDP's constructor; an ``auto_wrap_policy`` here replaces
+                the default one.
             deterministic: the same weights in every instance, and evaluation mode.
             add_bn: add a batch norm after the target embeddings.
 
@@ -109,13 +129,22 @@ class TransformerWithSharedParams(FSDPTestModel):
         own_group = group[0] if isinstance(group, tuple) else group
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            model = TransformerWithSharedParams(own_group, device_init_mode, add_bn, deterministic)
+            model = TransformerWithSharedParams(
+                own_group, device_init_mode, add_bn, deterministic
+            )
             return _wrap_layers(model, group, kwargs) if wrap else model
 
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 
 
 def _wrap_layers(model: nn.Module, group: Group, kwargs: dict[str, Any]) -> FSDP:
-    kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}))
-    derives_groups = kwargs.get("sharding_strategy") in _HYBRID and not isinstance(group, tuple)
-    return FSDP(model, None if derives_groups else group, **device.with_compute_device(kwargs))
+    kwargs.setdefault(
+        "auto_wrap_policy",
+        ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
+    )
+    derives_groups = kwargs.get("sharding_strategy") in _HYBRID and not isinstance(
+        group, tuple
+    )
+    return FSDP(
+        model, None if derives_groups else group, **device.with_compute_device(kwargs)
+    )

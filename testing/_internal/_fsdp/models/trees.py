@@ -1,6 +1,8 @@
-"""Random models for property-based tests: trees of small linear layers with odd sizes, and a task to train them on.
+"""Random models for property-based tests: trees of small linear layers with odd sizes,
+and a task to train them on.
 
-In float64, so that a sharded and an unsharded run differ only by the order of summation.
+In float64, so that a sharded and an unsharded run differ only by the order of
+summation.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on its own."""
+    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on
+    its own.
+    """
 
     width: int
     bias: bool = True
@@ -31,28 +35,44 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``, they are sharded as one."""
+    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``,
+    they are sharded as one.
+    """
 
     parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False
 
 
-def module_trees(max_width: int = 6, max_layers: int = 6) -> st.SearchStrategy[BlockSpec]:
-    """Return a Hypothesis strategy for descriptions of models; :func:`build_tree` builds them.
+def module_trees(
+    max_width: int = 6, max_layers: int = 6
+) -> st.SearchStrategy[BlockSpec]:
+    """Return a Hypothesis strategy for descriptions of models; :func:`build_tree`
+    builds them.
 
-    Widths start at 1, so over a few ranks shards are uneven and many are empty. Examples shrink towards a block with a
-    single layer of width 1.
+    Widths start at 1, so over a few ranks shards are uneven and many are empty.
+    Examples shrink towards a block with a single layer of width 1.
     """
-    layers = st.builds(LayerSpec, width=st.integers(1, max_width), bias=st.booleans(), wrapped=st.booleans())
-    parts: st.SearchStrategy[LayerSpec | BlockSpec] = st.recursive(layers, _blocks, max_leaves=max_layers)
+    layers = st.builds(
+        LayerSpec,
+        width=st.integers(1, max_width),
+        bias=st.booleans(),
+        wrapped=st.booleans(),
+    )
+    parts: st.SearchStrategy[LayerSpec | BlockSpec] = st.recursive(
+        layers, _blocks, max_leaves=max_layers
+    )
     return st.builds(BlockSpec, parts=_some(parts))
 
 
-def _blocks(parts: st.SearchStrategy[LayerSpec | BlockSpec]) -> st.SearchStrategy[BlockSpec]:
+def _blocks(
+    parts: st.SearchStrategy[LayerSpec | BlockSpec],
+) -> st.SearchStrategy[BlockSpec]:
     return st.builds(BlockSpec, parts=_some(parts), wrapped=st.booleans())
 
 
-def _some(parts: st.SearchStrategy[LayerSpec | BlockSpec]) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
+def _some(
+    parts: st.SearchStrategy[LayerSpec | BlockSpec],
+) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
     return st.lists(parts, min_size=1, max_size=3).map(tuple)
 
 
@@ -67,7 +87,8 @@ def build_tree(
     seed: int = 0,
     dtype: torch.dtype = _DTYPE,
 ) -> nn.Module:
-    """Return the model that ``tree`` describes, on ``device``. The same seed gives the same weights.
+    """Return the model that ``tree`` describes, on ``device``. The same seed gives the
+    same weights.
 
     Args:
         wrap: wraps every part that is to be wrapped, innermost first, and the root.
@@ -103,14 +124,18 @@ def train_tree(
     device: torch.device,
     accumulate: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> torch.Tensor:
-    """Train by Adam on ``rows`` of each step's batch of 8 and return the losses, one for each step.
+    """Train by Adam on ``rows`` of each step's batch of 8 and return the losses, one
+    for each step.
 
-    If ranks have equal numbers of rows, averaged gradients are those of the whole batch.
+    If ranks have equal numbers of rows, averaged gradients are those of the whole
+    batch.
 
     Args:
-        accumulate: if given, every other step only accumulates gradients, inside this context.
+        accumulate: if given, every other step only accumulates gradients, inside this
+            context.
     """
-    # A wrong scale of gradients changes Adam's steps only through eps, so the default would hide it.
+    # A wrong scale of gradients changes Adam's steps only through eps, so the default
+    # would hide it.
     optim = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
     losses = []
     for step in range(steps):

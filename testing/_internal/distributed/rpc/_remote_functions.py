@@ -1,4 +1,6 @@
-"""Functions that the RPC suites run on other workers, which find them by name, and the ways to call them."""
+"""Functions that the RPC suites run on other workers, which find them by name, and the
+ways to call them.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,42 @@ __all__ = [
 ]
 
 
-def _sync(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _sync(
+    to: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Any:
     return rpc.rpc_sync(to, function, args=args, kwargs=kwargs)
 
 
-def _async(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _async(
+    to: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Any:
     return rpc.rpc_async(to, function, args=args, kwargs=kwargs).wait()
 
 
-def _remote(to: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _remote(
+    to: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Any:
     return rpc.remote(to, function, args=args, kwargs=kwargs).to_here()
 
 
 CALL_MODES = {"rpc_sync": _sync, "rpc_async": _async, "remote": _remote}
 
 
-def call(mode: str, to: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` on the worker ``to`` in one of :data:`CALL_MODES`, and return its result here."""
+def call(
+    mode: str, to: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``function`` on the worker ``to`` in one of :data:`CALL_MODES`, and return
+    its result here.
+    """
     return CALL_MODES[mode](to, function, args, kwargs or None)
 
 
@@ -64,7 +85,9 @@ def raise_value_error(message: str) -> NoReturn:
 
 
 class UnrebuildableError(Exception):
-    """Cannot be rebuilt from its message alone, which is what torch tries on the caller's side."""
+    """Cannot be rebuilt from its message alone, which is what torch tries on the
+    caller's side.
+    """
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -74,12 +97,18 @@ def raise_unrebuildable() -> NoReturn:
     raise UnrebuildableError(7, "out of cheese")
 
 
-def relay(function: Callable[..., Any], args: tuple[Any, ...], hops: int, world_size: int) -> Any:
+def relay(
+    function: Callable[..., Any], args: tuple[Any, ...], hops: int, world_size: int
+) -> Any:
     """Call ``function`` after ``hops`` more hops around the ring of workers."""
     if hops == 0:
         return function(*args)
     rank = rpc.get_worker_info().id
-    return rpc.rpc_sync(worker_name((rank + 1) % world_size), relay, args=(function, args, hops - 1, world_size))
+    return rpc.rpc_sync(
+        worker_name((rank + 1) % world_size),
+        relay,
+        args=(function, args, hops - 1, world_size),
+    )
 
 
 def add_to_rref(rref: rpc.RRef[Tensor], value: Tensor | float) -> Tensor:
@@ -102,7 +131,9 @@ class Accumulator:
         return self.total
 
     def value_behind_gate(self, timeout_s: float = 60.0) -> Tensor:
-        """Return the value once :func:`open_gate` has run on this worker; see :func:`pass_gate`."""
+        """Return the value once :func:`open_gate` has run on this worker; see
+        :func:`pass_gate`.
+        """
         value: Tensor = pass_gate(self.total, timeout_s)
         return value
 
@@ -121,7 +152,8 @@ class Accumulator:
         self.total, self._lock = total, threading.Lock()
 
 
-# Holds remote calls back until the test lets them go on, so that no test depends on how long a call sleeps.
+# Holds remote calls back until the test lets them go on, so that no test depends on how
+# long a call sleeps.
 _gate = threading.Event()
 
 

@@ -1,4 +1,6 @@
-"""``rpc.functions.async_execution``: a callee that returns a future frees its thread until the future completes."""
+"""``rpc.functions.async_execution``: a callee that returns a future frees its thread
+until the future completes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,13 @@ from torch.futures import Future
 
 from torch_ext.testing._internal.dist_utils import dist_init
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc._remote_functions import (
+    CALL_MODES,
+    call,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -42,7 +49,9 @@ def add_through_two(first: str, second: str, a: Tensor, b: Tensor) -> Future[Ten
 @async_execution
 def sum_from_many(to: str, tensor: Tensor, times: int) -> Future[Tensor]:
     futures = [rpc.rpc_async(to, torch.mul, args=(tensor, i)) for i in range(times)]
-    return torch.futures.collect_all(futures).then(lambda all_: sum(f.wait() for f in all_.wait()))
+    return torch.futures.collect_all(futures).then(
+        lambda all_: sum(f.wait() for f in all_.wait())
+    )
 
 
 @async_execution
@@ -54,7 +63,9 @@ def promise(result: Any) -> Future[Any]:
 
 @async_execution
 def promise_that_fails(to: str) -> Future[Any]:
-    return rpc.rpc_async(to, remote.my_name).then(lambda done: remote.raise_value_error(f"raised after {done.wait()}"))
+    return rpc.rpc_async(to, remote.my_name).then(
+        lambda done: remote.raise_value_error(f"raised after {done.wait()}")
+    )
 
 
 @async_execution
@@ -103,7 +114,9 @@ def release_all() -> None:
 
 
 class AsyncExecutionTest(RpcAgentTestFixture):
-    """Every worker calls the next one, which passes the work on to the one after that."""
+    """Every worker calls the next one, which passes the work on to the one
+    after that.
+    """
 
     @property
     def world_size(self) -> int:
@@ -114,36 +127,74 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         one, two = torch.ones(2), torch.full((2,), 2.0)
         for mode in CALL_MODES:
             with self.subTest(mode):
-                self.assertEqual(call(mode, self.peer(), add_elsewhere, self.peer(2), one, two), one + two)
                 self.assertEqual(
-                    call(mode, self.peer(), add_elsewhere_then, self.peer(2), one, two, two), one + 2 * two
+                    call(mode, self.peer(), add_elsewhere, self.peer(2), one, two),
+                    one + two,
                 )
-                through = call(mode, self.peer(), add_through_two, self.peer(2), self.peer(3), one, two)
+                self.assertEqual(
+                    call(
+                        mode,
+                        self.peer(),
+                        add_elsewhere_then,
+                        self.peer(2),
+                        one,
+                        two,
+                        two,
+                    ),
+                    one + 2 * two,
+                )
+                through = call(
+                    mode,
+                    self.peer(),
+                    add_through_two,
+                    self.peer(2),
+                    self.peer(3),
+                    one,
+                    two,
+                )
                 self.assertEqual(through, one + two)
-                self.assertEqual(call(mode, self.peer(), sum_from_many, self.peer(2), one, 5), one * 10)
-                self.assertEqual(call(mode, self.peer(), promise, ("anything", one)), ("anything", one))
+                self.assertEqual(
+                    call(mode, self.peer(), sum_from_many, self.peer(2), one, 5),
+                    one * 10,
+                )
+                self.assertEqual(
+                    call(mode, self.peer(), promise, ("anything", one)),
+                    ("anything", one),
+                )
 
     @dist_init
     def test_methods_of_every_kind(self) -> None:
         args = (self.peer(2), torch.ones(2), torch.ones(2))
         for mode in CALL_MODES:
-            for method in (Methods.of_no_one, Methods.of_the_class, Methods().of_the_object):
+            for method in (
+                Methods.of_no_one,
+                Methods.of_the_class,
+                Methods().of_the_object,
+            ):
                 with self.subTest(f"{mode} {method}"):
-                    self.assertEqual(call(mode, self.peer(), method, *args), torch.full((2,), 2.0))
+                    self.assertEqual(
+                        call(mode, self.peer(), method, *args), torch.full((2,), 2.0)
+                    )
 
     @dist_init
     def test_method_through_an_rref(self) -> None:
         rref = rpc.remote(self.peer(), Methods)
         args = (self.peer(2), torch.ones(2), torch.ones(2))
         self.assertEqual(rref.rpc_sync().of_the_object(*args), torch.full((2,), 2.0))
-        self.assertEqual(rref.rpc_async().of_the_class(*args).wait(), torch.full((2,), 2.0))
-        self.assertEqual(rref.remote().of_no_one(*args).to_here(), torch.full((2,), 2.0))
+        self.assertEqual(
+            rref.rpc_async().of_the_class(*args).wait(), torch.full((2,), 2.0)
+        )
+        self.assertEqual(
+            rref.remote().of_no_one(*args).to_here(), torch.full((2,), 2.0)
+        )
 
     @dist_init
     def test_errors_before_and_after_the_future(self) -> None:
         for mode in CALL_MODES:
             with self.subTest(mode):
-                with self.assertRaisesRegex(ValueError, "raised before there was a future"):
+                with self.assertRaisesRegex(
+                    ValueError, "raised before there was a future"
+                ):
                     call(mode, self.peer(), raise_at_once)
                 with self.assertRaisesRegex(Exception, f"raised after {self.peer(2)}"):
                     call(mode, self.peer(), promise_that_fails, self.peer(2))
@@ -151,15 +202,22 @@ class AsyncExecutionTest(RpcAgentTestFixture):
     @dist_init
     def test_function_that_returns_no_future_is_an_error(self) -> None:
         for mode in CALL_MODES:
-            with self.subTest(mode), self.assertRaisesRegex(RuntimeError, "must return a torch.futures.Future"):
+            with (
+                self.subTest(mode),
+                self.assertRaisesRegex(
+                    RuntimeError, "must return a torch.futures.Future"
+                ),
+            ):
                 call(mode, self.peer(), no_future)
 
     @dist_init
     def test_waiting_calls_hold_no_thread_of_the_callee(self) -> None:
-        # Three times as many calls wait as the callee has threads, and it still answers others.
+        # Three times as many calls wait as the callee has threads, and it still answers
+        # others.
         count = 3 * rpc.constants.DEFAULT_NUM_WORKER_THREADS
         futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
-        # A call is answered only while a thread is free. Each answer tells how many calls have arrived.
+        # A call is answered only while a thread is free. Each answer tells how many
+        # calls have arrived.
         while rpc.rpc_sync(self.peer(), count_waiting) < count:
             pass
         self.assertFalse(any(future.done() for future in futures))

@@ -1,9 +1,12 @@
-"""Distributed autograd: gradients through RPC, their contexts, and errors in backward."""
+"""Distributed autograd: gradients through RPC, their contexts, and errors in
+backward.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +26,13 @@ from torch_ext.testing._internal.dist_utils import (
     worker_name,
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc._remote_functions import (
+    CALL_MODES,
+    call,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -68,6 +76,10 @@ def knows_context(context_id: int) -> bool:
     return True
 
 
+def _has_forgotten(worker: str, context_id: int) -> bool:
+    return not rpc.rpc_sync(worker, knows_context, args=(context_id,))
+
+
 class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -98,14 +110,20 @@ def make_embedding() -> nn.EmbeddingBag:
     return nn.EmbeddingBag(4, 2, mode="sum", sparse=True)
 
 
-def gradients_of(function: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of ``function(*leaves).sum()`` by plain autograd, on copies of the leaves."""
+def gradients_of(
+    function: Callable[..., Tensor], *leaves: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``function(*leaves).sum()`` by plain autograd, on copies
+    of the leaves.
+    """
     copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     return torch.autograd.grad(function(*copies).sum(), copies)
 
 
 class DistAutogradTest(RpcAgentTestFixture):
-    """Every worker sends work to the next one. The reference is plain autograd in one process."""
+    """Every worker sends work to the next one. The reference is plain autograd in one
+    process.
+    """
 
     @property
     def world_size(self) -> int:
@@ -115,7 +133,9 @@ class DistAutogradTest(RpcAgentTestFixture):
         seeded = torch.Generator().manual_seed(self.rank)
         return [torch.rand(3, generator=seeded).requires_grad_() for _ in range(count)]
 
-    def _assert_gradients(self, context_id: int, loss: Tensor, expected: dict[Tensor, Tensor]) -> None:
+    def _assert_gradients(
+        self, context_id: int, loss: Tensor, expected: dict[Tensor, Tensor]
+    ) -> None:
         dist_autograd.backward(context_id, [loss])
         got = dist_autograd.get_gradients(context_id)
         self.assertEqual(len(got), len(expected))
@@ -130,8 +150,14 @@ class DistAutogradTest(RpcAgentTestFixture):
         ids = set()
         for _ in range(5):
             with dist_autograd.context() as context_id:
-                self.assertEqual(context_id >> 48, self.rank, msg="the id does not carry the worker's rank")
-                self.assertEqual(dist_autograd.current_context()._context_id(), context_id)
+                self.assertEqual(
+                    context_id >> 48,
+                    self.rank,
+                    msg="the id does not carry the worker's rank",
+                )
+                self.assertEqual(
+                    dist_autograd.current_context()._context_id(), context_id
+                )
                 ids.add(context_id)
             self.assertFalse(knows_context(context_id))
         self.assertEqual(len(ids), 5)
@@ -139,7 +165,9 @@ class DistAutogradTest(RpcAgentTestFixture):
     @dist_init
     def test_contexts_do_not_nest(self) -> None:
         with dist_autograd.context():
-            with self.assertRaisesRegex(RuntimeError, "Already have an autograd context id"):
+            with self.assertRaisesRegex(
+                RuntimeError, "Already have an autograd context id"
+            ):
                 with dist_autograd.context():
                     pass
 
@@ -167,13 +195,18 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             args = (multiply, (a, b), 1, self.world_size)
             rpc.rpc_sync(self.peer(), remote.relay, args=args)
-            self.assertEqual(dist_autograd.current_context()._known_worker_ids(), {rpc.get_worker_info(self.peer()).id})
+            self.assertEqual(
+                dist_autograd.current_context()._known_worker_ids(),
+                {rpc.get_worker_info(self.peer()).id},
+            )
             for distance in (1, 2):
-                self.assertTrue(rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)))
-        for distance in (1, 2):
+                self.assertTrue(
+                    rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,))
+                )
+        for peer in (self.peer(1), self.peer(2)):
             poll_until(
-                lambda: not rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,)),  # noqa: B023
-                f"{self.peer(distance)} still has the context",
+                partial(_has_forgotten, peer, context_id),
+                f"{peer} still has the context",
             )
 
     @dist_init
@@ -182,7 +215,9 @@ class DistAutogradTest(RpcAgentTestFixture):
             for mode in CALL_MODES:
                 call(mode, self.peer(), multiply, torch.ones(2), torch.ones(2))
             context = dist_autograd.current_context()
-            self.assertEqual((context._send_functions(), context._recv_functions()), ({}, {}))
+            self.assertEqual(
+                (context._send_functions(), context._recv_functions()), ({}, {})
+            )
 
     @dist_init
     def test_call_records_one_send_and_one_receive(self) -> None:
@@ -190,10 +225,18 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context():
             product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
             context = dist_autograd.current_context()
-            self.assertEqual((len(context._send_functions()), len(context._recv_functions())), (1, 1))
+            self.assertEqual(
+                (len(context._send_functions()), len(context._recv_functions())), (1, 1)
+            )
             (send,) = context._send_functions().values()
-            self.assertEqual(len(send.next_functions), 2, msg="one edge for each tensor that needs a gradient")
-            self.assertEqual(product.grad_fn.name(), "torch::distributed::autograd::RecvRpcBackward")
+            self.assertEqual(
+                len(send.next_functions),
+                2,
+                msg="one edge for each tensor that needs a gradient",
+            )
+            self.assertEqual(
+                product.grad_fn.name(), "torch::distributed::autograd::RecvRpcBackward"
+            )
             self.assertTrue(product.requires_grad)
 
     @dist_init
@@ -210,15 +253,24 @@ class DistAutogradTest(RpcAgentTestFixture):
         for mode in CALL_MODES:
             for to in (self.peer(), worker_name(self.rank)):
                 for function in (torch.mul, multiply):
-                    with self.subTest(f"{mode} {function} to {to}"), dist_autograd.context() as context_id:
-                        self._assert_gradients(context_id, call(mode, to, function, a, b).sum(), wanted)
+                    with (
+                        self.subTest(f"{mode} {function} to {to}"),
+                        dist_autograd.context() as context_id,
+                    ):
+                        self._assert_gradients(
+                            context_id, call(mode, to, function, a, b).sum(), wanted
+                        )
 
     @dist_init
     def test_gradient_goes_only_to_what_needs_one(self) -> None:
         (a,), constant = self._leaves(1), torch.full((3,), 5.0)
         for mode in CALL_MODES:
             with self.subTest(mode), dist_autograd.context() as context_id:
-                self._assert_gradients(context_id, call(mode, self.peer(), multiply, a, constant).sum(), {a: constant})
+                self._assert_gradients(
+                    context_id,
+                    call(mode, self.peer(), multiply, a, constant).sum(),
+                    {a: constant},
+                )
 
     @dist_init
     def test_leaf_on_the_callee_gets_its_gradient_there(self) -> None:
@@ -229,14 +281,19 @@ class DistAutogradTest(RpcAgentTestFixture):
             product = rpc.rpc_sync(self.peer(), multiply_by_own_leaf, args=(a,))
             factor = torch.full((3,), (self.rank + 1) % self.world_size + 2.0)
             self._assert_gradients(context_id, product.sum(), {a: factor})
-            self.assertEqual(rpc.rpc_sync(self.peer(), gradient_of_leaf, args=(context_id,)), a.detach())
+            self.assertEqual(
+                rpc.rpc_sync(self.peer(), gradient_of_leaf, args=(context_id,)),
+                a.detach(),
+            )
 
     @dist_init
     def test_gradients_through_nested_calls(self) -> None:
         a, b = self._leaves()
         wanted = dict(zip((a, b), gradients_of(torch.mul, a, b), strict=True))
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(self.peer(), remote.relay, args=(multiply, (a, b), 4, self.world_size))
+            product = rpc.rpc_sync(
+                self.peer(), remote.relay, args=(multiply, (a, b), 4, self.world_size)
+            )
             self._assert_gradients(context_id, product.sum(), wanted)
 
     @dist_init
@@ -250,7 +307,11 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             first = rpc.rpc_sync(self.peer(1), multiply, args=(a, b))
             second = rpc.rpc_sync(self.peer(2), multiply, args=(first, c)) + a
-            self._assert_gradients(context_id, rpc.rpc_sync(self.peer(1), multiply, args=(second, b)).sum(), wanted)
+            self._assert_gradients(
+                context_id,
+                rpc.rpc_sync(self.peer(1), multiply, args=(second, b)).sum(),
+                wanted,
+            )
 
     @dist_init
     def test_gradients_through_rrefs(self) -> None:
@@ -261,7 +322,9 @@ class DistAutogradTest(RpcAgentTestFixture):
             with self.subTest(to), dist_autograd.context() as context_id:
                 product = rpc.rpc_sync(to, multiply_rref, args=(rref, b))
                 self._assert_gradients(context_id, product.sum(), {b: a})
-                grad = rpc.rpc_sync(self.peer(), gradient_of_rref, args=(rref, context_id))
+                grad = rpc.rpc_sync(
+                    self.peer(), gradient_of_rref, args=(rref, context_id)
+                )
                 self.assertEqual(grad, b.detach())
 
     @dist_init
@@ -271,7 +334,9 @@ class DistAutogradTest(RpcAgentTestFixture):
             rref: Any = rpc.RRef(rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum())
             rref.backward(context_id)
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], b.detach())
-        with self.assertRaisesRegex(RuntimeError, "root should be a scalar|should contain a tensor|scalar"):
+        with self.assertRaisesRegex(
+            RuntimeError, "root should be a scalar|should contain a tensor|scalar"
+        ):
             no_tensor: Any = rpc.RRef("no tensor")
             no_tensor.backward()
 
@@ -279,17 +344,26 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_unused_outputs_and_outputs_without_gradient(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            twice, (thrice, detached), indices = rpc.rpc_sync(self.peer(), several_outputs, args=(a,))
-            self.assertEqual([t.requires_grad for t in (twice, thrice, detached, indices)], [True, True, False, False])
+            twice, (thrice, detached), indices = rpc.rpc_sync(
+                self.peer(), several_outputs, args=(a,)
+            )
+            self.assertEqual(
+                [t.requires_grad for t in (twice, thrice, detached, indices)],
+                [True, True, False, False],
+            )
             self._assert_gradients(context_id, thrice.sum(), {a: torch.full((3,), 3.0)})
 
     @dist_init
     def test_several_roots(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            roots = [call(mode, self.peer(), multiply, a, b).sum() for mode in CALL_MODES]
+            roots = [
+                call(mode, self.peer(), multiply, a, b).sum() for mode in CALL_MODES
+            ]
             dist_autograd.backward(context_id, roots)
-            self.assertEqual(dist_autograd.get_gradients(context_id)[a], len(roots) * b.detach())
+            self.assertEqual(
+                dist_autograd.get_gradients(context_id)[a], len(roots) * b.detach()
+            )
 
     @dist_init
     def test_gradients_of_one_context_accumulate_and_of_two_do_not(self) -> None:
@@ -299,7 +373,9 @@ class DistAutogradTest(RpcAgentTestFixture):
                 loss = rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum()
                 for times in (1, 2, 3):
                     dist_autograd.backward(context_id, [loss], retain_graph=True)
-                    self.assertEqual(dist_autograd.get_gradients(context_id)[a], times * b.detach())
+                    self.assertEqual(
+                        dist_autograd.get_gradients(context_id)[a], times * b.detach()
+                    )
 
     @dist_init
     def test_local_gradients_stay_apart(self) -> None:
@@ -307,7 +383,9 @@ class DistAutogradTest(RpcAgentTestFixture):
         (a * b).sum().backward()
         before = a.grad.clone() if a.grad is not None else None
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [rpc.rpc_sync(self.peer(), multiply, args=(a, a)).sum()])
+            dist_autograd.backward(
+                context_id, [rpc.rpc_sync(self.peer(), multiply, args=(a, a)).sum()]
+            )
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], 2 * a.detach())
         self.assertEqual(a.grad, before)
 
@@ -315,11 +393,17 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_sparse_gradients_of_a_remote_embedding(self) -> None:
         rref = rpc.remote(self.peer(), make_embedding)
         with dist_autograd.context() as context_id:
-            loss = rpc.rpc_sync(self.peer(), embed, args=(rref, torch.tensor([1, 3, 3]))).sum()
+            loss = rpc.rpc_sync(
+                self.peer(), embed, args=(rref, torch.tensor([1, 3, 3]))
+            ).sum()
             dist_autograd.backward(context_id, [loss])
-            grad = rpc.rpc_sync(self.peer(), gradient_of_embedding, args=(rref, context_id))
+            grad = rpc.rpc_sync(
+                self.peer(), gradient_of_embedding, args=(rref, context_id)
+            )
         self.assertTrue(grad.is_sparse)
-        self.assertEqual(grad.to_dense(), torch.tensor([[0.0] * 2, [1.0] * 2, [0.0] * 2, [2.0] * 2]))
+        self.assertEqual(
+            grad.to_dense(), torch.tensor([[0.0] * 2, [1.0] * 2, [0.0] * 2, [2.0] * 2])
+        )
 
     @dist_init
     def test_hooks_on_both_sides_of_a_call_run(self) -> None:
@@ -328,7 +412,9 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
             product.register_hook(lambda grad: grad + 1)
-            self._assert_gradients(context_id, product.sum(), {a: 20 * b.detach(), b: 2 * a.detach()})
+            self._assert_gradients(
+                context_id, product.sum(), {a: 20 * b.detach(), b: 2 * a.detach()}
+            )
 
     @dist_init
     def test_threads_train_in_their_own_contexts(self) -> None:
@@ -337,7 +423,9 @@ class DistAutogradTest(RpcAgentTestFixture):
         def train(key: int) -> None:
             a = torch.full((3,), 1.0, requires_grad=True)
             with dist_autograd.context() as context_id:
-                product = rpc.rpc_sync(self.peer(), multiply, args=(a, torch.full((3,), float(key))))
+                product = rpc.rpc_sync(
+                    self.peer(), multiply, args=(a, torch.full((3,), float(key)))
+                )
                 dist_autograd.backward(context_id, [product.sum()])
                 results[key] = dist_autograd.get_gradients(context_id)[a]
 
@@ -346,7 +434,9 @@ class DistAutogradTest(RpcAgentTestFixture):
             thread.start()
         for thread in threads:
             thread.join()
-        self.assertEqual(results, {key: torch.full((3,), float(key)) for key in range(6)})
+        self.assertEqual(
+            results, {key: torch.full((3,), float(key)) for key in range(6)}
+        )
 
     # Errors.
 
@@ -364,18 +454,28 @@ class DistAutogradTest(RpcAgentTestFixture):
                     dist_autograd.backward(context_id, roots)
             with self.assertRaises(TypeError):
                 dist_autograd.backward(context_id, None)  # type: ignore[arg-type] # the mistake under test
-        with self.assertRaisesRegex(RuntimeError, "Could not find autograd context with id"):
+        with self.assertRaisesRegex(
+            RuntimeError, "Could not find autograd context with id"
+        ):
             dist_autograd.backward(context_id, [loss])
-        with self.assertRaisesRegex(RuntimeError, "Could not find autograd context with id"):
+        with self.assertRaisesRegex(
+            RuntimeError, "Could not find autograd context with id"
+        ):
             dist_autograd.get_gradients(context_id)
 
     @dist_init
     def test_error_in_a_remote_backward_names_the_worker(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            result = rpc.rpc_sync(self.peer(), remote.relay, args=(fail_in_backward, (a,), 1, self.world_size))
+            result = rpc.rpc_sync(
+                self.peer(),
+                remote.relay,
+                args=(fail_in_backward, (a,), 1, self.world_size),
+            )
             node = rpc.get_worker_info(self.peer(2)).id
-            with self.assertRaisesRegex(RuntimeError, f"Error on Node {node}: .*this backward always fails"):
+            with self.assertRaisesRegex(
+                RuntimeError, f"Error on Node {node}: .*this backward always fails"
+            ):
                 dist_autograd.backward(context_id, [result.sum()])
 
     @dist_init
@@ -383,9 +483,13 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
             with self.assertRaisesRegex(ValueError, "in between"):
-                rpc.rpc_sync(self.peer(), remote.raise_value_error, args=("in between",))
+                rpc.rpc_sync(
+                    self.peer(), remote.raise_value_error, args=("in between",)
+                )
             product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
-            self._assert_gradients(context_id, product.sum(), {a: b.detach(), b: a.detach()})
+            self._assert_gradients(
+                context_id, product.sum(), {a: b.detach(), b: a.detach()}
+            )
 
     @dist_init(setup_rpc=False)
     def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
@@ -395,13 +499,19 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
-            product = rpc.rpc_sync(self.peer(), remote.relay, args=(multiply, (a, a), hops, self.world_size))
+            product = rpc.rpc_sync(
+                self.peer(),
+                remote.relay,
+                args=(multiply, (a, a), hops, self.world_size),
+            )
             dist.barrier()
             if self.rank == 1:
                 rpc.shutdown(graceful=False)
             else:
                 wait_until_node_failure(1, self.get_shutdown_error_regex())
-                with self.assertRaisesRegex(RuntimeError, self.get_shutdown_error_regex()):
+                with self.assertRaisesRegex(
+                    RuntimeError, self.get_shutdown_error_regex()
+                ):
                     dist_autograd.backward(context_id, [product.sum()])
             dist.barrier()  # workers 0 and 2 stay until both have seen the error
         if self.rank != 1:
@@ -415,7 +525,9 @@ def on_device(a: Tensor, rank: int) -> Tensor:
 
 
 class CudaDistAutogradTest(RpcAgentTestFixture):
-    """Graphs that move from the host to an accelerator of any type and back within a call."""
+    """Graphs that move from the host to an accelerator of any type and back within a
+    call.
+    """
 
     @property
     def world_size(self) -> int:
@@ -431,9 +543,13 @@ class CudaDistAutogradTest(RpcAgentTestFixture):
         peer_rank = rpc.get_worker_info(self.peer()).id
         for mode in CALL_MODES:
             with self.subTest(mode), dist_autograd.context() as context_id:
-                product = call(mode, self.peer(), on_device, (a * 2).cpu() * b, peer_rank)
+                product = call(
+                    mode, self.peer(), on_device, (a * 2).cpu() * b, peer_rank
+                )
                 dist_autograd.backward(context_id, [(product.to(device) * 5).sum()])
                 grads = dist_autograd.get_gradients(context_id)
-                self.assertEqual((grads[a].device, grads[b].device), (a.device, b.device))
+                self.assertEqual(
+                    (grads[a].device, grads[b].device), (a.device, b.device)
+                )
                 self.assertEqual(grads[a].cpu(), 30 * b.detach())
                 self.assertEqual(grads[b], 30 * a.detach().cpu())

@@ -1,4 +1,6 @@
-"""``DistributedOptimizer``: each worker's own optimizer steps the parameters that the worker owns."""
+"""``DistributedOptimizer``: each worker's own optimizer steps the parameters that the
+worker owns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.distributed.optim import DistributedOptimizer
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 class Layer:
@@ -60,23 +64,39 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 
 
 class DistOptimizerTest(RpcAgentTestFixture):
-    """Trains two layers on two other workers, and the same two layers in this process as the reference."""
+    """Trains two layers on two other workers, and the same two layers in this process
+    as the reference.
+    """
 
     @property
     def world_size(self) -> int:
         return 3
 
     def _remote_layers(self, requires_grad: bool = True) -> list[rpc.RRef[Layer]]:
-        return [rpc.remote(self.peer(i), Layer, args=(self.rank * 10 + i, requires_grad)) for i in (1, 2)]
+        return [
+            rpc.remote(self.peer(i), Layer, args=(self.rank * 10 + i, requires_grad))
+            for i in (1, 2)
+        ]
 
     def _local_layers(self) -> list[Layer]:
         return [Layer(self.rank * 10 + i) for i in (1, 2)]
 
-    def _optimizer(self, cls: Any, layers: list[rpc.RRef[Layer]], **options: Any) -> DistributedOptimizer:
-        return DistributedOptimizer(cls, [layer.rpc_sync().parameter_rref() for layer in layers], **options)
+    def _optimizer(
+        self, cls: Any, layers: list[rpc.RRef[Layer]], **options: Any
+    ) -> DistributedOptimizer:
+        return DistributedOptimizer(
+            cls, [layer.rpc_sync().parameter_rref() for layer in layers], **options
+        )
 
-    def _backward(self, layers: list[rpc.RRef[Layer]], x: Tensor, context_id: int) -> None:
-        out = layers[1].rpc_async().forward(layers[0].rpc_async().forward(x).wait()).wait()
+    def _backward(
+        self, layers: list[rpc.RRef[Layer]], x: Tensor, context_id: int
+    ) -> None:
+        out = (
+            layers[1]
+            .rpc_async()
+            .forward(layers[0].rpc_async().forward(x).wait())
+            .wait()
+        )
         dist_autograd.backward(context_id, [out.sum()])
 
     @dist_init
@@ -95,7 +115,11 @@ class DistOptimizerTest(RpcAgentTestFixture):
                     local[1].forward(local[0].forward(x)).sum().backward()
                     reference.step()
                     for there, here in zip(remote, local, strict=True):
-                        self.assertEqual(there.rpc_sync().value(), here.value(), msg=f"{name}, step {step}")
+                        self.assertEqual(
+                            there.rpc_sync().value(),
+                            here.value(),
+                            msg=f"{name}, step {step}",
+                        )
 
     @dist_init
     def test_step_changes_every_parameter(self) -> None:
@@ -113,7 +137,9 @@ class DistOptimizerTest(RpcAgentTestFixture):
         optimizer = self._optimizer(optim.SGD, [used, unused], lr=0.1)
         before = unused.rpc_sync().value()
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [used.rpc_sync().forward(torch.ones((3, 2))).sum()])
+            dist_autograd.backward(
+                context_id, [used.rpc_sync().forward(torch.ones((3, 2))).sum()]
+            )
             optimizer.step(context_id)
         self.assertEqual(unused.rpc_sync().value(), before)
 
@@ -137,7 +163,9 @@ class DistOptimizerTest(RpcAgentTestFixture):
         optimizer = self._optimizer(optim.SGD, layers, lr=0.1)
         with dist_autograd.context() as context_id:
             self._backward(layers, torch.ones((3, 2)), context_id)
-        with self.assertRaisesRegex(RuntimeError, "Could not find autograd context with id"):
+        with self.assertRaisesRegex(
+            RuntimeError, "Could not find autograd context with id"
+        ):
             optimizer.step(context_id)
 
     @dist_init

@@ -1,4 +1,6 @@
-"""Calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent only."""
+"""Calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent
+only.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ from torch_ext.testing._internal.dist_utils import (
     worker_name,
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import knows_context, multiply
+from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
+    knows_context,
+    multiply,
+)
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
     default_messages_to_delay,
     retryable_message_types,
 )
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 @torch.jit.script
@@ -46,7 +53,9 @@ LIMIT_S = 0.05
 
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
-    """Messages that torch resends survive loss. Losing any other is an error, and so is exceeding a time limit."""
+    """Messages that torch resends survive loss. Losing any other is an error, and so is
+    exceeding a time limit.
+    """
 
     @property
     def world_size(self) -> int:
@@ -61,7 +70,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         self.assertEqual(options.messages_to_delay, default_messages_to_delay)
         self.assertEqual(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
 
-    @dist_init(faulty_messages=["RREF_FORK_REQUEST"], messages_to_delay={"SCRIPT_CALL": 0.5})
+    @dist_init(
+        faulty_messages=["RREF_FORK_REQUEST"], messages_to_delay={"SCRIPT_CALL": 0.5}
+    )
     def test_faults_named_for_the_test_replace_the_fixtures(self) -> None:
         options: Any = self.rpc_backend_options
         self.assertEqual(set(options.messages_to_fail), {"RREF_FORK_REQUEST"})
@@ -70,7 +81,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     @dist_init(faulty_messages=[], messages_to_delay={})
     def test_no_faults(self) -> None:
         options: Any = self.rpc_backend_options
-        self.assertEqual((list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {}))
+        self.assertEqual(
+            (list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {})
+        )
         for function, args in (OPERATOR, SCRIPTED, PYTHON):
             self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
 
@@ -80,7 +93,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     def test_lost_rref_messages_are_sent_again(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
         chained = rpc.remote(self.peer(2), remote.add_to_rref, args=(rref, 3))
-        self.assertEqual((rref.to_here(), chained.to_here()), (ANSWER, torch.full((2,), 5.0)))
+        self.assertEqual(
+            (rref.to_here(), chained.to_here()), (ANSWER, torch.full((2,), 5.0))
+        )
         private.delete_unforked_rrefs()
 
     @dist_init(faulty_messages=["RREF_USER_DELETE"], messages_to_delay={})
@@ -95,7 +110,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
     # Lost messages that torch does not resend.
 
-    def _test_creation_lost(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: str) -> None:
+    def _test_creation_lost(
+        self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: str
+    ) -> None:
         if self.rank != 0:
             return
         function, args = call
@@ -126,25 +143,33 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     @dist_init(faulty_messages=["SCRIPT_CALL"], messages_to_delay={})
     def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
         function, args = OPERATOR
-        # The agent's message quotes the dropped payload raw, which Python cannot always decode.
+        # The agent's message quotes the dropped payload raw, which Python cannot always
+        # decode.
         with self.assertRaises((RuntimeError, UnicodeDecodeError)):
             rpc.rpc_sync(self.peer(), function, args=args)
 
     # Late messages.
 
-    def _test_creation_late(self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: int) -> None:
+    def _test_creation_late(
+        self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: int
+    ) -> None:
         if self.rank == 0:
             function, args = call
-            self._check_creation_late(rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S), to)
+            self._check_creation_late(
+                rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S), to
+            )
 
-    def _check_creation_late(self, rref: rpc.RRef[Any], to: int, owners: int = 1) -> None:
+    def _check_creation_late(
+        self, rref: rpc.RRef[Any], to: int, owners: int = 1
+    ) -> None:
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rref._get_future().wait()
         wait_until_pending_futures_and_users_flushed()
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
             rref.to_here()
         if to != self.rank:
-            # The creation itself still arrives; leaving before that would fail on the owner.
+            # The creation itself still arrives; leaving before that would fail on the
+            # owner.
             wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
 
     @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
@@ -168,9 +193,13 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         if self.rank == 0:
             rref = rpc.remote(worker_name(1), remote.Accumulator, args=(2,))
             self.assertEqual(rref.rpc_sync().value(), torch.tensor(2.0))
-            self._check_creation_late(rref.remote(timeout=LIMIT_S).value(), to=1, owners=2)
+            self._check_creation_late(
+                rref.remote(timeout=LIMIT_S).value(), to=1, owners=2
+            )
 
-    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_RREF_FETCH_CALL": DELAY_S})
+    @dist_init(
+        faulty_messages=[], messages_to_delay={"SCRIPT_RREF_FETCH_CALL": DELAY_S}
+    )
     def test_late_fetch_can_be_tried_again(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
@@ -187,7 +216,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
                 rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
         # No limit at all, although the default is too short.
-        self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args, timeout=0), ANSWER)
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(), function, args=args, timeout=0), ANSWER
+        )
         private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
         self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
 
@@ -205,7 +236,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
 
 class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
-    """Contexts end on every worker although the messages that end them are lost at first."""
+    """Contexts end on every worker although the messages that end them are lost at
+    first.
+    """
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,6 @@
-"""The faulty TensorPipe agent, which drops and delays chosen types of message, for ``generate_tests``."""
+"""The faulty TensorPipe agent, which drops and delays chosen types of message, for
+``generate_tests``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import rpc
 
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
-__all__ = ["FaultyRpcAgentTestFixture", "default_messages_to_delay", "retryable_message_types"]
+__all__ = [
+    "FaultyRpcAgentTestFixture",
+    "default_messages_to_delay",
+    "retryable_message_types",
+]
 
-# torch resends exactly these when a send fails, so only these may be dropped without an error for the user:
-# three of the RRef protocol, one of distributed autograd.
+# torch resends exactly these when a send fails, so only these may be dropped without an
+# error for the user: three of the RRef protocol, one of distributed autograd.
 retryable_message_types = [
     *(f"RREF_{step}" for step in ("FORK_REQUEST", "CHILD_ACCEPT", "USER_DELETE")),
     "CLEANUP_AUTOGRAD_CONTEXT_REQ",
@@ -29,12 +37,15 @@ _DROPS_PER_MESSAGE = 3
 
 
 class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe that drops the first sends of some message types and delays others.
+    """RPC over TensorPipe that drops the first sends of some message types and delays
+    others.
 
-    A suite names the types for each test: ``@dist_init(faulty_messages=[...], messages_to_delay={...})``.
+    A suite names the types for each test: ``@dist_init(faulty_messages=[...],
+    messages_to_delay={...})``.
 
-    Runs alone: this agent takes every transport there is, and each rank's shared-memory transport keeps a core busy.
-    Its options, unlike the other agent's, cannot leave that out.
+    Runs alone: this agent takes every transport there is, and each rank's shared-memory
+    transport keeps a core busy. Its options, unlike the other agent's, cannot leave
+    that out.
     """
 
     alone = True
@@ -46,7 +57,8 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        # Importing it registers the agent and replaces BackendType, so this happens only where a test needs it.
+        # Importing it registers the agent and replaces BackendType, so this happens
+        # only where a test needs it.
         from torch_ext.compat.rpc import faulty_agent_module  # noqa: F401
 
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
@@ -64,7 +76,9 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
         return options
 
     def setup_fault_injection(
-        self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
+        self,
+        faulty_messages: Sequence[str] | None,
+        messages_to_delay: dict[str, float] | None,
     ) -> None:
         if faulty_messages is not None:
             self.messages_to_fail = faulty_messages

@@ -1,7 +1,9 @@
-"""What the profiler records of calls: the caller's side, with the names of both workers, and the callee's, sent back.
+"""What the profiler records of calls: the caller's side, with the names of both
+workers, and the callee's, sent back.
 
-Only the profiler of ``torch.autograd.profiler_legacy`` includes the work of other workers in the caller's profile. With
-the default one (Kineto), torch warns that the callee is left out.
+Only the profiler of ``torch.autograd.profiler_legacy`` includes the work of other
+workers in the caller's profile. With the default one (Kineto), torch warns that the
+callee is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +14,15 @@ from torch.autograd import profiler, profiler_legacy
 from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
-from torch_ext.testing._internal.dist_utils import dist_init, get_function_event, worker_name
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    get_function_event,
+    worker_name,
+)
 from torch_ext.testing._internal.distributed.rpc._remote_functions import call
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 def marked_multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -41,32 +49,52 @@ class ProfilerTest(RpcAgentTestFixture):
     @dist_init
     def test_calls_bear_the_names_of_both_workers_and_what_the_callee_did(self) -> None:
         for mode in ("rpc_sync", "rpc_async"):
-            for function, name in ((torch.mul, "aten::mul"), (marked_multiply, "marked_multiply")):
+            for function, name in (
+                (torch.mul, "aten::mul"),
+                (marked_multiply, "marked_multiply"),
+            ):
                 with self.subTest(f"{mode} {name}"):
                     with profiler_legacy.profile() as profile:
                         call(mode, self.peer(), function, torch.ones(3), torch.ones(3))
                     events = profile.function_events
                     opening = f"{mode}#{name}{self._way}"
                     own = get_function_event(events, opening)
-                    self.assertEqual((own.name, own.node_id, own.is_remote), (opening, self.rank, False))
-                    there = get_function_event(events, f"{opening}#remote_op: aten::mul")
-                    self.assertEqual((there.node_id, there.is_remote), ((self.rank + 1) % self.world_size, True))
+                    self.assertEqual(
+                        (own.name, own.node_id, own.is_remote),
+                        (opening, self.rank, False),
+                    )
+                    there = get_function_event(
+                        events, f"{opening}#remote_op: aten::mul"
+                    )
+                    self.assertEqual(
+                        (there.node_id, there.is_remote),
+                        ((self.rank + 1) % self.world_size, True),
+                    )
 
     @dist_init
     def test_remote_shows_the_creation_and_the_fetch(self) -> None:
-        # The callee's work is not compared: torch sends it separately from the result, and the profile may end in
-        # between.
+        # The callee's work is not compared: torch sends it separately from the result,
+        # and the profile may end in between.
         with profiler_legacy.profile() as profile:
-            rref = rpc.remote(self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3)))
+            rref = rpc.remote(
+                self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3))
+            )
             rref._get_profiling_future().wait()
             rref.to_here()
-        get_function_event(profile.function_events, f"rpc_remote#marked_multiply{self._way}")
-        get_function_event(profile.function_events, f"to_here#({worker_name(self.rank)})->({self.peer()})")
+        get_function_event(
+            profile.function_events, f"rpc_remote#marked_multiply{self._way}"
+        )
+        get_function_event(
+            profile.function_events,
+            f"to_here#({worker_name(self.rank)})->({self.peer()})",
+        )
 
     @dist_init
     def test_blocks_that_the_callee_names_are_shown_as_its_own(self) -> None:
         with profiler_legacy.profile() as profile:
-            rpc.rpc_sync(self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3)))
+            rpc.rpc_sync(
+                self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3))
+            )
         block = get_function_event(profile.function_events, "the worker's own block")
         opening = f"rpc_sync#marked_multiply{self._way}"
         self.assertEqual(block.name, f"{opening}#remote_op: the worker's own block")
@@ -75,10 +103,16 @@ class ProfilerTest(RpcAgentTestFixture):
     @dist_init
     def test_work_that_was_passed_on_shows_the_whole_way(self) -> None:
         with profiler_legacy.profile() as profile:
-            rpc.rpc_sync(self.peer(), multiply_elsewhere, args=(self.peer(2), torch.ones(3), torch.ones(3)))
+            rpc.rpc_sync(
+                self.peer(),
+                multiply_elsewhere,
+                args=(self.peer(2), torch.ones(3), torch.ones(3)),
+            )
         first = f"rpc_sync#multiply_elsewhere{self._way}"
         second = f"rpc_async#marked_multiply({self.peer()} -> {self.peer(2)})"
-        last = get_function_event(profile.function_events, f"{first}#remote_op: {second}#remote_op: aten::mul")
+        last = get_function_event(
+            profile.function_events, f"{first}#remote_op: {second}#remote_op: aten::mul"
+        )
         self.assertEqual(last.node_id, (self.rank + 2) % self.world_size)
 
     @dist_init
@@ -94,9 +128,15 @@ class ProfilerTest(RpcAgentTestFixture):
     def test_the_backward_of_a_call_is_profiled_on_the_callers_side(self) -> None:
         a = torch.ones(3, requires_grad=True)
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(self.peer(), marked_multiply, args=(a, torch.full((3,), 2.0)))
+            product = rpc.rpc_sync(
+                self.peer(), marked_multiply, args=(a, torch.full((3,), 2.0))
+            )
             with profiler.profile() as profile:
                 dist_autograd.backward(context_id, [product.sum()])
             for name in ("backward", "RecvRpcBackward", "SendRpcBackward"):
-                get_function_event(profile.function_events, f"torch::distributed::autograd::{name}")
-            self.assertEqual(dist_autograd.get_gradients(context_id)[a], torch.full((3,), 2.0))
+                get_function_event(
+                    profile.function_events, f"torch::distributed::autograd::{name}"
+                )
+            self.assertEqual(
+                dist_autograd.get_gradients(context_id)[a], torch.full((3,), 2.0)
+            )

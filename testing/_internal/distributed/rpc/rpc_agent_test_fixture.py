@@ -1,4 +1,6 @@
-"""What an RPC suite needs to know of its agent, so that one suite serves every agent."""
+"""What an RPC suite needs to know of its agent, so that one suite serves
+every agent.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from torch_ext.testing._internal import dist_utils
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
-    # The class that generate_tests mixes in. Suites use its rank, file_name and assertions.
-    from torch_ext.testing._internal.common_distributed import MultiProcessTestCase as _MixedInLater
+    # The class that generate_tests mixes in. Suites use its rank, file_name and
+    # assertions.
+    from torch_ext.testing._internal.common_distributed import (
+        MultiProcessTestCase as _MixedInLater,
+    )
 else:
     _MixedInLater = ABC
 
@@ -23,7 +28,9 @@ __all__ = ["RpcAgentTestFixture"]
 
 
 class RpcAgentTestFixture(_MixedInLater):
-    """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one of each with a test case."""
+    """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one
+    of each with a test case.
+    """
 
     @property
     def world_size(self) -> int:
@@ -31,7 +38,9 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def init_method(self) -> str:
-        """The rendezvous of the RPC agents: a file of the test, or a TCP address if ``RPC_INIT_WITH_TCP=1``."""
+        """The rendezvous of the RPC agents: a file of the test, or a TCP address if
+        ``RPC_INIT_WITH_TCP=1``.
+        """
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
             return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         return self.file_init_method
@@ -42,11 +51,15 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def pg_init_method(self) -> str:
-        """The rendezvous of a process group: another file, since agents and groups both store keys in their own."""
+        """The rendezvous of a process group: another file, since agents and groups both
+        store keys in their own.
+        """
         return f"{self.file_init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
-        """Return the name of the worker ``distance`` places after this one, in a ring."""
+        """Return the name of the worker ``distance`` places after this one,
+        in a ring.
+        """
         return dist_utils.worker_name((self.rank + distance) % self.world_size)
 
     @property
@@ -60,9 +73,13 @@ class RpcAgentTestFixture(_MixedInLater):
         """Fresh options for the agent."""
 
     def setup_fault_injection(
-        self, faulty_messages: Sequence[str] | None, messages_to_delay: dict[str, float] | None
+        self,
+        faulty_messages: Sequence[str] | None,
+        messages_to_delay: dict[str, float] | None,
     ) -> None:
-        """Receive the faults given to ``dist_init``, before the options are read. Other agents ignore them."""
+        """Receive the faults given to ``dist_init``, before the options are read. Other
+        agents ignore them.
+        """
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
         """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.

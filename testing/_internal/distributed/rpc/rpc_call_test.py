@@ -1,4 +1,6 @@
-"""``rpc_sync``, ``rpc_async`` and ``remote``: arguments, results, errors and time limits."""
+"""``rpc_sync``, ``rpc_async`` and ``remote``: arguments, results, errors and time
+limits.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,13 @@ from torch.futures import Future
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import CALL_MODES, call
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc._remote_functions import (
+    CALL_MODES,
+    call,
+)
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 class Pair(NamedTuple):
@@ -51,7 +58,9 @@ def scripted_double(tensor: Tensor) -> Tensor:
 
 
 class RpcCallTest(RpcAgentTestFixture):
-    """Every worker calls the next one in a ring, so each is caller and callee at once."""
+    """Every worker calls the next one in a ring, so each is caller and callee
+    at once.
+    """
 
     @property
     def world_size(self) -> int:
@@ -63,7 +72,13 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_operator_in_every_mode(self) -> None:
         for mode in CALL_MODES:
             with self.subTest(mode):
-                got = call(mode, self.peer(), torch.add, torch.ones(2, 2), torch.full((2, 2), self.rank))
+                got = call(
+                    mode,
+                    self.peer(),
+                    torch.add,
+                    torch.ones(2, 2),
+                    torch.full((2, 2), self.rank),
+                )
                 self.assertEqual(got, torch.full((2, 2), 1.0 + self.rank))
 
     @dist_init
@@ -76,14 +91,23 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_keyword_arguments_reach_the_callee(self) -> None:
         for mode in CALL_MODES:
             with self.subTest(mode):
-                self.assertEqual(call(mode, self.peer(), remote.scaled, torch.ones(3), by=2.5), torch.full((3,), 2.5))
-                self.assertEqual(call(mode, self.peer(), torch.add, torch.ones(3), 1, alpha=4), torch.full((3,), 5.0))
+                self.assertEqual(
+                    call(mode, self.peer(), remote.scaled, torch.ones(3), by=2.5),
+                    torch.full((3,), 2.5),
+                )
+                self.assertEqual(
+                    call(mode, self.peer(), torch.add, torch.ones(3), 1, alpha=4),
+                    torch.full((3,), 5.0),
+                )
 
     @dist_init
     def test_scripted_function_in_every_mode(self) -> None:
         for mode in CALL_MODES:
             with self.subTest(mode):
-                self.assertEqual(call(mode, self.peer(), scripted_double, torch.arange(3)), torch.arange(3) * 2)
+                self.assertEqual(
+                    call(mode, self.peer(), scripted_double, torch.arange(3)),
+                    torch.arange(3) * 2,
+                )
 
     @dist_init
     def test_methods_and_constructor_of_a_class(self) -> None:
@@ -92,11 +116,26 @@ class RpcCallTest(RpcAgentTestFixture):
             with self.subTest(mode):
                 made = call(mode, self.peer(), remote.Accumulator, 4)
                 self.assertEqual(made.value(), torch.tensor(4.0))
-                self.assertEqual(call(mode, self.peer(), remote.Accumulator.starting_at, 5).value(), torch.tensor(5.0))
-                product = call(mode, self.peer(), remote.Accumulator.product, torch.tensor(2), torch.tensor(3))
+                self.assertEqual(
+                    call(mode, self.peer(), remote.Accumulator.starting_at, 5).value(),
+                    torch.tensor(5.0),
+                )
+                product = call(
+                    mode,
+                    self.peer(),
+                    remote.Accumulator.product,
+                    torch.tensor(2),
+                    torch.tensor(3),
+                )
                 self.assertEqual(product, torch.tensor(6))
-                self.assertEqual(call(mode, self.peer(), accumulator.add, 1), torch.tensor(4.0))
-        self.assertEqual(accumulator.value(), torch.tensor(3.0), msg="a method ran on the caller's object, not a copy")
+                self.assertEqual(
+                    call(mode, self.peer(), accumulator.add, 1), torch.tensor(4.0)
+                )
+        self.assertEqual(
+            accumulator.value(),
+            torch.tensor(3.0),
+            msg="a method ran on the caller's object, not a copy",
+        )
 
     @dist_init
     def test_callee_by_name_by_info_and_by_rank(self) -> None:
@@ -112,13 +151,18 @@ class RpcCallTest(RpcAgentTestFixture):
         for mode in CALL_MODES:
             with self.subTest(mode):
                 self.assertEqual(call(mode, own, remote.my_name), own)
-                self.assertEqual(call(mode, own, torch.mul, torch.ones(2), 3), torch.full((2,), 3.0))
+                self.assertEqual(
+                    call(mode, own, torch.mul, torch.ones(2), 3), torch.full((2,), 3.0)
+                )
 
     @dist_init
     def test_unknown_callee_is_an_error_that_names_it(self) -> None:
         for mode in CALL_MODES:
             for unknown in ("nobody", self.world_size + 3):
-                with self.subTest(f"{mode} to {unknown}"), self.assertRaisesRegex(RuntimeError, str(unknown)):
+                with (
+                    self.subTest(f"{mode} to {unknown}"),
+                    self.assertRaisesRegex(RuntimeError, str(unknown)),
+                ):
                     call(mode, unknown, remote.my_name)
 
     @dist_init
@@ -144,7 +188,9 @@ class RpcCallTest(RpcAgentTestFixture):
             torch.arange(6, dtype=torch.int16).reshape(2, 3),
             torch.tensor([1 + 2j, 3 - 4j]),
             torch.randn(4, dtype=torch.bfloat16),
-            torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,)),
+            torch.sparse_coo_tensor(
+                torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,)
+            ),
             {"nested": [torch.ones(2), (torch.zeros(1), None)]},
         ]
         for mode in CALL_MODES:
@@ -157,10 +203,22 @@ class RpcCallTest(RpcAgentTestFixture):
     @dist_init
     def test_views_arrive_with_their_values(self) -> None:
         base = torch.arange(24.0).reshape(2, 3, 4)
-        for view in (base[1], base[:, 1], base.transpose(0, 2), base[..., ::2], base.flatten()[5:9]):
-            with self.subTest(f"strides {view.stride()}, offset {view.storage_offset()}"):
-                self.assertEqual(rpc.rpc_sync(self.peer(), identity, args=(view,)), view)
-                self.assertEqual(rpc.rpc_sync(self.peer(), torch.add, args=(view, 1)), view + 1)
+        for view in (
+            base[1],
+            base[:, 1],
+            base.transpose(0, 2),
+            base[..., ::2],
+            base.flatten()[5:9],
+        ):
+            with self.subTest(
+                f"strides {view.stride()}, offset {view.storage_offset()}"
+            ):
+                self.assertEqual(
+                    rpc.rpc_sync(self.peer(), identity, args=(view,)), view
+                )
+                self.assertEqual(
+                    rpc.rpc_sync(self.peer(), torch.add, args=(view, 1)), view + 1
+                )
 
     @dist_init
     def test_large_tensor_arrives_whole(self) -> None:
@@ -169,7 +227,9 @@ class RpcCallTest(RpcAgentTestFixture):
 
     @dist_init
     def test_named_tuple_keeps_its_type(self) -> None:
-        got = rpc.rpc_sync(self.peer(), swap, args=(Pair(torch.zeros(1), torch.ones(1)),))
+        got = rpc.rpc_sync(
+            self.peer(), swap, args=(Pair(torch.zeros(1), torch.ones(1)),)
+        )
         self.assertIsInstance(got, Pair)
         self.assertEqual(got.left, torch.ones(1))
 
@@ -177,28 +237,43 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_callee_works_on_a_copy(self) -> None:
         for mode in CALL_MODES:
             mine = torch.zeros(3)
-            self.assertEqual(call(mode, self.peer(), fill_with_nine, mine), torch.full((3,), 9.0))
-            self.assertEqual(mine, torch.zeros(3), msg=f"{mode}: the callee wrote into the caller's tensor")
+            self.assertEqual(
+                call(mode, self.peer(), fill_with_nine, mine), torch.full((3,), 9.0)
+            )
+            self.assertEqual(
+                mine,
+                torch.zeros(3),
+                msg=f"{mode}: the callee wrote into the caller's tensor",
+            )
 
     # Nested calls.
 
     @dist_init
     def test_calls_nest_around_the_ring(self) -> None:
         hops = 2 * self.world_size + 1
-        name = rpc.rpc_sync(self.peer(), remote.relay, args=(remote.my_name, (), hops, self.world_size))
+        name = rpc.rpc_sync(
+            self.peer(), remote.relay, args=(remote.my_name, (), hops, self.world_size)
+        )
         self.assertEqual(name, self.peer(1 + hops))
 
     @dist_init
     def test_concurrent_calls_get_their_own_answers(self) -> None:
-        futures = [rpc.rpc_async(self.peer(), torch.mul, args=(torch.tensor(i), 2)) for i in range(200)]
-        self.assertEqual([int(future.wait()) for future in futures], [2 * i for i in range(200)])
+        futures = [
+            rpc.rpc_async(self.peer(), torch.mul, args=(torch.tensor(i), 2))
+            for i in range(200)
+        ]
+        self.assertEqual(
+            [int(future.wait()) for future in futures], [2 * i for i in range(200)]
+        )
 
     @dist_init
     def test_threads_call_at_the_same_time(self) -> None:
         results: dict[int, Tensor] = {}
 
         def work(key: int) -> None:
-            results[key] = rpc.rpc_sync(self.peer(), torch.mul, args=(torch.tensor(key), 3))
+            results[key] = rpc.rpc_sync(
+                self.peer(), torch.mul, args=(torch.tensor(key), 3)
+            )
 
         threads = [threading.Thread(target=work, args=(key,)) for key in range(8)]
         for thread in threads:
@@ -228,25 +303,36 @@ class RpcCallTest(RpcAgentTestFixture):
     @dist_init
     def test_exception_that_cannot_be_rebuilt_still_tells_its_message(self) -> None:
         for mode in CALL_MODES:
-            with self.subTest(mode), self.assertRaisesRegex(RuntimeError, "7: out of cheese") as caught:
+            with (
+                self.subTest(mode),
+                self.assertRaisesRegex(RuntimeError, "7: out of cheese") as caught,
+            ):
                 call(mode, self.peer(), remote.raise_unrebuildable)
             self.assertIn(self.peer(), str(caught.exception))
 
     @dist_init
     def test_error_of_an_operator_comes_back(self) -> None:
         for mode in CALL_MODES:
-            with self.subTest(mode), self.assertRaisesRegex(RuntimeError, r"size of tensor a \(2\)"):
+            with (
+                self.subTest(mode),
+                self.assertRaisesRegex(RuntimeError, r"size of tensor a \(2\)"),
+            ):
                 call(mode, self.peer(), torch.add, torch.ones(2), torch.ones(3))
 
     @dist_init
     def test_function_that_the_callee_does_not_have(self) -> None:
-        # Only this worker defines it: it pickles by reference, which the callee cannot resolve.
+        # Only this worker defines it: it pickles by reference, which the callee cannot
+        # resolve.
         unique = f"only_on_{worker_name(self.rank)}"
         source = f"def {unique}(): return 1"
         exec(source, globals())
         with self.assertRaisesRegex((AttributeError, RuntimeError), unique):
             rpc.rpc_sync(self.peer(), globals()[unique])
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer(), msg="the callee did not survive")
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(), remote.my_name),
+            self.peer(),
+            msg="the callee did not survive",
+        )
 
     @dist_init
     def test_argument_that_cannot_be_rebuilt_is_an_error_on_the_callee(self) -> None:
@@ -263,15 +349,24 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_result_that_cannot_be_pickled_is_reported(self) -> None:
         with self.assertRaisesRegex(Exception, "pickle"):
             rpc.rpc_sync(self.peer(), return_lock)
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer(), msg="the callee did not survive")
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(), remote.my_name),
+            self.peer(),
+            msg="the callee did not survive",
+        )
 
-    # Time limits. A closed gate holds the call back until the limit passes, however slow the machine is.
+    # Time limits. A closed gate holds the call back until the limit passes, however
+    # slow the machine is.
 
     @dist_init
     def test_call_past_its_time_limit_fails(self) -> None:
         for wait in (
-            lambda: rpc.rpc_sync(self.peer(), remote.pass_gate, args=(1,), timeout=0.05),
-            lambda: rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,), timeout=0.05).wait(),
+            lambda: rpc.rpc_sync(
+                self.peer(), remote.pass_gate, args=(1,), timeout=0.05
+            ),
+            lambda: rpc.rpc_async(
+                self.peer(), remote.pass_gate, args=(1,), timeout=0.05
+            ).wait(),
         ):
             with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
                 wait()
@@ -282,11 +377,15 @@ class RpcCallTest(RpcAgentTestFixture):
         default = rpc.get_rpc_timeout()
         self.assertEqual(default, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
         private.set_rpc_timeout(0.05)
-        self.assertEqual(rpc.get_rpc_timeout(), 0.05, rtol=1e-6, atol=0)  # kept as float32
+        self.assertEqual(
+            rpc.get_rpc_timeout(), 0.05, rtol=1e-6, atol=0
+        )  # kept as float32
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rpc.rpc_sync(self.peer(), remote.pass_gate, args=(1,))
         unlimited = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,), timeout=0)
-        longer = rpc.rpc_async(self.peer(), remote.pass_gate, args=(2,), timeout=default)
+        longer = rpc.rpc_async(
+            self.peer(), remote.pass_gate, args=(2,), timeout=default
+        )
         private.set_rpc_timeout(default)
         rpc.rpc_sync(self.peer(), remote.open_gate)
         self.assertEqual((unlimited.wait(), longer.wait()), (1, 2))
@@ -305,10 +404,16 @@ class RpcCallTest(RpcAgentTestFixture):
     @dist_init
     def test_callbacks_chain_and_may_call(self) -> None:
         def call_again(done: Future[Tensor]) -> Tensor:
-            return torch.as_tensor(rpc.rpc_sync(self.peer(), torch.add, args=(done.wait(), 10)))
+            return torch.as_tensor(
+                rpc.rpc_sync(self.peer(), torch.add, args=(done.wait(), 10))
+            )
 
-        future = rpc.rpc_async(self.peer(), torch.add, args=(torch.tensor(1), 1)).then(call_again)
-        self.assertEqual(future.then(lambda done: done.wait() * 2).wait(), torch.tensor(24))
+        future = rpc.rpc_async(self.peer(), torch.add, args=(torch.tensor(1), 1)).then(
+            call_again
+        )
+        self.assertEqual(
+            future.then(lambda done: done.wait() * 2).wait(), torch.tensor(24)
+        )
 
     @dist_init
     def test_error_reaches_the_callback(self) -> None:
@@ -320,14 +425,21 @@ class RpcCallTest(RpcAgentTestFixture):
             return "no error"
 
         self.assertEqual(
-            rpc.rpc_async(self.peer(), remote.raise_value_error, args=("x",)).then(recover).wait(), "recovered"
+            rpc.rpc_async(self.peer(), remote.raise_value_error, args=("x",))
+            .then(recover)
+            .wait(),
+            "recovered",
         )
 
     @dist_init
     def test_wait_all_waits_for_every_call_in_the_block(self) -> None:
         with private.wait_all():
-            futures = [rpc.rpc_async(self.peer(), identity, args=(i,)) for i in range(10)]
+            futures = [
+                rpc.rpc_async(self.peer(), identity, args=(i,)) for i in range(10)
+            ]
         self.assertTrue(all(future.done() for future in futures))
         with self.assertRaisesRegex(ValueError, "in the block"):
             with private.wait_all():
-                rpc.rpc_async(self.peer(), remote.raise_value_error, args=("in the block",))
+                rpc.rpc_async(
+                    self.peer(), remote.raise_value_error, args=("in the block",)
+                )

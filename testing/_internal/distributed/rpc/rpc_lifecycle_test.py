@@ -1,4 +1,6 @@
-"""The life cycle of an agent: names, start, group operations, and the two kinds of shutdown."""
+"""The life cycle of an agent: names, start, group operations, and the two kinds of
+shutdown.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,24 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, wait_until_node_failure, worker_name
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    initialize_pg,
+    wait_until_node_failure,
+    worker_name,
+)
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 _NOT_RUNNING = "RPC has not been initialized"
 
 
 class RpcLifecycleTest(RpcAgentTestFixture):
-    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and :meth:`start_agent`."""
+    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and
+    :meth:`start_agent`.
+    """
 
     @property
     def world_size(self) -> int:
@@ -35,7 +46,8 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             self.assertEqual(rpc.get_worker_info(worker_name(rank)).id, rank)
         infos = private.api._get_current_rpc_agent().get_worker_infos()
         self.assertEqual(
-            {(info.name, info.id) for info in infos}, {(worker_name(r), r) for r in range(self.world_size)}
+            {(info.name, info.id) for info in infos},
+            {(worker_name(r), r) for r in range(self.world_size)},
         )
         with self.assertRaisesRegex(RuntimeError, "nobody"):
             rpc.get_worker_info("nobody")
@@ -49,7 +61,12 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_bad_names_are_refused(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        for bad, why in (("a*b", "must match"), (" ", "must match"), ("", "must be"), ("x" * 500, "shorter than 128")):
+        for bad, why in (
+            ("a*b", "must match"),
+            (" ", "must match"),
+            ("", "must be"),
+            ("x" * 500, "shorter than 128"),
+        ):
             with self.subTest(bad), self.assertRaisesRegex(RuntimeError, why):
                 private.WorkerInfo(bad, self.rank)
         dist.barrier()
@@ -82,9 +99,19 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_options_must_fit_the_backend(self) -> None:
         with self.assertRaisesRegex(TypeError, "rpc_backend_options"):
-            rpc.init_rpc(worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options="none")
+            rpc.init_rpc(
+                worker_name(self.rank),
+                rank=self.rank,
+                world_size=self.world_size,
+                rpc_backend_options="none",
+            )
         with self.assertRaisesRegex(TypeError, "BackendType"):
-            rpc.init_rpc(worker_name(self.rank), backend="none", rank=self.rank, world_size=self.world_size)
+            rpc.init_rpc(
+                worker_name(self.rank),
+                backend="none",
+                rank=self.rank,
+                world_size=self.world_size,
+            )
 
     @dist_init(setup_rpc=False)
     def test_time_limit_in_the_options_is_the_default_of_calls(self) -> None:
@@ -96,10 +123,14 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_process_group_and_agents_meet_apart(self) -> None:
         self.assertNotEqual(self.init_method, self.pg_init_method)
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)  # a second shutdown does nothing
+        initialize_pg(
+            self.pg_init_method, self.rank, self.world_size
+        )  # a second shutdown does nothing
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, rpc.get_worker_info().name)
-        self.assertEqual(gathered, [worker_name(rank) for rank in range(self.world_size)])
+        self.assertEqual(
+            gathered, [worker_name(rank) for rank in range(self.world_size)]
+        )
         dist.destroy_process_group()
         self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
 
@@ -109,7 +140,10 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_all_gather_collects_by_name(self) -> None:
         for turn in range(3):
             gathered = private.all_gather((self.rank, turn))
-            self.assertEqual(gathered, {worker_name(rank): (rank, turn) for rank in range(self.world_size)})
+            self.assertEqual(
+                gathered,
+                {worker_name(rank): (rank, turn) for rank in range(self.world_size)},
+            )
 
     @dist_init
     def test_barrier_of_some_workers_leaves_the_others_alone(self) -> None:
@@ -129,14 +163,21 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)
 
     def _check_barrier(self, turn: int, ranks: set[int], late: int = 0) -> None:
-        """Pass a barrier of ``ranks``, all of which worker 0 must know to have come. ``late`` comes last."""
+        """Pass a barrier of ``ranks``, all of which worker 0 must know to have come.
+        ``late`` comes last.
+        """
         if self.rank == late:
-            # A barrier that waits passes however long this is. Without one, the others are through long before.
+            # A barrier that waits passes however long this is. Without one, the others
+            # are through long before.
             time.sleep(0.1)
         rpc.rpc_sync(worker_name(0), remote.note_arrival, args=(turn, self.rank))
         private.barrier({worker_name(rank) for rank in ranks})
         come = rpc.rpc_sync(worker_name(0), remote.arrivals, args=(turn,))
-        self.assertEqual(come, ranks, msg=f"ranks that had come when worker {self.rank} passed barrier {turn}")
+        self.assertEqual(
+            come,
+            ranks,
+            msg=f"ranks that had come when worker {self.rank} passed barrier {turn}",
+        )
 
     # Shutdown.
 
@@ -145,13 +186,21 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self.start_agent()
         futures = []
         if self.rank == 0:
-            # Worker 1 finishes its own part at once, but must still do what it was asked to do.
+            # Worker 1 finishes its own part at once, but must still do what it was
+            # asked to do. Each hop occupies a thread of its worker while it waits for
+            # the next.
             futures = [
-                rpc.rpc_async(worker_name(1), remote.relay, args=(remote.my_name, (), 5, self.world_size))
-                for _ in range(4)  # each hop occupies a thread of its worker while it waits for the next
+                rpc.rpc_async(
+                    worker_name(1),
+                    remote.relay,
+                    args=(remote.my_name, (), 5, self.world_size),
+                )
+                for _ in range(4)
             ]
         rpc.shutdown()
-        self.assertEqual([future.value() for future in futures], [worker_name(0)] * len(futures))
+        self.assertEqual(
+            [future.value() for future in futures], [worker_name(0)] * len(futures)
+        )
 
     @dist_init(setup_rpc=False)
     def test_after_shutdown_calls_are_refused_and_another_is_harmless(self) -> None:
@@ -183,10 +232,16 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         else:
             wait_until_node_failure(1, self.get_shutdown_error_regex())
             for _ in range(2):
-                with self.assertRaisesRegex(RuntimeError, self.get_shutdown_error_regex()):
+                with self.assertRaisesRegex(
+                    RuntimeError, self.get_shutdown_error_regex()
+                ):
                     rpc.rpc_sync(worker_name(1), remote.my_name)
             others = worker_name(2 - self.rank)
-            self.assertEqual(rpc.rpc_sync(others, remote.my_name), others, msg="the workers left over lost each other")
+            self.assertEqual(
+                rpc.rpc_sync(others, remote.my_name),
+                others,
+                msg="the workers left over lost each other",
+            )
         dist.barrier()
         if self.rank != 1:
             rpc.shutdown(graceful=False)

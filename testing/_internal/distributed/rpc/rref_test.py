@@ -1,4 +1,6 @@
-"""RRefs: creation, ownership, proxies, passing references on, failure, and the end of the owned value."""
+"""RRefs: creation, ownership, proxies, passing references on, failure, and the end of
+the owned value.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ from torch_ext.testing._internal.dist_utils import (
     worker_name,
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 LIMIT_S = 0.05
-# How long a call waits at most that should have been given up: longer than any machine takes to give it up.
+# How long a call waits at most that should have been given up: longer than any machine
+# takes to give it up.
 GATE_S = 10.0
 
 
@@ -39,12 +44,16 @@ def value_of_user(rref: rpc.RRef[Any]) -> Any:
     return rref.local_value()
 
 
-def forward_chain(rref: rpc.RRef[Tensor], hops: int, world_size: int) -> rpc.RRef[Tensor]:
+def forward_chain(
+    rref: rpc.RRef[Tensor], hops: int, world_size: int
+) -> rpc.RRef[Tensor]:
     """Pass the reference on from worker to worker; the last one returns it."""
     if hops == 0:
         return rref
     after = worker_name((rpc.get_worker_info().id + 1) % world_size)
-    forwarded: rpc.RRef[Tensor] = rpc.rpc_sync(after, forward_chain, args=(rref, hops - 1, world_size))
+    forwarded: rpc.RRef[Tensor] = rpc.rpc_sync(
+        after, forward_chain, args=(rref, hops - 1, world_size)
+    )
     return forwarded
 
 
@@ -81,7 +90,10 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_owner_and_user_know_who_owns(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
-        self.assertEqual((rref.owner(), rref.owner_name()), (rpc.get_worker_info(self.peer()), self.peer()))
+        self.assertEqual(
+            (rref.owner(), rref.owner_name()),
+            (rpc.get_worker_info(self.peer()), self.peer()),
+        )
         self.assertFalse(rref.is_owner())
         local = rpc.RRef(torch.ones(1))
         self.assertTrue(local.is_owner())
@@ -100,7 +112,10 @@ class RRefTest(RpcAgentTestFixture):
         value = remote.Accumulator(2)
         self.assertIs(rpc.RRef(value).local_value(), value)
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(3,))
-        self.assertEqual(rpc.rpc_sync(self.peer(), value_of_user, args=(rref,)).value(), torch.tensor(3.0))
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(), value_of_user, args=(rref,)).value(),
+            torch.tensor(3.0),
+        )
         with self.assertRaisesRegex(RuntimeError, "can't call localValue"):
             rref.local_value()
 
@@ -113,17 +128,26 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_string_names_owner_and_ids(self) -> None:
         owner, user = rpc.RRef(1), rpc.remote(self.peer(), torch.ones, args=([1],))
-        self.assertRegex(str(owner), rf"^OwnerRRef\(GloballyUniqueId\(created_on={self.rank}, local_id=\d+\)\)$")
-        self.assertRegex(str(user), rf"^UserRRef\(RRefId = .*created_on={self.rank}.*ForkId = .*\)$")
+        self.assertRegex(
+            str(owner),
+            rf"^OwnerRRef\(GloballyUniqueId\(created_on={self.rank}, local_id=\d+\)\)$",
+        )
+        self.assertRegex(
+            str(user), rf"^UserRRef\(RRefId = .*created_on={self.rank}.*ForkId = .*\)$"
+        )
 
     @dist_init
     def test_type_hint_is_for_interfaces_only(self) -> None:
-        with self.assertRaisesRegex(RuntimeError, "type_hint should only be specified when"):
+        with self.assertRaisesRegex(
+            RuntimeError, "type_hint should only be specified when"
+        ):
             rpc.RRef(1, type_hint=nn.Linear)
 
     @dist_init
     def test_type_of_the_remote_value(self) -> None:
-        self.assertIs(rpc.remote(self.peer(), remote.Accumulator)._get_type(), remote.Accumulator)
+        self.assertIs(
+            rpc.remote(self.peer(), remote.Accumulator)._get_type(), remote.Accumulator
+        )
         later = rpc.remote(self.peer(), remote.Accumulator)._get_type(blocking=False)
         self.assertIs(later.wait(), remote.Accumulator)
 
@@ -135,7 +159,9 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.rpc_sync().add(2), torch.tensor(3.0))
         self.assertEqual(rref.rpc_async().add(3).wait(), torch.tensor(6.0))
         self.assertEqual(rref.remote().add(4).to_here(), torch.tensor(10.0))
-        self.assertEqual(rref.to_here().value(), torch.tensor(10.0), msg="a proxy worked on a copy")
+        self.assertEqual(
+            rref.to_here().value(), torch.tensor(10.0), msg="a proxy worked on a copy"
+        )
 
     @dist_init
     def test_proxy_of_a_local_reference(self) -> None:
@@ -169,8 +195,12 @@ class RRefTest(RpcAgentTestFixture):
         rpc.rpc_sync(self.peer(), remote.open_gate)
         self.assertEqual(future.wait(), torch.tensor(5.0))
 
-    def _proxy_calls(self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float) -> dict[str, Any]:
-        """Return, for each kind of proxy, what calls ``method`` and, but for ``remote``, waits for its result."""
+    def _proxy_calls(
+        self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float
+    ) -> dict[str, Any]:
+        """Return, for each kind of proxy, what calls ``method`` and, but for
+        ``remote``, waits for its result.
+        """
         return {
             "rpc_sync": lambda: getattr(rref.rpc_sync(**limit), method)(*args),
             "rpc_async": lambda: getattr(rref.rpc_async(**limit), method)(*args).wait(),
@@ -179,17 +209,24 @@ class RRefTest(RpcAgentTestFixture):
 
     def _check_time_limit(self, calls: dict[str, Any]) -> None:
         for kind, call in calls.items():
-            with self.subTest(proxy=kind), self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            with (
+                self.subTest(proxy=kind),
+                self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()),
+            ):
                 call()
 
     @dist_init
     def test_time_limit_of_a_proxys_call(self) -> None:
-        """A call gives up after the proxy's limit, or after the default one. A limit of zero is none.
+        """A call gives up after the proxy's limit, or after the default one. A limit of
+        zero is none.
 
-        The faulty agent shows the same of ``remote``: here the value that nobody waits for would leak.
+        The faulty agent shows the same of ``remote``: here the value that nobody waits
+        for would leak.
         """
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(5,))
-        self.assertEqual(rref.rpc_sync().value(), torch.tensor(5.0))  # so that its type is known
+        self.assertEqual(
+            rref.rpc_sync().value(), torch.tensor(5.0)
+        )  # so that its type is known
         calls = self._proxy_calls(rref, "value_behind_gate", GATE_S, timeout=LIMIT_S)
         by_default = self._proxy_calls(rref, "value_behind_gate", GATE_S)
         del calls["remote"], by_default["remote"]
@@ -205,18 +242,31 @@ class RRefTest(RpcAgentTestFixture):
 
     @dist_init
     def test_time_limit_of_a_proxy_holds_while_the_object_is_created(self) -> None:
-        """The type of the object, which a proxy asks for first, comes under its limit too."""
-        rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=(remote.Accumulator(5), GATE_S)) for _ in range(3)]
+        """The type of the object, which a proxy asks for first, comes under its limit
+        too.
+        """
+        rrefs = [
+            rpc.remote(
+                self.peer(), remote.pass_gate, args=(remote.Accumulator(5), GATE_S)
+            )
+            for _ in range(3)
+        ]
         calls = {
             kind: self._proxy_calls(rref, "value", timeout=LIMIT_S)[kind]
-            for kind, rref in zip(("rpc_sync", "rpc_async", "remote"), rrefs, strict=True)
+            for kind, rref in zip(
+                ("rpc_sync", "rpc_async", "remote"), rrefs, strict=True
+            )
         }
         self._check_time_limit(calls)
         rpc.rpc_sync(self.peer(), remote.open_gate)
-        # Proxies of these references stay broken, since torch keeps the first answer to what their type is:
-        # docs/findings/proxy_after_its_time_limit.md.
+        # Proxies of these references stay broken, since torch keeps the first answer to
+        # what their type is: docs/findings/proxy_after_its_time_limit.md.
         for rref in rrefs:
-            self.assertEqual(rref.to_here().value(), torch.tensor(5.0), msg="the object did not survive")
+            self.assertEqual(
+                rref.to_here().value(),
+                torch.tensor(5.0),
+                msg="the object did not survive",
+            )
 
     # Passing references on.
 
@@ -225,7 +275,8 @@ class RRefTest(RpcAgentTestFixture):
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
         for to in range(self.world_size):
             self.assertEqual(
-                rpc.rpc_sync(worker_name(to), remote.add_to_rref, args=(rref, to)), torch.full((2,), 1.0 + to)
+                rpc.rpc_sync(worker_name(to), remote.add_to_rref, args=(rref, to)),
+                torch.full((2,), 1.0 + to),
             )
             chained = rpc.remote(worker_name(to), remote.add_to_rref, args=(rref, to))
             self.assertEqual(chained.to_here(), torch.full((2,), 1.0 + to))
@@ -236,29 +287,44 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_reference_made_by_its_owner_is_shared(self) -> None:
         rref = rpc.rpc_sync(self.peer(), own_rref, args=(torch.ones(2),))
-        self.assertEqual((rref.owner_name(), rref.to_here()), (self.peer(), torch.ones(2)))
+        self.assertEqual(
+            (rref.owner_name(), rref.to_here()), (self.peer(), torch.ones(2))
+        )
         mine = rpc.RRef(torch.zeros(2))
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.add_to_rref, args=(mine, 3)), torch.full((2,), 3.0))
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(), remote.add_to_rref, args=(mine, 3)),
+            torch.full((2,), 3.0),
+        )
 
     @dist_init
     def test_reference_inside_containers(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
-        nested = rpc.rpc_sync(self.peer(2), own_rref, args=({"list": [rref]},)).to_here()
+        nested = rpc.rpc_sync(
+            self.peer(2), own_rref, args=({"list": [rref]},)
+        ).to_here()
         self.assertEqual(nested["list"][0].to_here(), torch.ones(2))
 
     @dist_init
     def test_reference_forwarded_around_the_ring_stays_the_same(self) -> None:
         mine = rpc.RRef(torch.full((1,), float(self.rank)))
         hops = 2 * self.world_size
-        back = rpc.rpc_sync(self.peer(), forward_chain, args=(mine, hops, self.world_size))
+        back = rpc.rpc_sync(
+            self.peer(), forward_chain, args=(mine, hops, self.world_size)
+        )
         self.assertEqual(back.owner(), rpc.get_worker_info())
-        self.assertIs(back.local_value(), mine.local_value(), msg="the owner got a copy of its own value")
+        self.assertIs(
+            back.local_value(),
+            mine.local_value(),
+            msg="the owner got a copy of its own value",
+        )
 
     @dist_init
     def test_reference_of_a_reference(self) -> None:
         outer = rpc.remote(self.peer(), rref_to, args=(self.peer(2), 4.0))
         inner = outer.to_here()
-        self.assertEqual((outer.owner_name(), inner.owner_name()), (self.peer(), self.peer(2)))
+        self.assertEqual(
+            (outer.owner_name(), inner.owner_name()), (self.peer(), self.peer(2))
+        )
         self.assertEqual(inner.to_here(), torch.full((2,), 4.0))
 
     @dist_init
@@ -290,7 +356,9 @@ class RRefTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rref.to_here(timeout=0.05)
         rpc.rpc_sync(self.peer(), remote.open_gate)
-        self.assertEqual(rref.to_here(), 1, msg="the reference did not survive a wait that gave up")
+        self.assertEqual(
+            rref.to_here(), 1, msg="the reference did not survive a wait that gave up"
+        )
 
     # The end of the owned value.
 
@@ -324,7 +392,9 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while another worker still uses a value of this one; a graceful shutdown would release it."""
+        """Shut down while another worker still uses a value of this one; a graceful
+        shutdown would release it.
+        """
         rpc.init_rpc(
             worker_name(self.rank),
             backend=self.rpc_backend,
@@ -334,7 +404,9 @@ class RRefTest(RpcAgentTestFixture):
         )
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()
-        with mock.patch.object(private.api, "_delete_all_user_and_unforked_owner_rrefs"):
+        with mock.patch.object(
+            private.api, "_delete_all_user_and_unforked_owner_rrefs"
+        ):
             rpc.shutdown()
         del rref
 

@@ -9,9 +9,16 @@ import torch
 from torch.distributed import rpc
 
 from torch_ext.compat.rpc import current_agent
-from torch_ext.testing._internal.dist_utils import dist_init, initialize_pg, poll_until, worker_name
+from torch_ext.testing._internal.dist_utils import (
+    dist_init,
+    initialize_pg,
+    poll_until,
+    worker_name,
+)
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 class TensorPipeAgentRpcTest(RpcAgentTestFixture):
@@ -20,7 +27,9 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         return 2
 
     def _start(self, **options: Any) -> None:
-        """Start with the fixture's rendezvous and these options. No backend is named, so torch infers it."""
+        """Start with the fixture's rendezvous and these options. No backend is named,
+        so torch infers it.
+        """
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,
@@ -28,11 +37,17 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
             rpc_backend_options=rpc.TensorPipeRpcBackendOptions(**options),
         )
 
-    def _test_transport(self, transports: list[str] | None, channels: list[str] | None) -> None:
-        self._start(init_method=self.init_method, _transports=transports, _channels=channels)
+    def _test_transport(
+        self, transports: list[str] | None, channels: list[str] | None
+    ) -> None:
+        self._start(
+            init_method=self.init_method, _transports=transports, _channels=channels
+        )
         for size in (0, 1, 100, 1 << 18):
             tensor = torch.arange(size)
-            self.assertEqual(rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1)), tensor + 1)
+            self.assertEqual(
+                rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1)), tensor + 1
+            )
         rpc.shutdown()
 
     @dist_init(setup_rpc=False)
@@ -55,7 +70,12 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_number_of_threads(self) -> None:
-        self._start(init_method=self.init_method, num_worker_threads=2, _transports=["uv"], _channels=["basic"])
+        self._start(
+            init_method=self.init_method,
+            num_worker_threads=2,
+            _transports=["uv"],
+            _channels=["basic"],
+        )
         info = current_agent().get_debug_info()
         self.assertEqual(int(info["agent.thread_pool_size"]), 2)
         rpc.shutdown()
@@ -64,19 +84,28 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_time_limit_is_seconds(self) -> None:
         for bad in (timedelta(seconds=10), "10"):
             with self.assertRaises(TypeError):
-                rpc.TensorPipeRpcBackendOptions(rpc_timeout=bad, init_method=self.init_method)  # type: ignore[arg-type]
+                rpc.TensorPipeRpcBackendOptions(
+                    rpc_timeout=bad, init_method=self.init_method
+                )  # type: ignore[arg-type]
         with self.assertRaisesRegex(RuntimeError, "non-negative"):
-            rpc.TensorPipeRpcBackendOptions(rpc_timeout=-1, init_method=self.init_method)
+            rpc.TensorPipeRpcBackendOptions(
+                rpc_timeout=-1, init_method=self.init_method
+            )
 
     @dist_init(setup_rpc=False)
     def test_device_map_to_a_device_that_is_not_there_is_refused(self) -> None:
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=self.init_method,
-            device_maps={self.peer(): {torch.device("cuda", 101): torch.device("cuda", 102)}},
+            device_maps={
+                self.peer(): {torch.device("cuda", 101): torch.device("cuda", 102)}
+            },
         )
         with self.assertRaisesRegex(ValueError, "invalid indices"):
             rpc.init_rpc(
-                worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options
+                worker_name(self.rank),
+                rank=self.rank,
+                world_size=self.world_size,
+                rpc_backend_options=options,
             )
 
     @dist_init(setup_rpc=False)
@@ -84,12 +113,17 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=self.init_method,
-            device_maps={"nobody": {torch.device("cpu"): torch.device("cpu")}} if self.rank == 0 else None,
+            device_maps={"nobody": {torch.device("cpu"): torch.device("cpu")}}
+            if self.rank == 0
+            else None,
         )
         # All workers exchange and check the maps, so all refuse.
         with self.assertRaisesRegex(ValueError, "invalid target node names"):
             rpc.init_rpc(
-                worker_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options
+                worker_name(self.rank),
+                rank=self.rank,
+                world_size=self.world_size,
+                rpc_backend_options=options,
             )
 
     @staticmethod
@@ -100,7 +134,10 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
             rpc.rpc_sync(self.peer(), remote.my_name)
-        poll_until(lambda: self._active_calls() == 0, "answered calls are still counted as active")
+        poll_until(
+            lambda: self._active_calls() == 0,
+            "answered calls are still counted as active",
+        )
         waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
         self.assertEqual(self._active_calls(), 1)
         rpc.rpc_sync(self.peer(), remote.open_gate)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import rpc
 
 from torch_ext import accelerator
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
@@ -16,10 +18,12 @@ __all__ = ["TensorPipeRpcAgentTestFixture"]
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe's socket transport, which starts fastest and sleeps while it is idle.
+    """RPC over TensorPipe's socket transport, which starts fastest and sleeps while it
+    is idle.
 
-    With six workers on two cores it takes half the time and a third of the processor time of all transports together,
-    because the shared-memory transport polls. ``TensorPipeAgentRpcTest`` covers the others.
+    With six workers on two cores it takes half the time and a third of the processor
+    time of all transports together, because the shared-memory transport polls.
+    ``TensorPipeAgentRpcTest`` covers the others.
     """
 
     @property
@@ -30,4 +34,6 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
     def rpc_backend_options(self) -> RpcBackendOptions:
         # Device memory uses channels of its own, which TensorPipe chooses by device.
         channels = None if accelerator.is_accelerator() else ["basic"]
-        return rpc.TensorPipeRpcBackendOptions(init_method=self.init_method, _transports=["uv"], _channels=channels)
+        return rpc.TensorPipeRpcBackendOptions(
+            init_method=self.init_method, _transports=["uv"], _channels=channels
+        )

@@ -13,7 +13,9 @@ from torch.distributed.nn.api.remote_module import RemoteModule
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture,
+)
 
 
 class Affine(nn.Module):
@@ -35,7 +37,8 @@ class Fails(nn.Module):
 
 
 def forward_of(module: RemoteModule, x: Tensor) -> Tensor:
-    # Not ``module(x)``: a module that RPC rebuilds on another worker lacks the hooks that a call looks up.
+    # Not ``module(x)``: a module that RPC rebuilds on another worker lacks the hooks
+    # that a call looks up.
     return torch.as_tensor(module.forward(x))
 
 
@@ -59,8 +62,12 @@ class RemoteModuleTest(RpcAgentTestFixture):
     def world_size(self) -> int:
         return 2
 
-    def _affine(self, scale: float = 2, shift: float = 1, where: str = "{}/cpu") -> RemoteModule:
-        return RemoteModule(where.format(self.peer()), Affine, args=(scale,), kwargs={"shift": shift})
+    def _affine(
+        self, scale: float = 2, shift: float = 1, where: str = "{}/cpu"
+    ) -> RemoteModule:
+        return RemoteModule(
+            where.format(self.peer()), Affine, args=(scale,), kwargs={"shift": shift}
+        )
 
     @dist_init
     def test_forward_runs_on_the_owner(self) -> None:
@@ -71,14 +78,19 @@ class RemoteModuleTest(RpcAgentTestFixture):
     def test_forward_async_gives_a_future(self) -> None:
         module: Any = self._affine()
         futures = [module.forward_async(torch.full((2,), float(i))) for i in range(5)]
-        self.assertEqual([future.wait() for future in futures], [torch.full((2,), 2.0 * i + 1) for i in range(5)])
+        self.assertEqual(
+            [future.wait() for future in futures],
+            [torch.full((2,), 2.0 * i + 1) for i in range(5)],
+        )
 
     @dist_init
     def test_every_way_to_name_the_owner(self) -> None:
         rank = rpc.get_worker_info(self.peer()).id
         for where in ("{}", "{}/cpu", f"rank:{rank}/cpu"):
             with self.subTest(where):
-                self.assertEqual(self._affine(where=where)(torch.ones(1), tell=True)[1], self.peer())
+                self.assertEqual(
+                    self._affine(where=where)(torch.ones(1), tell=True)[1], self.peer()
+                )
 
     @dist_init
     def test_module_on_this_worker(self) -> None:
@@ -88,13 +100,19 @@ class RemoteModuleTest(RpcAgentTestFixture):
 
     @dist_init
     def test_bad_owners_are_refused(self) -> None:
-        for where, error in (("nobody/cpu", RuntimeError), ("a/b/c", ValueError), ("", (RuntimeError, ValueError))):
+        for where, error in (
+            ("nobody/cpu", RuntimeError),
+            ("a/b/c", ValueError),
+            ("", (RuntimeError, ValueError)),
+        ):
             with self.subTest(where), self.assertRaises(error):
                 RemoteModule(where, Affine, args=(1,))
 
     @dist_init
     def test_what_is_no_module_is_refused_by_the_owner(self) -> None:
-        with self.assertRaisesRegex(ValueError, "returns an instance of <class nn.Module>") as caught:
+        with self.assertRaisesRegex(
+            ValueError, "returns an instance of <class nn.Module>"
+        ) as caught:
             RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
         self.assertIn(self.peer(), str(caught.exception))
 
@@ -111,9 +129,15 @@ class RemoteModuleTest(RpcAgentTestFixture):
     @dist_init
     def test_parameters_are_the_owners(self) -> None:
         module = self._affine(2, 5)
-        self.assertEqual([p.to_here().item() for p in module.remote_parameters()], [2, 5])
-        self.assertEqual([p.to_here().item() for p in module.remote_parameters(recurse=False)], [2])
-        self.assertEqual({p.owner_name() for p in module.remote_parameters()}, {self.peer()})
+        self.assertEqual(
+            [p.to_here().item() for p in module.remote_parameters()], [2, 5]
+        )
+        self.assertEqual(
+            [p.to_here().item() for p in module.remote_parameters(recurse=False)], [2]
+        )
+        self.assertEqual(
+            {p.owner_name() for p in module.remote_parameters()}, {self.peer()}
+        )
         self.assertEqual(module.get_module_rref().owner_name(), self.peer())
 
     @dist_init
@@ -121,8 +145,12 @@ class RemoteModuleTest(RpcAgentTestFixture):
         module, x = self._affine(), torch.tensor([1.0, 4.0], requires_grad=True)
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [module(x).sum()])
-            self.assertEqual(dist_autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))
-            grads = rpc.rpc_sync(self.peer(), gradients_of, args=(module.get_module_rref(), context_id))
+            self.assertEqual(
+                dist_autograd.get_gradients(context_id)[x], torch.full((2,), 2.0)
+            )
+            grads = rpc.rpc_sync(
+                self.peer(), gradients_of, args=(module.get_module_rref(), context_id)
+            )
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
     @dist_init
@@ -156,7 +184,12 @@ class RemoteModuleTest(RpcAgentTestFixture):
             ("share_memory",),
         ]
         for name, *args in refused:
-            with self.subTest(name), self.assertRaisesRegex(ValueError, f"``{name}`` not supported for RemoteModule"):
+            with (
+                self.subTest(name),
+                self.assertRaisesRegex(
+                    ValueError, f"``{name}`` not supported for RemoteModule"
+                ),
+            ):
                 getattr(module, name)(*args)
 
     @dist_init
@@ -184,21 +217,31 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
     def test_module_sent_to_another_worker_is_the_same_module(self) -> None:
         module = RemoteModule(self.peer(1), Affine, args=(self.rank + 2,))
         x = torch.arange(3.0)
-        self.assertEqual(rpc.rpc_sync(self.peer(2), forward_of, args=(module, x)), (self.rank + 2) * x)
+        self.assertEqual(
+            rpc.rpc_sync(self.peer(2), forward_of, args=(module, x)),
+            (self.rank + 2) * x,
+        )
         back = rpc.rpc_sync(self.peer(2), send_back, args=(module,))
         self.assertEqual(back.get_module_rref().owner_name(), self.peer(1))
         self.assertEqual(back.forward(x), (self.rank + 2) * x)
         self.assertIs(
-            type(rpc.rpc_sync(self.peer(1), module_of, args=(back,))), Affine, msg="the owner has no such module"
+            type(rpc.rpc_sync(self.peer(1), module_of, args=(back,))),
+            Affine,
+            msg="the owner has no such module",
         )
 
     @dist_init
     def test_gradients_through_a_third_worker(self) -> None:
-        module, x = RemoteModule(self.peer(1), Affine, args=(3,)), torch.ones(2, requires_grad=True)
+        module, x = (
+            RemoteModule(self.peer(1), Affine, args=(3,)),
+            torch.ones(2, requires_grad=True),
+        )
         with dist_autograd.context() as context_id:
             out = rpc.rpc_sync(self.peer(2), forward_of, args=(module, x))
             dist_autograd.backward(context_id, [out.sum()])
-            self.assertEqual(dist_autograd.get_gradients(context_id)[x], torch.full((2,), 3.0))
+            self.assertEqual(
+                dist_autograd.get_gradients(context_id)[x], torch.full((2,), 3.0)
+            )
 
 
 def send_back(module: RemoteModule) -> RemoteModule:
