@@ -242,9 +242,9 @@ _OF_RUNNER = {"torch_ext.runner", "torch_ext.cache", "torch_ext.compat", "torch_
     [
         (["torch_ext"], set()),
         (["torch_ext.runner.cli"], _OF_RUNNER),
-        (["torch_ext.world.tree"], _OF_WORLD),
+        (["torch_ext.world.tree"], {"torch_ext.world"}),
         (["torch_ext.world.follow"], _OF_WORLD),
-        (["torch_ext.world.provider"], _OF_WORLD),
+        (["torch_ext.world.provider"], {"torch_ext.world"}),
         (ROOMS["torch_ext.world"], _OF_WORLD),
         (ROOMS["torch_ext.runner"], _OF_RUNNER | _OF_WORLD),
     ],
