@@ -275,6 +275,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
     [
         ("import torch_ext", set(), _HEAVY),
         ("import torch_ext.runner.cli", _OF_RUNNER, _HEAVY),
+        ("import torch_ext.world.tree, torch_ext.world.provider", {"torch_ext.world"}, _HEAVY),
         ("import torch_ext.world.follow", _OF_WORLD, _HEAVY),
         ("import " + ", ".join(ROOMS["torch_ext.world"]), _OF_WORLD, _HEAVY),
         ("import " + ", ".join(ROOMS["torch_ext.runner"]), _OF_RUNNER | _OF_WORLD, _HEAVY),
@@ -286,7 +287,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
         (f"from {_HELPERS} import common_distributed, common_utils", _OF_TESTS, _UPSTREAMS),
         (f"import {_HELPERS}.hypothesis_utils", None, {f"{_HELPERS}._fsdp"}),
     ],
-    ids=["package", "cli", "follow", "world", "runner", "command", "tests", "hypothesis"],
+    ids=["package", "cli", "tree", "follow", "world", "runner", "command", "tests", "hypothesis"],
 )
 def test_each_part_loads_no_more_than_it_needs(statement: str, layers: set[str] | None, unloaded: set[str]) -> None:
     """The supervising side loads neither torch nor tests; test files load neither the runner nor upstream's harness."""

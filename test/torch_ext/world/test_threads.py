@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +256,53 @@ def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
         (functional, True),
     ):
         assert operations.operation_of(names["call"](operator)).wait.transport == transport
+
+
+class _Work:
+    """Its method is none of Python's, so that the frame of its caller is the innermost."""
+
+    __module__ = "torch.distributed"
+    wait = sys._getframe
+
+
+class _Other:
+    wait = sys._getframe
+
+
+def _waits(work: Any) -> Any:
+    return work.wait()
+
+
+def _waits_for_a_while(work: Any) -> Any:
+    return work.wait(int(0.5))
+
+
+def _waits_in_an_attribute(work: Any) -> Any:
+    holder = SimpleNamespace(work=work)
+    return holder.work.wait()
+
+
+def _waits_among_others(work: Any) -> Any:
+    return work.wait() if str(work) else None
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "limit_s"),
+    [
+        (_waits, "work.wait()", INF),
+        (_waits_in_an_attribute, "holder.work.wait()", INF),
+        (_waits_for_a_while, "work.wait(int(0.5))", None),
+        (_waits_among_others, "work.wait()", None),
+    ],
+)
+def test_a_wait_for_an_object_of_torch_is_one_for_peers(
+    function: Callable[[Any], Any], call: str, limit_s: float | None
+) -> None:
+    """A limit among its arguments is not read, and of two calls in a line any may be the one."""
+    found = operations.operation_of(function(_Work()))
+    assert (found.wait.transport, found.limit_s) == (True, limit_s)
+    assert found.wait.words.startswith(f"{call} in {function.__name__} (test_threads.py:")
+    assert not operations.operation_of(function(_Other())).wait.transport
 
 
 @pytest.mark.parametrize("between", ["", "sim/races/_threads.py", "compat/testing.py", "compat/c10d.py"])
