@@ -44,7 +44,7 @@ from torch_ext.world.protocol import (
 )
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["FarRanks", "Spread", "on_our_clock"]
+__all__ = ["FarRanks", "Share", "Spread", "on_our_clock"]
 
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its number among the ranks there
@@ -110,7 +110,7 @@ class _Ends:
             file.close() if isinstance(file, Channel) else os.close(file)
 
 
-class _Share:
+class Share:
     """What both kinds of host have: worlds by number, the files of their ranks, and messages to and from other hosts.
 
     Args:
@@ -143,7 +143,8 @@ class _Share:
     def _hear(self, line: Line) -> None:
         raise NotImplementedError
 
-    def _send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
+    def send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
+        """Send a message to another host."""
         sequence, self._sent[to] = self._sent[to], self._sent[to] + 1
         line = Line(self._number, self._host, to, sequence, time.monotonic(), world, stream, payload, index)
         self._send_line(line)
@@ -179,7 +180,7 @@ class _SpreadWorld:
     started: dict[int, Started] = field(default_factory=dict)
 
 
-class Spread(_Share):
+class Spread(Share):
     """The ranks of one class, as host 0 sees them.
 
     Args:
@@ -246,7 +247,7 @@ class Spread(_Share):
         for host, orders in of_host.items():
             share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
             if host:
-                self._send(host, world.number, RankStream.GROUP, (share, *self._origin))
+                self.send(host, world.number, RankStream.GROUP, (share, *self._origin))
                 continue
             world.here, theirs = channel_pair()
             try:
@@ -269,7 +270,7 @@ class Spread(_Share):
         files[RankStream.STACKS] = stacks
 
         def tell(stream: _Stream, payload: Any) -> None:
-            self._send(host, world.number, stream, payload, index)
+            self.send(host, world.number, stream, payload, index)
 
         return _Ends(files, self._callbacks, tell, watched)
 
@@ -283,7 +284,7 @@ class Spread(_Share):
             host, index = world.order[message.index]
             message = replace(message, index=index)
             if host:
-                self._send(host, world.number, RankStream.GROUP, message)
+                self.send(host, world.number, RankStream.GROUP, message)
             elif world.here is not None:
                 with contextlib.suppress(ChannelClosedError):
                     world.here.send(message)
@@ -291,7 +292,7 @@ class Spread(_Share):
     def _abandon(self, world: _SpreadWorld) -> None:
         del self._worlds[world.number]
         for host in {host for host, _ in world.order if host}:
-            self._send(host, world.number, RankStream.GROUP, None)
+            self.send(host, world.number, RankStream.GROUP, None)
         for rank in world.far.values():
             rank.close()
         for channel in (world.group, world.here):
@@ -354,7 +355,7 @@ class _FarWorld:
     ended: set[int] = field(default_factory=set)
 
 
-class FarRanks(_Share):
+class FarRanks(Share):
     """The ranks of one class on a machine that is not its host 0.
 
     Args:
@@ -447,7 +448,7 @@ class FarRanks(_Share):
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
             others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
-        self._send(0, world.number, stream, payload, index)
+        self.send(0, world.number, stream, payload, index)
 
     def _on_group(self, world: _FarWorld) -> None:
         try:
@@ -462,7 +463,7 @@ class FarRanks(_Share):
         elif isinstance(message, Ended):
             world.ended.add(message.index)
             world.ranks[message.index].drain()
-        self._send(0, world.number, RankStream.GROUP, message)
+        self.send(0, world.number, RankStream.GROUP, message)
 
 
 def on_our_clock(message: Any, shift_s: float) -> Any:
