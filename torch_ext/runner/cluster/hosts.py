@@ -94,11 +94,14 @@ class _Ends:
         """Write what the other machine has read; None closes the stream. Blocks while a pipe is full."""
         with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed it
             file = self._files[stream]
-            if isinstance(file, Channel):
-                file.shut() if payload is None else file.send(payload)
+            if isinstance(file, Channel) and payload is None:
+                file.shut()
+            elif isinstance(file, Channel):
+                file.send(payload)
             elif payload is None:
                 self._callbacks.unwatch(file)
-                os.close(self._files.pop(stream))  # type: ignore[arg-type]  # a descriptor, as ``file`` is
+                del self._files[stream]
+                os.close(file)
             else:
                 while payload:
                     payload = payload[os.write(file, payload) :]
@@ -107,7 +110,10 @@ class _Ends:
         files, self._files = self._files, {}
         for file in files.values():
             self._callbacks.unwatch(file)
-            file.close() if isinstance(file, Channel) else os.close(file)
+            if isinstance(file, Channel):
+                file.close()
+            else:
+                os.close(file)
 
 
 class Share:
@@ -265,14 +271,17 @@ class Spread(Share):
         close_all([second, *more[:shared]])
         os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
         numbered: dict[_Stream, Channel | int] = dict(enumerate(more[shared:]))
-        watched = (RankStream.CHANNEL, *numbered)
-        files = {RankStream.CHANNEL: Channel.from_descriptor(channel), RankStream.OUTPUT: output, **numbered}
-        files[RankStream.STACKS] = stacks
+        files: dict[_Stream, Channel | int] = {
+            RankStream.CHANNEL: Channel.from_descriptor(channel),
+            RankStream.OUTPUT: output,
+            RankStream.STACKS: stacks,
+            **numbered,
+        }
 
         def tell(stream: _Stream, payload: Any) -> None:
             self.send(host, world.number, stream, payload, index)
 
-        return _Ends(files, self._callbacks, tell, watched)
+        return _Ends(files, self._callbacks, tell, (RankStream.CHANNEL, *numbered))
 
     def _on_group(self, world: _SpreadWorld) -> None:
         try:

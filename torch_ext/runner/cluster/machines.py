@@ -65,7 +65,8 @@ class Node:
         Raises:
             SupervisorDiedError: that ended before the class was over.
         """
-        told = self._queues[order.number] = queue.SimpleQueue()
+        told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        self._queues[order.number] = told
         self._peers[order.number] = peers
         self.pass_on(order)
         if self._over:
