@@ -87,7 +87,7 @@ def _run(command: str, rest: list[str]) -> int:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
-        if error.errno == errno.EPIPE:  # whoever read it has seen enough
+        if error.errno == errno.EPIPE:  # the reader has seen enough
             return 128 + signal.SIGPIPE
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1

@@ -321,7 +321,7 @@ def _shown(value: object) -> str:
 
 
 def write_out(text: str, what: str = "the list") -> None:
-    """Write ``text``, of which ``what`` says what it is, to stdout, and have the system know it at once.
+    """Write ``text`` to stdout and flush it. ``what`` names the text in an error.
 
     Raises:
         OutputError: stdout takes no more.

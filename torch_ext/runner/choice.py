@@ -1,4 +1,4 @@
-"""Which of the tests that patterns select run, and in which order: what failed, what changed, a part, at random.
+"""Which of the tests that patterns select run, and in which order: failed tests, changed files, a part, at random.
 
 Note [Parts]
 ~~~~~~~~~~~~

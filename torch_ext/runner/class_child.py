@@ -74,7 +74,7 @@ class ClassChild:
         self._zygote = zygote
         self._hung: str | None = None  # the stacks, if it was ended because it hung
         self._stopped = ""  # which process had been stopped by a signal, in words
-        self._broke = ""  # what it has written into its channel, in words
+        self._broke = ""  # the junk that it has written into its channel, in words
         self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
@@ -220,7 +220,7 @@ class ClassChild:
         """Say how the process ended.
 
         Args:
-            what: what has ended, in words.
+            what: the process, in words.
             when: when, in words that follow the verb.
         """
         if self._broke:

@@ -44,7 +44,7 @@ __all__ = ["main"]
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
-# How long to wait for the end that comes with the zygote's, in seconds; whoever still lives then goes on without it.
+# Seconds to wait to be killed along with the zygote.
 _END_S = 20.0
 
 # Functions of unittest's, and what of a class or module they call.

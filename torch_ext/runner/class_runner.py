@@ -71,14 +71,13 @@ class Next:
 
 
 def what_next(facts: ClassFacts, exited: Died) -> Next:
-    """Decide what the end of a class process means. Silence is no pass: what has not said that it is done has failed.
+    """Decide what the end of a class process means.
 
-    A process that has not ended a single test is replaced only if its zygote took it along, and the caller sees to it
-    that this happens once; so every class comes to its end.
+    Silence is no pass: a process that has not said that it is done has failed. A process that has not ended a single
+    test is replaced only if its zygote took it along, and the caller sees to it that this happens once; so every class
+    comes to its end.
 
-    Args:
-        facts: what is known.
-        exited: what to say of a process that exited before it was done, in whatever way.
+    ``exited`` describes a process that exited before it was done.
     """
     left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
     if facts.running:

@@ -105,9 +105,7 @@ def _value(row: Row, value: object) -> object:
         return row.const
     if not isinstance(value, (str, int, float)):
         raise ValueError(f"got {value!r}, expected one value")
-    if row.choices and value not in row.choices:
-        raise ValueError(f"got {value!r}, expected one of {', '.join(row.choices)}")
-    return row.read(str(value))
+    return row.value_of(str(value))
 
 
 def from_environment(
@@ -131,22 +129,8 @@ def from_environment(
     for row in TABLE:
         if row.variable and (text := environment.get(row.variable)):
             try:
-                _check(row, text)
+                row.value_of(text)
             except ValueError as error:
                 raise ConfigError(f"{row.variable}: {error}") from None
             found[row.field] = Setting(None, row.variable, text)
     return found
-
-
-def _check(row: Row, text: str) -> None:
-    """Refuse a value that the readers of the variable would not understand.
-
-    >>> row = next(row for row in TABLE if row.variable == "TORCH_EXT_SCHEDULE")
-    >>> _check(row, "random:7")
-
-    Raises:
-        ValueError: the option cannot have it.
-    """
-    if row.choices and text not in row.choices:
-        raise ValueError(f"got {text!r}, expected one of {', '.join(row.choices)}")
-    row.read(text)

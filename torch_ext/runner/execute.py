@@ -1,4 +1,4 @@
-"""The half of the runner that starts processes: what runs when, from the import of a file to the end of its classes."""
+"""The half of the runner that starts processes: imports files, and runs their classes side by side."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["RunExecutor", "open_executor"]
 # After how many seconds without news another file's import begins beside those that go on, so that some that hang block
 # no others.
 _NEWS_S = 2.0
-# How often those who show the time are told that it passes, in seconds.
+# Interval of ticks, by which views show the time, in seconds.
 _TICK_S = 0.25
 
 

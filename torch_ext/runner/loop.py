@@ -1,4 +1,4 @@
-"""Several tasks on one thread: each is a generator that yields what it waits for.
+"""Several tasks on one thread: each is a generator that yields the files and the time that it waits for.
 
 Runs in the supervisor, on the main thread. No thread is started, so that a supervisor that is its own zygote may still
 be forked.
@@ -97,7 +97,7 @@ def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> li
         for descriptor, numbers in by_file.items():
             try:
                 selector.register(descriptor, selectors.EVENT_READ, numbers)
-            except (OSError, ValueError):  # another task has closed it: whoever waits for it has to look again
+            except (OSError, ValueError):  # another task has closed it: the task that waits has to look again
                 for number in numbers:
                     ready[number] = True
                 timeout_s = 0.0

@@ -123,7 +123,7 @@ class NameCache:
         if self._folder is None or collected.error:
             return
         code = {str(collected.file.path), *collected.imported}
-        # A file that changed while it was imported: what was imported is not what lies there now.
+        # A file that changed while it was imported: the import read another text than the one there now.
         with suppress(OSError):
             if any(os.stat(path).st_mtime_ns >= since_ns for path in code):
                 return

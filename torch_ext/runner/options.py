@@ -213,7 +213,7 @@ class Row:
         const: what it sets without a value; with a ``metavar`` too, the value may be left out.
         many: it takes several values, and may be given again.
         key: its name in the configuration if not that of the flag; ``-``: it stands in none.
-        variable: the environment variable with the same meaning; whoever obeys it reads it.
+        variable: the environment variable with the same meaning; the code that obeys it reads it.
         choices: the values that it takes; empty: any that ``read`` can read.
         alone: ``python test_file.py`` has it too.
     """
@@ -239,6 +239,19 @@ class Row:
         'start-method'
         """
         return "" if self.key == "-" else self.key or self.flags[-1].lstrip("-")
+
+    def value_of(self, text: str) -> object:
+        """Return the value that ``text`` means.
+
+        >>> next(row for row in TABLE if row.field == "schedule").value_of("random:7")
+        'random:7'
+
+        Raises:
+            ValueError: the option cannot have it.
+        """
+        if self.choices and text not in self.choices:
+            raise ValueError(f"got {text!r}, expected one of {', '.join(self.choices)}")
+        return self.read(text)
 
 
 # Options of earlier releases, and what does their work.

@@ -127,9 +127,9 @@ def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Dev
 
 
 def shared_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return ``environment`` with what all classes of all runs go on sharing though each has a ``TMPDIR`` of its own.
+    """Return ``environment`` with a folder that all classes of all runs share, though each has its own ``TMPDIR``.
 
-    That is what Inductor has compiled, which it keeps below ``TMPDIR`` unless it is told otherwise.
+    Inductor keeps compiled code below ``TMPDIR`` unless a variable names another folder.
     """
     with suppress(KeyError, OSError):  # a user without a name
         name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())

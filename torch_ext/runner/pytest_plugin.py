@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what became of ``-n``."""
+    """Say what ``-n`` does with and without ``--slots``."""
     jobs = getattr(config.option, "torch_ext_jobs", None)
     if jobs:
         return f"torch_ext: -n {jobs} runs at most {jobs} classes at a time on slots; no process of pytest-xdist starts"

@@ -45,7 +45,7 @@ class Rounds:
 
     @property
     def progress(self) -> Tally:
-        """What has come of the plan."""
+        """The results so far."""
         return self._reporters.tally
 
     def take(self, event: ClassEvent) -> None:

@@ -154,7 +154,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many nobody holds."""
+        """How many are free."""
         return len(self._free)
 
     def take(self, number: int) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class Queue:
         return opened
 
     def loaded(self, file: TestFile, batches: Sequence[Batch]) -> None:
-        """Take note that ``file`` is imported, and that ``batches`` are what there is to run of it."""
+        """``file`` is imported, and ``batches`` are its classes."""
         self._waiting[file.name] = self._policy.order(batches)
         self._ready[file.name] = None
 
@@ -265,7 +265,7 @@ class Queue:
         return list(itertools.takewhile(lambda name: name in self._ready, self._open))
 
     def ended(self, batch: Batch) -> None:
-        """Take note that ``batch`` has ended."""
+        """``batch`` has ended: give its slots back."""
         self._slots.give_back(self.running.pop(batch))
 
     def files_done(self) -> list[TestFile]:

@@ -41,7 +41,7 @@ _Parts = tuple[str, ...]
 
 
 class SelectionError(ValueError):
-    """A pattern means nothing. The message names it and what comes nearest."""
+    """A pattern means nothing. The message has the pattern and the nearest names."""
 
 
 class _Reading(NamedTuple):

@@ -259,9 +259,9 @@ class Chosen:
     Attributes:
         tests: in the order of their files.
         failures: results of files that cannot be imported.
-        needs: what tests ask for, as far as it is known.
+        needs: of tests, as far as they are known.
         note: a sentence for the report about a part of the tests; empty if all run.
-        warnings: what was asked for and does not run, in sentences.
+        warnings: a sentence for each pattern or file that was asked for and does not run.
         device: the device type that the files test, as far as it is known.
         cached: how many files have cached names.
     """

@@ -20,9 +20,13 @@ import pytest
 
 from test.torch_ext.world.suites import CHECKOUT
 from torch_ext.results import SetupError
+from torch_ext.runner.cluster.hosts import Share, on_our_clock
 from torch_ext.runner.cluster.machines import Machines
+from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import _os
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Receipt, Said
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray; install it with: pip install -e '.[cluster]'"
@@ -292,3 +296,35 @@ def test_without_ray_the_option_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="--cluster needs Ray, which is not installed here; install it with: pip inst"):
         Machines(RunOptions(Path("/root"), cluster="local:2"))
+
+
+class Kept(Share):
+    """A host that keeps what it hears."""
+
+    def __init__(self, host: int, sent: list[Line]) -> None:
+        super().__init__(1, host, sent.append)
+        self.heard: list[Any] = []
+
+    def _hear(self, line: Line) -> None:
+        self.heard.append(line.payload)
+
+
+def test_messages_that_overtake_each_other_are_taken_in_their_order() -> None:
+    sent: list[Line] = []
+    first, second, taker = Kept(1, sent), Kept(2, sent), Kept(0, [])
+    for number in range(3):
+        first.send(0, 1, RankStream.OUTPUT, f"first {number}")
+        second.send(0, 1, RankStream.OUTPUT, f"second {number}")
+    for line in sorted(sent, key=lambda line: (line.source, -line.sequence)):
+        taker.take(line)
+    assert taker.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
+    for each in (first, second, taker):
+        each.close()
+
+
+def test_times_of_a_rank_are_told_by_this_machines_clock() -> None:
+    receipt = Receipt(Said.PASSED, 5.0, began_s=3.0, met_s=(3.5, 4.0))
+    outcome = on_our_clock(Outcome(0, Ending.PASSED, receipt=receipt, started_s=2.0), 10.0)
+    moved = outcome.receipt
+    assert (moved.time_s, moved.began_s, moved.met_s) == (15.0, 13.0, (13.5, 14.0))
+    assert (outcome.started_s, outcome.ended_s) == (12.0, 0.0), "a time of 0 is none"

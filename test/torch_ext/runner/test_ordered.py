@@ -91,10 +91,12 @@ def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None
 def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:
     kept, ordered = made()
     ordered(result(C1))
+    ordered(Over(TestName("a.py", "A")))
     ordered(RoundBegan(2))
+    ordered(result(B1))
     ordered(result(C1))
     ordered(result(A1))
-    assert kept.told == ["C1", "round 2", "A1"]
+    assert kept.told == ["C1", "round 2", "A1"], "B waits for A again"
 
 
 def test_failures_may_come_at_once() -> None:

@@ -87,7 +87,7 @@ def test_the_view_counts_a_test_once_however_often_it_runs() -> None:
     assert view.summary(102.0) == "[3/3]  2 passed  1 flaky  2 s"
     view.take(RoundBegan(2), 102.0)
     view.take(TestResult(ONE, Status.FAILED, 1.0), 103.0)
-    assert view.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky")
+    assert view.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky  1 s")
 
 
 def test_a_slow_test_is_told_when_it_becomes_slow_and_when_its_time_has_doubled() -> None:

@@ -43,7 +43,7 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["FarRanks", "Spread", "on_our_clock"]
+__all__ = ["FarRanks", "Share", "Spread", "on_our_clock"]
 
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its number among the ranks there
@@ -93,11 +93,14 @@ class _Ends:
         """Write what the other machine has read; None closes the stream. Blocks while a pipe is full."""
         with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed it
             file = self._files[stream]
-            if isinstance(file, Channel):
-                file.shut() if payload is None else file.send(payload)
+            if isinstance(file, Channel) and payload is None:
+                file.shut()
+            elif isinstance(file, Channel):
+                file.send(payload)
             elif payload is None:
                 self._callbacks.unwatch(file)
-                os.close(self._files.pop(stream))  # type: ignore[arg-type]  # a descriptor, as ``file`` is
+                del self._files[stream]
+                os.close(file)
             else:
                 while payload:
                     payload = payload[os.write(file, payload) :]
@@ -106,10 +109,13 @@ class _Ends:
         files, self._files = self._files, {}
         for file in files.values():
             self._callbacks.unwatch(file)
-            file.close() if isinstance(file, Channel) else os.close(file)
+            if isinstance(file, Channel):
+                file.close()
+            else:
+                os.close(file)
 
 
-class _Share:
+class Share:
     """What both kinds of host have: worlds by number, the files of their ranks, and messages to and from other hosts.
 
     Args:
@@ -142,7 +148,8 @@ class _Share:
     def _hear(self, line: Line) -> None:
         raise NotImplementedError
 
-    def _send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
+    def send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
+        """Send a message to another host."""
         sequence, self._sent[to] = self._sent[to], self._sent[to] + 1
         line = Line(self._number, self._host, to, sequence, time.monotonic(), world, stream, payload, index)
         self._send_line(line)
@@ -178,7 +185,7 @@ class _SpreadWorld:
     started: dict[int, Started] = field(default_factory=dict)
 
 
-class Spread(_Share):
+class Spread(Share):
     """The ranks of one class, as host 0 sees them.
 
     Args:
@@ -245,7 +252,7 @@ class Spread(_Share):
         for host, orders in of_host.items():
             share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
             if host:
-                self._send(host, world.number, RankStream.GROUP, (share, *self._origin))
+                self.send(host, world.number, RankStream.GROUP, (share, *self._origin))
                 continue
             world.here, theirs = channel_pair()
             try:
@@ -263,14 +270,17 @@ class Spread(_Share):
         close_all([second, *more[:shared]])
         os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
         numbered: dict[_Stream, Channel | int] = dict(enumerate(more[shared:]))
-        watched = (RankStream.CHANNEL, *numbered)
-        files = {RankStream.CHANNEL: Channel.from_descriptor(channel), RankStream.OUTPUT: output, **numbered}
-        files[RankStream.STACKS] = stacks
+        files: dict[_Stream, Channel | int] = {
+            RankStream.CHANNEL: Channel.from_descriptor(channel),
+            RankStream.OUTPUT: output,
+            RankStream.STACKS: stacks,
+            **numbered,
+        }
 
         def tell(stream: _Stream, payload: Any) -> None:
-            self._send(host, world.number, stream, payload, index)
+            self.send(host, world.number, stream, payload, index)
 
-        return _Ends(files, self._callbacks, tell, watched)
+        return _Ends(files, self._callbacks, tell, (RankStream.CHANNEL, *numbered))
 
     def _on_group(self, world: _SpreadWorld) -> None:
         try:
@@ -282,7 +292,7 @@ class Spread(_Share):
             host, index = world.order[message.index]
             message = replace(message, index=index)
             if host:
-                self._send(host, world.number, RankStream.GROUP, message)
+                self.send(host, world.number, RankStream.GROUP, message)
             elif world.here is not None:
                 with contextlib.suppress(ChannelClosedError):
                     world.here.send(message)
@@ -290,7 +300,7 @@ class Spread(_Share):
     def _abandon(self, world: _SpreadWorld) -> None:
         del self._worlds[world.number]
         for host in {host for host, _ in world.order if host}:
-            self._send(host, world.number, RankStream.GROUP, None)
+            self.send(host, world.number, RankStream.GROUP, None)
         for rank in world.far.values():
             rank.close()
         for channel in (world.group, world.here):
@@ -353,7 +363,7 @@ class _FarWorld:
     ended: set[int] = field(default_factory=set)
 
 
-class FarRanks(_Share):
+class FarRanks(Share):
     """The ranks of one class on a machine that is not its host 0.
 
     Args:
@@ -446,7 +456,7 @@ class FarRanks(_Share):
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
             others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
-        self._send(0, world.number, stream, payload, index)
+        self.send(0, world.number, stream, payload, index)
 
     def _on_group(self, world: _FarWorld) -> None:
         try:
@@ -461,7 +471,7 @@ class FarRanks(_Share):
         elif isinstance(message, Ended):
             world.ended.add(message.index)
             world.ranks[message.index].drain()
-        self._send(0, world.number, RankStream.GROUP, message)
+        self.send(0, world.number, RankStream.GROUP, message)
 
 
 def on_our_clock(message: Any, shift_s: float) -> Any:

@@ -65,7 +65,8 @@ class Node:
         Raises:
             SupervisorDiedError: that ended before the class was over.
         """
-        told = self._queues[order.number] = queue.SimpleQueue()
+        told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        self._queues[order.number] = told
         self._peers[order.number] = peers
         self.pass_on(order)
         if self._over:
@@ -105,7 +106,7 @@ class Node:
 
 # How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
 _READY_S = 600.0
-# How long it may take until what it has started has ended.
+# How long it may take until its processes have ended.
 _END_S = 30.0
 # As on a single machine: ranks wait for one another most of the time.
 _RANKS_PER_CPU = 4
@@ -233,7 +234,7 @@ class Machines:
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
     def lose(self, node: str) -> None:
-        """Take note that the machine is lost, or its supervisor."""
+        """Use the machine no more: it is lost, or its supervisor is."""
         self._actors.pop(node, None)
         self._lost.add(node)
 

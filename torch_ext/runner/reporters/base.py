@@ -101,7 +101,7 @@ class ReportFile:
 
     Args:
         path: the file, whose folder is made if need be; ``-``: stdout.
-        what: what is written, in words.
+        what: the report, in words.
 
     Raises:
         SetupError: it cannot be opened.

@@ -85,7 +85,7 @@ def _result(result: TestResult) -> dict[str, Any]:
 
 
 def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
-    """Return one test of a plan or a list, with what it asks for if that is known.
+    """Return one test of a plan or a list, with its needs if they are known.
 
     >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
     4

@@ -140,7 +140,7 @@ class TextReporter:
 
     @property
     def writer(self) -> StyledWriter:
-        """Where it prints. Whoever else prints there does so through the same one."""
+        """The writer of this report. Every other text on its stream goes through the same writer."""
         return self._out
 
     def __call__(self, event: Event) -> None:

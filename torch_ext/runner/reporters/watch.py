@@ -137,7 +137,7 @@ def spell_s(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-# After how many seconds without a line a pipe gets one, so that nobody takes the run for dead; and if it is quiet.
+# Seconds without a line after which a pipe gets one, so that the run does not look dead; and with --quiet.
 _SILENCE_S, _QUIET_S = 20.0, 60.0
 # How often a terminal is redrawn at most, in seconds.
 _REDRAW_S = 0.2
