@@ -77,6 +77,7 @@ class PatchChecks:
                 dist.barrier()
             dist.barrier()
             self.assertIs(current(patch), ORIGINALS[patch], str(patch))
+            dist.barrier()
             with self.assertRaises(StopBodyError), patch(self.replacement):
                 self.assertIs(current(patch), self.replacement)
                 raise StopBodyError

@@ -98,15 +98,6 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 
-class TestThreadedGroupOnSim(TestThreadedGroup):
-    """Each thread uses another device."""
-
-    device_type = "sim"
-
-    def start_group(self) -> None:
-        torch.get_device_module("sim").set_device(self.rank)
-
-
 # --- a backend outside this tree ---
 
 OUT_OF_TREE = """

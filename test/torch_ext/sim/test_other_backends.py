@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import unittest
 from typing import Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext.sim  # noqa: F401 - registers the device
@@ -180,3 +183,41 @@ def test_fake_group_takes_device_tensors(rank: int, world_size: int) -> None:
     model(torch.ones(2, 4, device="sim")).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.to_local().shape == (1, 4)
     assert dist.Backend.default_device_backend_map["sim"] == "simccl"
+
+
+# --- torch's threaded group ---
+
+
+@ranks.world_of(1)
+def test_threaded_group_serves_each_thread_its_device(rank: int, world_size: int) -> None:
+    class Threads(MultiThreadedTestCase):
+        world_size = 2
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_threads()
+
+        def test_collectives(self) -> None:
+            SIM.set_device(self.rank)
+            here = torch.device("sim", self.rank)
+            mine = torch.full((2,), float(self.rank + 1), device="sim")
+            assert mine.device == here
+
+            total = mine.clone()
+            dist.all_reduce(total)
+            whole, part = torch.empty(4, device="sim"), torch.empty(1, device="sim")
+            dist.all_gather_into_tensor(whole, mine)
+            dist.reduce_scatter_tensor(part, mine)
+            sent = mine.clone()
+            dist.broadcast(sent, 1)
+            exchanged = torch.empty(2, device="sim")
+            dist.all_to_all_single(exchanged, mine)
+            assert total.tolist() == [3.0, 3.0] and whole.tolist() == [1.0, 1.0, 2.0, 2.0] and part.item() == 3.0
+            assert sent.tolist() == [2.0, 2.0] and exchanged.tolist() == [1.0, 2.0]
+            assert {one.device for one in (total, whole, part, sent, exchanged)} == {here}
+
+    dist.destroy_process_group()
+
+    result = unittest.TextTestRunner(stream=io.StringIO()).run(Threads("test_collectives"))
+    assert result.wasSuccessful() and result.testsRun == 1 and not result.skipped, result.errors + result.failures
+    ranks.leave()
